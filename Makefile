@@ -1,0 +1,25 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-long clean
+
+demo: .venv/.installed
+	$(BIN)/zo2 demo
+
+test: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+# The same tests with many more drawn examples.
+test-long: .venv/.installed
+	$(BIN)/pytest --long
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,55 @@
+"""Typed errors: each says where, what was found, what was expected and what to do."""
+
+
+class ZO2Error(Exception):
+    """Base of every error this library raises for a user's input or environment.
+
+    Args:
+        where: File, option, parameter or object the error is about, as exact as it is known (path, line, tensor name).
+        found: What is there.
+        expected: What would have been right.
+        remedy: What the user can do about it, one imperative sentence without a full stop.
+    """
+
+    def __init__(self, where: object, *, found: str, expected: str, remedy: str) -> None:
+        self.where = str(where)
+        self.found = found
+        self.expected = expected
+        self.remedy = remedy
+        super().__init__(f"{self.where}: found {found}; expected {expected}. What to do: {remedy}.")
+
+
+class OptionError(ZO2Error, ValueError):
+    """An option is out of its range, or two options contradict each other."""
+
+
+class CheckpointError(ZO2Error):
+    """A checkpoint on disk is malformed, incomplete or does not match its model."""
+
+
+class UnsupportedModelError(ZO2Error):
+    """A model that cannot be trained here: unknown architecture, quantised weights, pickled shards."""
+
+
+class BatchError(ZO2Error, ValueError):
+    """A batch that the model cannot take, or that has no label to learn from."""
+
+
+class DataError(ZO2Error, ValueError):
+    """A data file that cannot be used: empty, malformed, or a row without anything to learn."""
+
+
+class OutputError(ZO2Error):
+    """An output path is in use or cannot be written."""
+
+
+class JournalError(ZO2Error):
+    """A journal is damaged, or belongs to another base checkpoint or other options."""
+
+
+class NonFiniteLossError(ZO2Error):
+    """A forward pass gave a loss that is not finite; the step was not taken."""
+
+
+class ClosedError(ZO2Error):
+    """A closed engine or source was used."""
