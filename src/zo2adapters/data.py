@@ -1,0 +1,290 @@
+"""JSONL files as tokenised rows and padded batches for a causal language model.
+
+Every row is tokenised once, when the file is read, and held at four bytes a token. That costs memory in proportion to
+the file, and buys two things: a bad row is refused before the first step, and a run restarts at any step by arithmetic.
+Kinds of rows and their meaning are those of TRL's SFTTrainer.
+"""
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, count, islice
+from random import Random
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from zo2core.errors import BatchError, DataError, OptionError
+
+IGNORED_LABEL = -100  # of a position without loss, as every causal model of transformers reads it
+Batch = list[TokenizedRow]
+_KINDS = "'text', or 'prompt' and 'completion', or 'messages'"
+_JSON_NAMES = {
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedRow:
+    """One row of a data file, as tokens."""
+
+    input_ids: "array[int]"  # (length,), int32
+    prompt_length: int  # leading tokens without loss
+    line: int  # of the file, from 1
+
+    def __post_init__(self) -> None:
+        # Labels are shifted by one, so the first token is never predicted.
+        assert len(self.input_ids) > max(self.prompt_length, 1), "a row holds at least one token to predict"
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """The rows of a data file, in file order."""
+
+    rows: tuple[TokenizedRow, ...]  # at least one
+    truncated: int  # rows that lost their end to the sequence length
+
+    def __post_init__(self) -> None:
+        assert self.rows, "a dataset holds at least one row"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> TokenizedRow:
+        return self.rows[index]
+
+    def __iter__(self) -> Iterator[TokenizedRow]:
+        return iter(self.rows)
+
+
+def read_dataset(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase, *, sequence_length: int) -> Dataset:
+    """Read and tokenise a JSONL file, in UTF-8; blank lines and keys without a meaning are skipped.
+
+    A row has `text` or `messages`, with loss on every token, or `prompt` and `completion`, two strings or two lists of
+    messages, with loss on the completion. Strings get the tokenizer's EOS at their end unless they have it; what ends
+    a conversation is up to the chat template.
+
+    Args:
+        path: The file.
+        tokenizer: Tokenizer of the model; messages need one with a chat template.
+        sequence_length: Most tokens a row may keep, at least 2; longer rows lose their end.
+
+    Returns:
+        The tokenised rows and how many of them were cut.
+
+    Raises:
+        DataError: The file cannot be read, or a row is malformed or leaves nothing to predict.
+        OptionError: `sequence_length` is below 2.
+    """
+    _at_least("sequence_length", sequence_length, 2)
+    rows, truncated = [], 0
+    try:
+        with open(path, "rb") as file:
+            # Bytes split at line feeds alone; str.splitlines would cut inside a string that holds U+2028.
+            for line, raw in enumerate(file, 1):
+                if raw.strip(b"\xef\xbb\xbf \t\r\n"):  # the first three are the byte order mark
+                    ids, prompt = _tokenized(_parsed(raw), tokenizer)
+                    found = f"{len(ids)} tokens, {prompt} of them prompt, at a sequence length of {sequence_length}"
+                    expected = "a token to predict, after the first token and the prompt"
+                    remedy = "write a longer completion, a shorter prompt, or raise the sequence length"
+                    _require(min(len(ids), sequence_length) > max(prompt, 1), found, expected, remedy)
+                    truncated += len(ids) > sequence_length
+                    rows.append(TokenizedRow(array("i", ids[:sequence_length]), prompt, line))
+    except _Refusal as error:
+        found, expected, remedy = error.args
+        raise DataError(f"{path}, line {line}", found=found, expected=expected, remedy=remedy) from error
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise DataError(path, found=found, expected="a readable JSONL file", remedy="check the path") from error
+    if not rows:
+        raise DataError(path, found="no rows", expected="a JSON object on each line", remedy="write at least one")
+    return Dataset(tuple(rows), truncated)
+
+
+def collate(rows: Sequence[TokenizedRow], *, pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Pad rows on the right into one batch.
+
+    Args:
+        rows: Rows of the batch, at least one.
+        pad_token_id: Token id at padded positions.
+
+    Returns:
+        `input_ids`, `attention_mask` (1 on tokens, 0 on padding) and `labels` (-100 on prompts and padding), each
+        (batch, longest row), int64, on the CPU.
+
+    Raises:
+        BatchError: `rows` is empty.
+    """
+    if not rows:
+        raise BatchError("batch", found="no rows", expected="at least one row", remedy="pass the rows to pad")
+    shape = (len(rows), max(len(row.input_ids) for row in rows))
+    input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
+    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    labels = torch.full(shape, IGNORED_LABEL, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        prompt, length = row.prompt_length, len(row.input_ids)
+        input_ids[index, :length] = torch.tensor(row.input_ids, dtype=torch.int64)
+        attention_mask[index, :length] = 1
+        labels[index, prompt:length] = input_ids[index, prompt:length]
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Token id to pad with: the tokenizer's padding token, else its EOS, else 0."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    return next((token_id for token_id in candidates if isinstance(token_id, int)), 0)
+
+
+def training_batches(dataset: Dataset, *, batch_size: int, seed: int, first_step: int = 0) -> Iterator[Batch]:
+    """Batches without end; each epoch takes every row once, in an order that depends on the seed and the epoch only.
+
+    A batch that the end of an epoch leaves unfinished is filled up from the next epoch, so every batch has `batch_size`
+    rows, also where the dataset has fewer.
+
+    Args:
+        dataset: Rows to draw from.
+        batch_size: Rows in a batch, at least 1.
+        seed: Any integer; no global random state is read or written.
+        first_step: Batches to skip, at least 0; the rest is what an iteration from 0 gives after that many.
+
+    Returns:
+        An endless iterator over batches.
+
+    Raises:
+        OptionError: `batch_size` or `first_step` is out of range.
+    """
+    _at_least("batch_size", batch_size, 1)
+    _at_least("first_step", first_step, 0)
+    epoch, taken = divmod(first_step * batch_size, len(dataset))
+    orders = (_epoch_order(len(dataset), seed, number) for number in count(epoch))
+    indices = islice(chain.from_iterable(orders), taken, None)
+    return ([dataset[index] for index in islice(indices, batch_size)] for _ in count())
+
+
+def evaluation_batches(dataset: Dataset, *, batch_size: int) -> Iterator[Batch]:
+    """Batches over the rows in file order, once; the last one may be smaller.
+
+    Args:
+        dataset: Rows to go through.
+        batch_size: Rows in a batch, at least 1.
+
+    Returns:
+        An iterator over batches.
+
+    Raises:
+        OptionError: `batch_size` is below 1.
+    """
+    _at_least("batch_size", batch_size, 1)
+    return (list(dataset.rows[start : start + batch_size]) for start in range(0, len(dataset), batch_size))
+
+
+def _at_least(option: str, value: int, least: int) -> None:
+    if value < least:
+        raise OptionError(option, found=str(value), expected=f"at least {least}", remedy=f"set it to {least} or more")
+
+
+def _epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
+    # Hashed because Random takes the absolute value of an integer seed; sorted by draws because Python promises the
+    # sequence of random() across its versions, and not that of shuffle(). A resumed run may meet another version.
+    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
+    generator = Random(int.from_bytes(digest, "big"))  # noqa: S311 - an order of rows is no secret
+    return sorted(range(rows), key=lambda _: generator.random())
+
+
+class _Refusal(Exception):  # noqa: N818 - read_dataset adds path and line and raises it as a DataError
+    """What was found in a row, what was expected, what to do."""
+
+
+def _require(condition: bool, found: str, expected: str, remedy: str) -> None:  # noqa: FBT001 - as an assert takes it
+    if not condition:
+        raise _Refusal(found, expected, remedy)
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    expected, remedy = "a JSON object", "write one JSON object per line, in UTF-8"
+    try:
+        row = json.loads(raw.decode("utf-8-sig").strip())
+        json.dumps(row, ensure_ascii=False).encode()  # fails on half a surrogate pair, which no tokenizer takes
+    except (ValueError, RecursionError) as error:
+        reason = str(error).replace("line 1 ", "")  # json counts lines within this line
+        raise _Refusal(f"what is not JSON in UTF-8 ({reason})", expected, remedy) from error
+    _require(isinstance(row, dict), _name(row), expected, remedy)
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def _tokenized(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+    """Token ids of a row and how many of them are prompt."""
+    match [key for key in ("text", "prompt", "completion", "messages") if key in row]:
+        case ["text"]:
+            return _text_ids(_string(row, "text"), tokenizer), 0
+        case ["messages"]:
+            return _chat_ids(_messages(row, "messages"), tokenizer), 0
+        case ["prompt", "completion"] if isinstance(row["prompt"], list):
+            messages = _messages(row, "prompt")
+            prompt = _chat_ids(messages, tokenizer, reply_follows=True)
+            whole = _chat_ids(messages + _messages(row, "completion"), tokenizer)
+        case ["prompt", "completion"]:
+            text = _string(row, "prompt", may_be_empty=True)
+            prompt = _text_ids(text, tokenizer, closed=False)
+            whole = _text_ids(text + _string(row, "completion"), tokenizer)
+        case present:
+            keys = ", ".join(map(repr, present or row)) or "no keys"
+            raise _Refusal(keys, _KINDS, "keep the keys of exactly one kind of row")
+    # The prompt ends where the two tokenisations part. Mostly that is its own length; where its last token merges with
+    # the completion ("is " + "blue"), the merged token counts as completion: no part of the completion goes unlearned,
+    # and the row reads as the tokenizer writes it.
+    parted = [ours != theirs for ours, theirs in zip(prompt, whole, strict=False)]
+    return whole, [*parted, True].index(True)
+
+
+def _text_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, closed: bool = True) -> list[int]:
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    eos = tokenizer.eos_token_id
+    return [*ids, eos] if closed and eos is not None and ids[-1:] != [eos] else ids
+
+
+def _chat_ids(messages: list[Any], tokenizer: PreTrainedTokenizerBase, *, reply_follows: bool = False) -> list[int]:
+    found, expected = "messages, and a tokenizer without a chat template", "a tokenizer with a chat template"
+    _require(bool(tokenizer.chat_template), found, expected, "use a chat model's tokenizer, or write rows of strings")
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply_follows)
+    except (TemplateError, TypeError, ValueError) as error:
+        found = f"messages that the chat template refuses ({error})"
+        raise _Refusal(found, "messages it can render", "check the roles and their order") from error
+    # The template writes the special tokens itself; the tokenizer would add them a second time.
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def _string(row: dict[str, Any], key: str, *, may_be_empty: bool = False) -> str:
+    value = row[key]
+    _require(isinstance(value, str), f"{_name(value)} as {key!r}", "a string", f"write {key!r} as a string")
+    _require(value or may_be_empty, f"an empty {key!r}", "text to learn from", "fill it in or remove the row")
+    return value
+
+
+def _messages(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    for extra in ("tools", "chat_template_kwargs"):  # a template may print these: without them it is another text
+        _require(not row.get(extra), repr(extra), "messages alone", f"remove {extra!r} from the row")
+    value = row[key]
+    messages = [fields if isinstance(fields, dict) else {} for fields in value] if isinstance(value, list) else [{}]
+    typed = all(isinstance(fields.get(name), str) for fields in messages for name in ("role", "content"))
+    expected = "a list of objects with two strings, 'role' and 'content'"
+    _require(typed, f"{_name(value)} as {key!r}", expected, f"write {key!r} as such a list")
+    filled = any(fields["content"] for fields in messages)
+    _require(filled, f"an empty {key!r}", "text to learn from", "fill it in or remove the row")
+    return messages
+
+
+def _name(value: object) -> str:
+    return _JSON_NAMES.get(type(value), "null")

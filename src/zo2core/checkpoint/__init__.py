@@ -1,0 +1,9 @@
+"""Safetensors checkpoints: read by range, written as a stream."""
+
+from zo2core.checkpoint.reader import SafetensorsReader as SafetensorsReader
+from zo2core.checkpoint.reader import TensorEntry as TensorEntry
+from zo2core.checkpoint.reader import check_float as check_float
+from zo2core.checkpoint.reader import find_tensors as find_tensors
+from zo2core.checkpoint.reader import parse_header as parse_header
+from zo2core.checkpoint.writer import require_unused as require_unused
+from zo2core.checkpoint.writer import write_checkpoint as write_checkpoint

@@ -1,0 +1,320 @@
+"""Read safetensors shards: headers first and checked, then byte ranges straight into the caller's memory.
+
+Format (https://github.com/huggingface/safetensors): 8 bytes, little endian, the header's length; the header, a JSON object
+from tensor name to dtype, shape and [begin, end) offsets that count from the header's end; the data. Checkpoints of several
+shards carry ``model.safetensors.index.json``, whose ``weight_map`` says which shard holds a tensor.
+
+Trade-off: plain positioned reads instead of a memory map, so that nothing but the caller's buffer ever holds the weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import os
+import stat
+import struct
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from zo2core.errors import CheckpointError, ClosedError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_MAX_HEADER = 100_000_000  # bytes; the format's own limit
+_STAGING = 1 << 20  # elements converted at a time where the checkpoint's dtype is not the one asked for
+_SAMPLE = 4096  # bytes of each tensor that enter the fingerprint
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OTHER_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+_OTHER_SIZES |= {"I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8}
+
+
+class TensorEntry(NamedTuple):
+    """Where one tensor lies on disk."""
+
+    name: str
+    dtype: str  # safetensors' name: "F32", "BF16", ...
+    shape: tuple[int, ...]
+    path: Path  # of the shard
+    start: int  # byte offset in the file
+    nbytes: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """The floating-point dtype, or None if the tensor is none (integers, booleans, 8-bit floats)."""
+        return _FLOATS.get(self.dtype)
+
+
+def parse_header(path: Path) -> dict[str, TensorEntry]:
+    """Read and check one shard's header; its data is not read.
+
+    Args:
+        path: A safetensors file.
+
+    Returns:
+        Tensor name to its place, in the order of the data.
+
+    Raises:
+        CheckpointError: if the file is missing, truncated or malformed.
+    """
+    try:
+        with path.open("rb") as file:
+            info = os.fstat(file.fileno())
+            if not stat.S_ISREG(info.st_mode):
+                raise _malformed(path, "not a regular file", "a safetensors file")
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise _malformed(path, f"{len(prefix)} bytes", "at least 8 bytes, the header's length")
+            (length,) = struct.unpack("<Q", prefix)
+            if length > min(_MAX_HEADER, info.st_size - 8):
+                raise _malformed(
+                    path,
+                    f"a header of {length} bytes in a file of {info.st_size}",
+                    "a header that lies inside the file",
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise CheckpointError(
+            path, found=error.strerror or str(error), expected="a readable safetensors file", remedy="check the path"
+        ) from error
+    return _parse_entries(path, raw, data_start=8 + length, data_size=info.st_size - 8 - length)
+
+
+def _parse_entries(path: Path, raw: bytes, *, data_start: int, data_size: int) -> dict[str, TensorEntry]:
+    try:
+        header = json.loads(raw, object_pairs_hook=lambda pairs: _unique(path, pairs))
+    except (ValueError, RecursionError) as error:
+        raise _malformed(path, f"a header that is not JSON ({error})", "a JSON object") from error
+    if not isinstance(header, dict):
+        raise _malformed(path, f"a header that is a {type(header).__name__}", "a JSON object")
+    header.pop("__metadata__", None)
+    entries = sorted((_parse_entry(path, name, value, data_start) for name, value in header.items()), key=_by_place)
+    end = data_start
+    for entry in entries:
+        if entry.start != end:
+            raise _malformed(
+                f"{path}: {entry.name}", f"data at byte {entry.start}", f"byte {end}, where the tensor before it ends"
+            )
+        end += entry.nbytes
+    if end != data_start + data_size:
+        raise _malformed(path, f"{data_size} bytes of data", f"{end - data_start} bytes, as the header says")
+    return {entry.name: entry for entry in entries}
+
+
+def _by_place(entry: TensorEntry) -> tuple[int, int]:
+    return entry.start, entry.nbytes
+
+
+def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise _malformed(path, "a name that stands twice in the header", "each name once")
+    return result
+
+
+def _parse_entry(path: Path, name: str, value: object, data_start: int) -> TensorEntry:
+    where = f"{path}: {name}"
+    if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
+        raise _malformed(where, f"{str(value)[:80]!r}", "an object with dtype, shape and data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not (isinstance(dtype, str) and (dtype in _FLOATS or dtype in _OTHER_SIZES)):
+        raise _malformed(where, f"dtype {str(dtype)[:40]!r}", f"one of {', '.join([*_FLOATS, *_OTHER_SIZES])}")
+    if not _are_sizes(shape):
+        raise _malformed(where, f"shape {str(shape)[:80]}", "a list of sizes")
+    if not (_are_sizes(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
+        raise _malformed(where, f"data_offsets {str(offsets)[:80]}", "two offsets, begin and end")
+    itemsize = _FLOATS[dtype].itemsize if dtype in _FLOATS else _OTHER_SIZES[dtype]
+    nbytes = math.prod(shape) * itemsize
+    if offsets[1] - offsets[0] != nbytes:
+        raise _malformed(where, f"{offsets[1] - offsets[0]} bytes", f"{nbytes} bytes for {dtype} of shape {shape}")
+    return TensorEntry(name, dtype, tuple(shape), path, data_start + offsets[0], nbytes)
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value) and len(value) < 64
+
+
+def _malformed(where: object, found: str, expected: str) -> CheckpointError:
+    return CheckpointError(where, found=found, expected=expected, remedy="get the checkpoint's file again")
+
+
+def find_tensors(directory: Path) -> dict[str, TensorEntry]:
+    """Find every tensor of a checkpoint directory: one file, or several with an index. Only headers are read.
+
+    Args:
+        directory: Holds ``model.safetensors``, or shards and ``model.safetensors.index.json``.
+
+    Returns:
+        Tensor name to its place.
+
+    Raises:
+        CheckpointError: if there is no such file, a shard or a tensor is missing, a shard is malformed, or the index
+            names a file outside its directory.
+    """
+    index_path = directory / INDEX_FILE
+    if (directory / SINGLE_FILE).exists() and not index_path.exists():
+        return parse_header(directory / SINGLE_FILE)
+    if not index_path.exists():
+        raise CheckpointError(
+            directory,
+            found="no safetensors weights",
+            expected=f"{SINGLE_FILE} or {INDEX_FILE}",
+            remedy="name a directory that holds a model in the Hugging Face layout",
+        )
+    weight_map = _parse_index(index_path)
+    entries: dict[str, TensorEntry] = {}
+    for shard in sorted(set(weight_map.values())):
+        for name, entry in parse_header(directory / shard).items():
+            if weight_map.get(name, shard) != shard:
+                continue  # a copy; the index says which one counts
+            entries[name] = entry
+    for name, shard in weight_map.items():
+        if name not in entries:
+            raise CheckpointError(
+                directory / shard,
+                found=f"no tensor {name}",
+                expected=f"the tensor, as {INDEX_FILE} says",
+                remedy="get the shard and the index again, from one revision",
+            )
+    return entries
+
+
+def _parse_index(path: Path) -> dict[str, str]:
+    try:
+        index = json.loads(path.read_bytes())
+        weight_map = index["weight_map"]
+        pairs = list(weight_map.items())
+    except OSError as error:
+        raise CheckpointError(
+            path, found=error.strerror or str(error), expected="a readable index", remedy="check the file"
+        ) from error
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise _malformed(path, f"no usable index ({error})", "a JSON object with a weight_map") from error
+    for name, shard in pairs:
+        if not isinstance(shard, str) or shard != os.path.basename(shard) or shard in {"", ".", ".."} or "\0" in shard:
+            raise CheckpointError(
+                f"{path}: {name}",
+                found=f"shard {str(shard)[:200]!r}",
+                expected="the name of a file in the index's own directory",
+                remedy="do not use this checkpoint unless you know why its index points elsewhere",
+            )
+    return dict(pairs)
+
+
+def check_float(entry: TensorEntry) -> torch.dtype:
+    """Return a tensor's floating-point dtype.
+
+    Raises:
+        CheckpointError: if it holds integers or 8-bit floats: quantised weights cannot be perturbed.
+    """
+    if entry.torch_dtype is None:
+        raise CheckpointError(
+            f"{entry.path}: {entry.name}",
+            found=f"dtype {entry.dtype}",
+            expected=f"one of {', '.join(_FLOATS)}",
+            remedy="use the unquantised checkpoint; quantised weights cannot be trained here",
+        )
+    return entry.torch_dtype
+
+
+class SafetensorsReader:
+    """The tensors of a checkpoint by parameter name, read on demand. The files are never written.
+
+    Args:
+        entries: Parameter name to the tensor's place on disk.
+    """
+
+    def __init__(self, entries: dict[str, TensorEntry]) -> None:
+        self._entries = dict(entries)
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over names, dtypes and shapes and the first 4 KiB of every tensor; where a tensor lies does not count."""
+        digest = hashlib.sha256()
+        for name, entry in sorted(self._entries.items()):
+            digest.update(json.dumps([name, entry.dtype, entry.shape]).encode())
+            sample = bytearray(min(_SAMPLE, entry.nbytes))
+            self._read(entry, 0, memoryview(sample))
+            digest.update(sample)
+        return digest.hexdigest()
+
+    def read_into(self, parameter: str, out: torch.Tensor) -> None:
+        """Fill a tensor's memory from disk, converting to its dtype where the file holds another.
+
+        Args:
+            parameter: Name.
+            out: CPU, 1-D, contiguous, as many elements as the tensor has.
+
+        Raises:
+            CheckpointError: if the file cannot be read or ends early.
+            ClosedError: after ``close``.
+        """
+        entry = self._entries[parameter]
+        dtype = check_float(entry)
+        if dtype == out.dtype:
+            self._read(entry, 0, byte_view(out))
+            return
+        staging = torch.empty(min(_STAGING, out.numel()), dtype=dtype)
+        for start in range(0, out.numel(), _STAGING):
+            piece = out[start : start + _STAGING]
+            part = staging[: piece.numel()]
+            self._read(entry, start * dtype.itemsize, byte_view(part))
+            piece.copy_(part)
+
+    def close(self) -> None:
+        """Close the shards. May be called twice."""
+        with self._lock:
+            self._closed = True
+            descriptors, self._descriptors = self._descriptors, {}
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            if self._closed:
+                raise ClosedError(path, found="a closed checkpoint", expected="an open one", remedy="open it again")
+            if path not in self._descriptors:
+                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptors[path]
+
+    def _read(self, entry: TensorEntry, offset: int, out: memoryview) -> None:
+        try:
+            read_exactly(self._descriptor(entry.path), entry.start + offset, out)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(
+                f"{entry.path}: {entry.name}",
+                found=f"{error}",
+                expected=f"{entry.nbytes} bytes at {entry.start}",
+                remedy="check the disk and get the shard again",
+            ) from error
+
+
+def read_exactly(descriptor: int, offset: int, out: memoryview) -> None:
+    """Read until ``out`` is full; one call of the system may give less.
+
+    Raises:
+        OSError: from the system.
+        EOFError: if the file ends first.
+    """
+    done = 0
+    while done < len(out):
+        count = os.preadv(descriptor, [out[done:]], offset + done)
+        if count == 0:
+            raise EOFError(f"end of file at byte {offset + done}")
+        done += count
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """A writable view of a contiguous CPU tensor's bytes. It does not keep the tensor's memory alive."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")

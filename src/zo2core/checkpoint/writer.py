@@ -1,0 +1,144 @@
+"""Write safetensors checkpoints as a stream: headers are known beforehand, tensors come one at a time.
+
+A directory appears whole or not at all: everything is written into a temporary sibling that is renamed at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from zo2core.checkpoint.reader import INDEX_FILE, SINGLE_FILE, byte_view
+from zo2core.errors import OutputError
+from zo2core.types import ParameterSpec
+
+MAX_SHARD = 5_000_000_000  # bytes; what the hub's tools expect
+
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def require_unused(directory: Path) -> None:
+    """Refuse an output directory that holds something, or a path that is no directory.
+
+    Raises:
+        OutputError: naming the directory.
+    """
+    if directory.is_dir() and not any(directory.iterdir()):
+        return
+    if directory.exists() or directory.is_symlink():
+        raise OutputError(
+            directory,
+            found="something at this path",
+            expected="a path that does not exist yet, or an empty directory",
+            remedy="choose another output directory, or remove this one",
+        )
+
+
+def write_checkpoint(
+    directory: Path,
+    parameters: Sequence[ParameterSpec],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    companions: Mapping[str, Path | bytes],
+    *,
+    max_shard: int = MAX_SHARD,
+) -> None:
+    """Write a model directory that ``from_pretrained`` loads. Memory: one tensor at a time, the caller's own.
+
+    Args:
+        directory: Must not exist, or be empty.
+        parameters: In the order in which ``tensors`` yields them.
+        tensors: Name and CPU tensor, contiguous, of the parameter's dtype and size.
+        companions: Other files: name to content, or to the file to copy.
+        max_shard: Bytes of data after which a new shard begins; a larger tensor gets a shard of its own.
+
+    Raises:
+        OutputError: if the directory is in use or cannot be written. What was begun is removed.
+    """
+    require_unused(directory)
+    partial = directory.parent / f".{directory.name}.partial-{os.getpid()}"
+    try:
+        partial.mkdir(parents=True)
+        for name, content in companions.items():
+            if isinstance(content, bytes):
+                (partial / name).write_bytes(content)
+            else:
+                shutil.copyfile(content, partial / name)
+        _write_shards(partial, parameters, iter(tensors), max_shard)
+        partial.rename(directory)
+        _sync_directory(directory.parent)
+    except OSError as error:
+        raise OutputError(
+            directory,
+            found=error.strerror or str(error),
+            expected="a directory that can be written",
+            remedy="free space or choose another directory",
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_shards(
+    directory: Path, parameters: Sequence[ParameterSpec], tensors: Iterable[tuple[str, torch.Tensor]], max_shard: int
+) -> None:
+    shards = _cut(parameters, max_shard)
+    names = [SINGLE_FILE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    stream = iter(tensors)
+    for name, specs in zip(names, shards, strict=True):
+        with (directory / name).open("wb") as file:
+            _write_header(file, specs)
+            for spec in specs:
+                found, tensor = next(stream)
+                assert (found, tensor.dtype, tensor.numel()) == (spec.name, spec.dtype, spec.numel)
+                file.write(byte_view(tensor))
+            file.flush()
+            os.fsync(file.fileno())
+    if len(shards) > 1:
+        weight_map = {spec.name: name for name, specs in zip(names, shards, strict=True) for spec in specs}
+        index = {"metadata": {"total_size": sum(spec.nbytes for spec in parameters)}, "weight_map": weight_map}
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _shard_name(index: int, count: int) -> str:
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _cut(parameters: Sequence[ParameterSpec], max_shard: int) -> list[list[ParameterSpec]]:
+    shards: list[list[ParameterSpec]] = [[]]
+    size = 0
+    for spec in parameters:
+        if shards[-1] and size + spec.nbytes > max_shard:
+            shards.append([])
+            size = 0
+        shards[-1].append(spec)
+        size += spec.nbytes
+    return shards
+
+
+def _write_header(file: IO[bytes], parameters: Sequence[ParameterSpec]) -> None:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in parameters:
+        header[spec.name] = {
+            "dtype": _NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.nbytes],
+        }
+        offset += spec.nbytes
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)  # the data begins at a multiple of 8, as the format asks of writers
+    file.write(struct.pack("<Q", len(raw)) + raw)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,3 @@
+"""Compute devices."""
+
+from zo2core.devices.host import HostDevice as HostDevice

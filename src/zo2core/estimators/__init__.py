@@ -1,0 +1,4 @@
+"""Zeroth-order gradient estimators."""
+
+from zo2core.estimators.mezo import MeZOSGD as MeZOSGD
+from zo2core.estimators.mezo import require_positive as require_positive

@@ -1,0 +1,76 @@
+"""MeZO-SGD: two evaluations along one direction (MeZO, arXiv 2305.17333, Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zo2core.errors import OptionError
+from zo2core.types import Evaluation, Update
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeZOSGD:
+    """The two-point estimator ``g = (l(theta + eps z) - l(theta - eps z)) / (2 eps)`` with plain SGD.
+
+    Args:
+        lr: Learning rate, or a function from the 0-based step to it.
+        zo_eps: Perturbation scale.
+        weight_decay: MeZO adds ``weight_decay * theta`` to the gradient estimate of the parameters that decay.
+        perturb_in_place: True is MeZO's arithmetic bit for bit: the weights walk +eps, -2 eps, +eps and keep the rounding
+            of the walk. False starts each evaluation from the weights, so that probing leaves no rounding behind.
+
+    Raises:
+        OptionError: if a number is not finite or has the wrong sign.
+    """
+
+    lr: float | Callable[[int], float]
+    zo_eps: float
+    weight_decay: float = 0.0
+    perturb_in_place: bool = True
+
+    def __post_init__(self) -> None:
+        if not callable(self.lr):
+            require_positive("lr", self.lr)
+        require_positive("zo_eps", self.zo_eps)
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise OptionError(
+                "weight_decay",
+                found=repr(self.weight_decay),
+                expected="a finite number of at least 0",
+                remedy="pass 0 for no weight decay",
+            )
+
+    def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
+        """One direction, both sides."""
+        seed = next(rng)
+        return (Evaluation(seed, 1.0), Evaluation(seed, -1.0))
+
+    def update(self, step: int, evaluations: Sequence[Evaluation], losses: Sequence[torch.Tensor], lr: float) -> Update:
+        """The projected gradient and its update; the difference is taken in the losses' own dtype, as MeZO does."""
+        plus, minus = losses
+        projected_grad = float(((plus - minus) / (2 * self.zo_eps)).item())
+        return Update(
+            step=step,
+            evaluations=tuple(evaluations),
+            seeds=(evaluations[0].seed,),
+            projected_grads=(projected_grad,),
+            lr=lr,
+            zo_eps=self.zo_eps,
+            weight_decay=self.weight_decay,
+            perturb_in_place=self.perturb_in_place,
+            losses=(float(plus.item()), float(minus.item())),
+        )
+
+
+def require_positive(name: str, value: float) -> None:
+    """Refuse a number that is not positive and finite.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    if not (math.isfinite(value) and value > 0):
+        raise OptionError(name, found=repr(value), expected="a positive finite number", remedy=f"choose {name} > 0")

@@ -1,0 +1,70 @@
+"""MeZO's elementwise arithmetic: the reference that every faster kernel is compared with.
+
+Each operation rounds to the parameter's dtype, in the association order of MeZO's own trainer; Python scalars act in the
+kernel's wider type. Operations that could contract into a fused multiply-add (``alpha=``, ``addcmul``) are not used.
+
+All tensors are 1-D, contiguous, of one dtype and one length.
+
+Note: Folding the shift. ``(k * z) * eps`` equals ``z * (k * eps)`` bit for bit when k is a power of two, because scaling
+by k is then exact on both sides of the rounding. All shifts of MeZO's walk (1 and -2) are; others take the literal way.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def perturb(
+    out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, *, shift: float, zo_eps: float, scratch: torch.Tensor
+) -> None:
+    """``out = theta + ((shift * z) * zo_eps)`` (MeZO, Algorithm 1, PerturbParameters).
+
+    Args:
+        out: Result; may be ``theta``.
+        theta: Weights.
+        z: Direction.
+        shift: Signed multiple of ``zo_eps``.
+        zo_eps: Perturbation scale.
+        scratch: Overwritten; not any of the others.
+    """
+    if math.frexp(shift)[0] in (0.5, -0.5):
+        torch.mul(z, shift * zo_eps, out=scratch)
+    else:
+        torch.mul(z, shift, out=scratch)
+        scratch.mul_(zo_eps)
+    torch.add(theta, scratch, out=out)
+
+
+def descend(
+    theta: torch.Tensor,
+    z: torch.Tensor,
+    *,
+    projected_grad: float,
+    lr: float,
+    weight_decay: float,
+    scratch: torch.Tensor,
+    decay_scratch: torch.Tensor,
+) -> None:
+    """``theta = theta - lr * ((g * z) + (weight_decay * theta))``; without the decay term where it is 0.
+
+    MeZO's trainer writes the decay term for every decayed parameter, also with a decay of 0. Leaving it out gives the same
+    bits: ``x + 0 * theta`` differs from ``x`` in the sign of a zero at most, which ``theta - x`` shows only if theta is -0,
+    and no weight is -0 after MeZO's walk, whose last two moves have opposite signs.
+
+    Args:
+        theta: Weights, changed in place.
+        z: Direction.
+        projected_grad: The scalar g.
+        lr: Learning rate.
+        weight_decay: For this parameter.
+        scratch: Overwritten; not any of the others.
+        decay_scratch: Overwritten; not any of the others.
+    """
+    torch.mul(z, projected_grad, out=scratch)
+    if weight_decay != 0:
+        torch.mul(theta, weight_decay, out=decay_scratch)
+        scratch.add_(decay_scratch)
+    scratch.mul_(lr)
+    theta.sub_(scratch)

@@ -1,0 +1,3 @@
+"""Noise generators: where z comes from."""
+
+from zo2core.noise.sequential import SequentialNoise as SequentialNoise

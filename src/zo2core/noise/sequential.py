@@ -1,0 +1,109 @@
+"""MeZO's noise: torch's generator, drawn parameter after parameter in registration order.
+
+Trade-off: the numbers are MeZO's own, bit for bit, but a sequential generator has no random access. The state at the start
+of each segment's run of parameters is kept (the RNG state manager of ZO2, arXiv 2503.12668, section 5.1), so that segments
+can be visited in another order than they were registered in, and visited again.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Collection, Sequence
+
+import torch
+
+from zo2core.types import BlockLayout, ParameterSpec
+
+# Note: Drawing in pieces. torch's CPU `normal_` of 16 or more elements fills the tensor with uniforms and transforms them
+# in groups of 16, the last group overlapping; so pieces that are multiples of 16 long, the last at least 16, give the
+# numbers of one call. Under 16 elements it draws one by one and keeps a spare value in the generator's state.
+PIECE = 32768  # elements: in fp32 an eighth of a MiB, at home in a core's cache; longer operations fork threads
+
+
+class _Stream:
+    """One seed's generator, where it stands, and its state at the starts of runs."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.generator = torch.Generator(device)
+        self.generator.manual_seed(seed)
+        self.position = (0, 0)  # parameter index, element: what the generator would draw next
+        self.states = {0: self.generator.get_state()}  # parameter index of a run's first -> state before it
+        self.lock = threading.Lock()
+
+
+class SequentialNoise:
+    """z as MeZO draws it: ``torch.normal`` from a generator seeded anew for each pass over the parameters.
+
+    No global generator is touched.
+
+    Args:
+        layouts: Segments in visiting order. Their parameters' indices are the drawing order.
+        device: Whose generator. CPU and CUDA generators give different numbers for one seed.
+    """
+
+    def __init__(self, layouts: Sequence[BlockLayout], device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+        self._parameters = sorted((spec for layout in layouts for spec in layout.parameters), key=lambda spec: spec.index)
+        segment_of = {spec.index: i for i, layout in enumerate(layouts) for spec in layout.parameters}
+        order = [segment_of[spec.index] for spec in self._parameters]
+        self._positions = {spec.index: position for position, spec in enumerate(self._parameters)}
+        self._runs = [0] + [i for i in range(1, len(order)) if order[i] != order[i - 1]]
+        self._starts = frozenset(self._runs)
+        self._streams: dict[int, _Stream] = {}
+        self._streams_lock = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        """What z is: the device's torch generator, in registration order."""
+        return f"torch-{self._device.type}-sequential"
+
+    def pieces(self, parameter: ParameterSpec) -> list[tuple[int, int]]:
+        """Cut a parameter into cache-sized pieces; on other devices than the CPU it is drawn in one."""
+        if self._device.type != "cpu":
+            return [(0, parameter.numel)]
+        starts = list(range(0, max(parameter.numel - 15, 1), PIECE))
+        return list(zip(starts, [*starts[1:], parameter.numel], strict=True))
+
+    def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:
+        """Write a piece of one parameter's z. See the contract for the pieces that are allowed."""
+        with self._streams_lock:
+            stream = self._streams.get(seed)
+            if stream is None:
+                stream = self._streams[seed] = _Stream(seed, self._device)
+        position = self._positions[parameter.index]
+        with stream.lock:
+            if stream.position != (position, start):
+                self._seek(stream, position, start)
+            out.normal_(generator=stream.generator)
+            self._advance(stream, position, start + out.numel())
+
+    def retain(self, seeds: Collection[int]) -> None:
+        """Forget the generators of all other seeds."""
+        with self._streams_lock:
+            self._streams = {seed: stream for seed, stream in self._streams.items() if seed in seeds}
+
+    def _advance(self, stream: _Stream, position: int, element: int) -> None:
+        if element < self._parameters[position].numel:
+            stream.position = (position, element)
+            return
+        stream.position = (position + 1, 0)
+        if position + 1 in self._starts and position + 1 not in stream.states:
+            stream.states[position + 1] = stream.generator.get_state()
+
+    def _seek(self, stream: _Stream, position: int, start: int) -> None:
+        """Bring the generator to an element: from where it stands if that is nearest, else from a kept state."""
+        run = self._runs[bisect.bisect_right(self._runs, position) - 1]
+        while run not in stream.states:
+            run = self._runs[self._runs.index(run) - 1]
+        if not (run, 0) <= stream.position <= (position, start):
+            stream.generator.set_state(stream.states[run])
+            stream.position = (run, 0)
+        while stream.position < (position, start):
+            at, element = stream.position
+            spec = self._parameters[at]
+            stop = start if at == position else spec.numel
+            last = min((last for first, last in self.pieces(spec) if first <= element < last), default=spec.numel)
+            scratch = torch.empty(min(last, stop) - element, dtype=spec.dtype, device=self._device)
+            scratch.normal_(generator=stream.generator)
+            self._advance(stream, at, min(last, stop))

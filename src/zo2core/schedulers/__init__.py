@@ -1,0 +1,3 @@
+"""Schedulers: in which order upload, compute and offload happen."""
+
+from zo2core.schedulers.serial import SerialScheduler as SerialScheduler

@@ -1,0 +1,3 @@
+"""Block sources: where segments live between visits."""
+
+from zo2core.sources.pinned import PinnedSource as PinnedSource

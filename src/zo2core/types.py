@@ -1,0 +1,169 @@
+"""The values that pass between the parts: parameters, layouts, buckets, evaluations, updates, results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from zo2core.errors import OptionError
+
+# Note: Alignment. Parameters start at multiples of a cache line inside a bucket and inside the work buffer, as torch's own
+# allocator would place them: matrix kernels may choose another path, and other roundings, for unaligned weights.
+ALIGNMENT = 64  # bytes
+
+MAX_SEED = 2**63 - 1
+
+Batch: TypeAlias = Mapping[str, torch.Tensor]  # what the model's forward takes: input_ids, attention_mask, labels, ...
+
+
+def aligned(nbytes: int) -> int:
+    """Round a size in bytes up to the alignment."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One trainable tensor of the model. A tied weight is one parameter."""
+
+    name: str  # as in the model's named_parameters()
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # of the weight in memory, of its noise and of all its arithmetic
+    index: int  # position in named_parameters(): the order in which MeZO draws z
+    decays: bool  # weight decay applies
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, without alignment."""
+        return self.numel * self.dtype.itemsize
+
+
+class SegmentKind(Enum):
+    """What a segment is in the decoder."""
+
+    EMBEDDING = "embedding"
+    BLOCK = "block"
+    HEAD = "head"
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """How one segment's parameters lie in its bucket: one after the other, each aligned.
+
+    Embedding and head are *resident*: their bytes stay reachable for the whole of a sweep, so that the head can borrow the
+    embedding's tied weight.
+    """
+
+    name: str
+    kind: SegmentKind
+    parameters: tuple[ParameterSpec, ...]  # owned: their bytes are in this segment's bucket
+    borrowed: tuple[ParameterSpec, ...] = ()  # tied: used here, owned by an earlier resident segment
+
+    @property
+    def resident(self) -> bool:
+        """Whether the segment stays reachable during a sweep."""
+        return self.kind is not SegmentKind.BLOCK
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the bucket, alignment included."""
+        return sum(aligned(spec.nbytes) for spec in self.parameters)
+
+    def views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Flat typed views of the owned parameters in a buffer.
+
+        Args:
+            buffer: uint8, 1-D, at least ``nbytes`` long, aligned.
+
+        Returns:
+            One 1-D tensor a parameter, in the order of ``parameters``, sharing the buffer's memory.
+        """
+        return tuple(flat_views(self.parameters, buffer))
+
+
+def flat_views(specs: Sequence[ParameterSpec], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a flat typed view of a uint8 buffer for each parameter, one after the other, each aligned."""
+    offset = 0
+    for spec in specs:
+        yield buffer[offset : offset + spec.nbytes].view(spec.dtype)
+        offset += aligned(spec.nbytes)
+
+
+class Bucket(NamedTuple):
+    """Host memory that holds one segment's bytes at one version."""
+
+    segment: int  # its position in visiting order
+    data: torch.Tensor  # uint8, (layout.nbytes,)
+    views: tuple[torch.Tensor, ...]  # layout.views(data), made once
+    version: int  # updates 0..version-1 are applied to the bytes, nothing else is
+
+
+class Evaluation(NamedTuple):
+    """One forward at ``theta + shift * zo_eps * z(seed)``."""
+
+    seed: int  # of the probe: the direction z
+    shift: float  # signed multiple of zo_eps
+
+    def validated(self) -> Evaluation:
+        """Return itself if the seed can be drawn from and the shift is finite.
+
+        Raises:
+            OptionError: otherwise.
+        """
+        if not 0 <= self.seed <= MAX_SEED:
+            raise OptionError("seed", found=repr(self.seed), expected=f"0 to {MAX_SEED}", remedy="pass another seed")
+        if not math.isfinite(self.shift):
+            raise OptionError("shift", found=repr(self.shift), expected="a finite number", remedy="mend the estimator")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Everything that one step did to the weights; replaying it is deterministic.
+
+    ``theta <- theta - lr * ((g * z) + (weight_decay * theta))`` for each probe in turn, and before that, with
+    ``perturb_in_place``, the walk through the evaluations and back, whose rounding is part of MeZO's trajectory
+    (MeZO, arXiv 2305.17333, Algorithm 1).
+    """
+
+    step: int  # 0-based; the update leads from version step to step + 1
+    evaluations: tuple[Evaluation, ...]  # in the order in which they were made
+    seeds: tuple[int, ...]  # one a probe
+    projected_grads: tuple[float, ...]  # the scalar g of each probe
+    lr: float  # applied to each probe
+    zo_eps: float
+    weight_decay: float
+    perturb_in_place: bool
+    losses: tuple[float, ...]  # of the evaluations; a record, not needed to replay
+
+
+class StepResult(NamedTuple):
+    """What one step reports."""
+
+    step: int  # 0-based
+    loss: float  # of the first evaluation, as MeZO reports it
+    losses: tuple[float, ...]  # one an evaluation
+    projected_grads: tuple[float, ...]  # one a probe
+    seeds: tuple[int, ...]  # one a probe
+    lr: float
+    seconds: float  # wall time
+    bytes_moved: int  # uploads plus offloads; 0 where the device computes on the buckets themselves
+
+
+class EvaluationResult(NamedTuple):
+    """What an evaluation reports."""
+
+    loss: float  # mean over labelled tokens
+    losses: tuple[float, ...]  # one a batch, as the model gave them
+    tokens: int  # labelled tokens
+    sweeps: int
+    seconds: float  # wall time

@@ -1,0 +1,53 @@
+"""The walk of the weights through a step's evaluations, as a list of moves.
+
+MeZO perturbs the weights in place: for the evaluations (s, +1), (s, -1) they move by +1, -2 and, to come back, +1 times
+``zo_eps * z(s)`` (MeZO, arXiv 2305.17333, Algorithm 1). Each move rounds, so moves are part of the trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from zo2core.types import Evaluation, Update
+
+
+class Move(NamedTuple):
+    """``theta += (shift * z(seed)) * zo_eps``."""
+
+    seed: int
+    shift: float
+
+
+def moves_to(before: Evaluation | None, after: Evaluation | None) -> tuple[Move, ...]:
+    """Moves from one evaluation's weights to the next one's; None is the unperturbed weights."""
+    if before is not None and after is not None and before.seed == after.seed:
+        steps = [Move(after.seed, after.shift - before.shift)]
+    else:
+        back = [] if before is None else [Move(before.seed, -before.shift)]
+        out = [] if after is None else [Move(after.seed, after.shift)]
+        steps = back + out
+    return tuple(move for move in steps if move.shift != 0)
+
+
+class Replay:
+    """One update, prepared for being applied piece by piece.
+
+    Args:
+        update: To replay.
+    """
+
+    def __init__(self, update: Update) -> None:
+        path: Sequence[Evaluation | None] = (None, *update.evaluations, None)
+        pairs = pairwise(path)
+        moves = [move for before, after in pairs for move in moves_to(before, after)] if update.perturb_in_place else []
+        self.seeds = tuple(dict.fromkeys([*(move.seed for move in moves), *update.seeds]))  # whose z is needed
+        position = {seed: i for i, seed in enumerate(self.seeds)}
+        self.moves = tuple((position[move.seed], move.shift) for move in moves)  # (which z, shift)
+        self.probes = tuple(  # (which z, projected gradient)
+            (position[seed], grad) for seed, grad in zip(update.seeds, update.projected_grads, strict=True)
+        )
+        self.lr = update.lr
+        self.zo_eps = update.zo_eps
+        self.weight_decay = update.weight_decay
