@@ -1,0 +1,303 @@
+"""Cut any Hugging Face decoder into embedding, blocks and head by running Hugging Face's own code.
+
+The model is built from its config with parameters on the meta device. Its layers are replaced by stubs. *Prologue*: HF's
+forward runs until the last stub has recorded with which arguments HF calls each layer. Each real layer is then called with
+what was recorded for it. *Epilogue*: HF's forward runs again, each stub returning the final hidden state: norm, head and
+loss are HF's own. No forward is copied, so none can rot.
+
+Trade-off: embedding, positions and masks are computed twice a forward, which costs little beside one layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from zo2core import BatchError, BlockLayout, ParameterSpec, SegmentKind, UnsupportedModelError
+from zo2core.protocols import TensorReader
+from zo2core.types import Batch
+
+IGNORE_INDEX = -100  # label of a token without loss, as in Hugging Face
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Where a decoder's parts are: all that a new architecture has to say.
+
+    Module paths are those of the ``AutoModelForCausalLM`` class. Every parameter must lie under exactly one of them.
+    """
+
+    model_type: str  # of the config
+    embedding: tuple[str, ...]  # modules that run before the layers; they may be absent in a given model
+    blocks: str  # the ModuleList of layers
+    head: tuple[str, ...]  # modules that run after the layers; they may be absent in a given model
+    returns_tuple: bool = False  # a layer returns (hidden, ...) instead of hidden
+    ignored: tuple[str, ...] = ()  # endings of tensor names that old checkpoints carry and no model has
+
+
+class Activations(NamedTuple):
+    """What goes from segment to segment."""
+
+    hidden: torch.Tensor  # (batch, tokens, hidden size)
+    calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]  # per layer: HF's other arguments (masks, positions, ...)
+
+
+class _CutError(Exception):
+    """Leaves HF's forward after the last stub."""
+
+
+class _Recorder:
+    """What the stubs of one model share."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.hidden: torch.Tensor | None = None
+        self.final: torch.Tensor | None = None  # set during the epilogue
+
+
+class _Stub(nn.Module):
+    """Stands in for a layer inside HF's forward: records its call, or returns the final hidden state."""
+
+    def __init__(self, layer: nn.Module, recorder: _Recorder, *, last: bool, returns_tuple: bool) -> None:
+        super().__init__()
+        object.__setattr__(self, "layer", layer)  # not a submodule: its parameters are not this model's
+        self.recorder = recorder
+        self.last = last
+        self.returns_tuple = returns_tuple
+
+    def __getattr__(self, name: str) -> Any:
+        # HF's loops may ask a layer for an attribute, such as its kind of attention.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["layer"], name)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor]:
+        recorder = self.recorder
+        if recorder.final is not None:
+            hidden_states = recorder.final
+        else:
+            recorder.calls.append((args, kwargs))
+            if self.last:
+                recorder.hidden = hidden_states
+                raise _CutError
+        return (hidden_states,) if self.returns_tuple else hidden_states
+
+
+class HFBlockModel:
+    """A Hugging Face causal language model as segments.
+
+    Args:
+        skeleton: From ``build_skeleton``; changed: its layers become stubs.
+        architecture: Where its parts are.
+        weights: The checkpoint, by the skeleton's parameter names.
+        companions: Files to lay beside exported weights.
+
+    Raises:
+        UnsupportedModelError: if the architecture's declaration does not fit the model.
+    """
+
+    def __init__(
+        self,
+        skeleton: PreTrainedModel,
+        architecture: Architecture,
+        weights: TensorReader,
+        companions: Mapping[str, Path | bytes],
+    ) -> None:
+        self.config = skeleton.config
+        self.layouts = cut(skeleton, architecture)
+        self.weights = weights
+        self.companions = companions
+        self._aliases = _aliases(skeleton)
+        self._modules = dict(skeleton.named_modules())
+        self._skeleton = skeleton
+        self._recorder = _Recorder()
+        self._checked: Batch | None = None
+        layers = skeleton.get_submodule(architecture.blocks)
+        assert isinstance(layers, nn.ModuleList)
+        self._layers = list(layers)
+        for i, layer in enumerate(self._layers):
+            last = i + 1 == len(self._layers)
+            layers[i] = _Stub(layer, self._recorder, last=last, returns_tuple=architecture.returns_tuple)
+
+    def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Make these views the modules' parameters, a tied one under each of its names."""
+        for name, view in parameters.items():
+            for alias in self._aliases[name]:
+                path, _, leaf = alias.rpartition(".")
+                self._modules[path]._parameters[leaf] = nn.Parameter(view, requires_grad=False)
+
+    def embed(self, batch: Batch) -> Activations:
+        """Run HF's forward up to the first layer. See the contract."""
+        if self._checked is not batch:
+            check_batch(batch, self.config)
+            self._checked = batch
+        recorder = self._recorder
+        recorder.calls, recorder.hidden, recorder.final = [], None, None
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        with contextlib.suppress(_CutError):
+            self._skeleton(**inputs, use_cache=False)
+        assert recorder.hidden is not None, "HF's forward did not reach the last layer"
+        return Activations(recorder.hidden, recorder.calls)
+
+    def block(self, index: int, activations: Activations) -> Activations:
+        """Run one layer with the arguments HF gave it."""
+        args, kwargs = activations.calls[index]
+        out = self._layers[index](activations.hidden, *args, **kwargs)
+        return activations._replace(hidden=out[0] if isinstance(out, tuple) else out)
+
+    def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
+        """Run HF's norm, head and loss on the final hidden state."""
+        self._recorder.final = activations.hidden
+        try:
+            loss = self._skeleton(**batch, use_cache=False).loss
+        finally:
+            self._recorder.final = None
+        assert isinstance(loss, torch.Tensor)
+        return loss
+
+
+class _ParametersOnMeta(TorchFunctionMode):
+    """Uninitialised tensors go to the meta device, computed ones (rotary tables and other buffers) stay real."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty:
+            kwargs = {**(kwargs or {}), "device": "meta"}
+        return func(*args, **(kwargs or {}))
+
+
+def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a model whose parameters take no memory, ready to be cut.
+
+    Args:
+        config: Of the checkpoint. Remote code is not run.
+        dtype: Of the parameters.
+
+    Raises:
+        UnsupportedModelError: if the model cannot be built so, or wants parts of itself in another dtype.
+    """
+    where = f"model type {config.model_type}"
+    with _ParametersOnMeta():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, trust_remote_code=False
+        )
+    model.eval()
+    if dtype is torch.float16 and getattr(model, "_keep_in_fp32_modules", None):
+        raise UnsupportedModelError(
+            where, found="modules that stay in float32", expected="one dtype", remedy="use dtype bfloat16 or float32"
+        )
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise UnsupportedModelError(
+                f"{where}: {name}",
+                found="a buffer without values",
+                expected="buffers that follow from the config",
+                remedy="this architecture needs an adapter of its own",
+            )
+    return model
+
+
+def cut(model: PreTrainedModel, architecture: Architecture) -> tuple[BlockLayout, ...]:
+    """Assign every parameter of a model to a segment.
+
+    Raises:
+        UnsupportedModelError: naming a parameter that lies under no declared part, or a tie between other parts than
+            embedding and head.
+    """
+    blocks = len(model.get_submodule(architecture.blocks))  # type: ignore[arg-type]
+    paths = dict.fromkeys(architecture.embedding, 0)
+    paths |= {f"{architecture.blocks}.{i}": i + 1 for i in range(blocks)}
+    paths |= dict.fromkeys(architecture.head, blocks + 1)
+    owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
+    borrowed: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
+    for index, (name, aliases) in enumerate(_aliases(model).items()):
+        parameter = model.get_parameter(name)
+        spec = ParameterSpec(name, tuple(parameter.shape), parameter.dtype, index, decays_in_mezo(name))
+        users = sorted({_segment(alias, paths, architecture) for alias in aliases})
+        if len(users) > 1 and users != [0, blocks + 1]:
+            raise UnsupportedModelError(
+                f"{architecture.model_type}: {name}",
+                found=f"a weight that segments {users} share",
+                expected="ties between embedding and head only",
+                remedy="this architecture needs an adapter of its own",
+            )
+        owned[users[0]].append(spec)
+        for user in users[1:]:
+            borrowed[user].append(spec)
+    kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * blocks, SegmentKind.HEAD]
+    names = ["embedding", *(f"block {i}" for i in range(blocks)), "head"]
+    return tuple(
+        BlockLayout(name, kind, tuple(own), tuple(other))
+        for name, kind, own, other in zip(names, kinds, owned, borrowed, strict=True)
+    )
+
+
+def decays_in_mezo(name: str) -> bool:
+    """Whether MeZO's trainer applies weight decay to a parameter: it goes by the name, and so RMSNorm weights decay."""
+    return not any(part in name for part in ("bias", "layer_norm", "layernorm"))
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """Each parameter's name in ``named_parameters()``, to all names it has in the model, in registration order."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {aliases[0]: aliases for aliases in names.values()}
+
+
+def _segment(name: str, paths: Mapping[str, int], architecture: Architecture) -> int:
+    for path in _prefixes(name):
+        if path in paths:
+            return paths[path]
+    raise UnsupportedModelError(
+        f"{architecture.model_type}: {name}",
+        found="a parameter outside the declared embedding, blocks and head",
+        expected=f"one under {', '.join([*architecture.embedding, architecture.blocks, *architecture.head])}",
+        remedy="declare its module in the Architecture",
+    )
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def check_batch(batch: Batch, config: PretrainedConfig) -> None:
+    """Refuse a batch that the model cannot take or learn from.
+
+    Raises:
+        BatchError: naming the entry.
+    """
+    for key in ("input_ids", "labels"):
+        if key not in batch:
+            raise _refusal(key, f"no {key}", "a (batch, tokens) tensor", "pass input_ids and labels")
+    ids, labels = batch["input_ids"], batch["labels"]
+    if ids.dim() != 2 or ids.is_floating_point() or ids.numel() == 0:
+        raise _refusal(
+            "input_ids", f"{ids.dtype} of shape {tuple(ids.shape)}", "integers (batch, tokens)", "pad to one length"
+        )
+    for key in ("labels", "attention_mask"):
+        if key in batch and batch[key].shape != ids.shape:
+            raise _refusal(key, f"shape {tuple(batch[key].shape)}", f"{tuple(ids.shape)} as input_ids", "pad alike")
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and ids.shape[1] > longest:
+        raise _refusal("input_ids", f"{ids.shape[1]} tokens", f"at most {longest}", "cut the sequences")
+    for key, values in (("input_ids", ids), ("labels", labels[labels != IGNORE_INDEX])):
+        if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < config.vocab_size:
+            found = f"token {int(values.min())} to {int(values.max())}"
+            raise _refusal(key, found, f"0 to {config.vocab_size - 1}", "use this model's own tokenizer")
+    if not bool((labels[:, 1:] != IGNORE_INDEX).any()):
+        raise _refusal("labels", "no token to predict", "a label beyond the first token", "leave this batch out")
+
+
+def _refusal(key: str, found: str, expected: str, remedy: str) -> BatchError:
+    return BatchError(f"batch[{key!r}]", found=found, expected=expected, remedy=remedy)

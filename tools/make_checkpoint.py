@@ -1,0 +1,119 @@
+"""Write a checkpoint of a known geometry with random weights, shard by shard; the whole model is never in memory.
+
+    python tools/make_checkpoint.py opt-125m /tmp/opt-125m --dtype float16
+
+Weights are drawn from N(0, 0.02), norms are ones, biases zeros: numerically like a freshly initialised model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
+
+from zo2adapters.checkpoint import ARCHITECTURES, DTYPES
+from zo2adapters.hf import build_skeleton, cut
+from zo2core.checkpoint import write_checkpoint
+from zo2core.types import ParameterSpec
+
+
+def opt(hidden: int, layers: int, heads: int, **other: object) -> OPTConfig:
+    """An OPT config; the family shares vocabulary, positions and the ratio of the feed-forward layer."""
+    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return OPTConfig(**{**shape, "ffn_dim": 4 * hidden, "word_embed_proj_dim": hidden, **other})
+
+
+def llama(hidden: int, layers: int, heads: int, feed_forward: int) -> LlamaConfig:
+    """A Llama 3.1 config."""
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=hidden,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rope_theta=500000.0,
+    )
+
+
+def qwen3(hidden: int, layers: int, heads: int, feed_forward: int, *, tied: bool) -> Qwen3Config:
+    """A Qwen3 config, dense."""
+    return Qwen3Config(
+        vocab_size=151936,
+        hidden_size=hidden,
+        intermediate_size=feed_forward,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=tied,
+    )
+
+
+def geometries() -> dict[str, PretrainedConfig]:
+    """Every geometry by name, with the numbers of the published configs."""
+    return {
+        "opt-125m": opt(768, 12, 12),
+        "opt-350m": opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
+        "opt-1.3b": opt(2048, 24, 32),
+        "opt-2.7b": opt(2560, 32, 32),
+        "opt-6.7b": opt(4096, 32, 32),
+        "opt-13b": opt(5120, 40, 40),
+        "opt-30b": opt(7168, 48, 56),
+        "opt-66b": opt(9216, 64, 72),
+        "opt-175b": opt(12288, 96, 96),
+        "llama-3.1-8b": llama(4096, 32, 32, 14336),
+        "llama-3.1-70b": llama(8192, 80, 64, 28672),
+        "llama-3.1-405b": llama(16384, 126, 128, 53248),
+        "qwen3-0.6b": qwen3(1024, 28, 16, 3072, tied=True),
+        "qwen3-1.7b": qwen3(2048, 28, 16, 6144, tied=True),
+        "qwen3-4b": qwen3(2560, 36, 32, 9728, tied=True),
+        "qwen3-8b": qwen3(4096, 36, 32, 12288, tied=False),
+        "qwen3-14b": qwen3(5120, 40, 40, 17408, tied=False),
+        "qwen3-32b": qwen3(5120, 64, 64, 25600, tied=False),
+    }
+
+
+def make_checkpoint(config: PretrainedConfig, directory: Path, *, dtype: torch.dtype, seed: int = 0) -> int:
+    """Write config and shards; return the bytes of the weights."""
+    config.dtype = dtype
+    layouts = cut(build_skeleton(config, dtype), ARCHITECTURES[config.model_type])
+    specs = [spec for layout in layouts for spec in layout.parameters]
+    companions = {"config.json": config.to_json_string(use_diff=False).encode()}
+    write_checkpoint(directory, specs, random_tensors(specs, seed), companions)
+    return sum(spec.nbytes for spec in specs)
+
+
+def random_tensors(specs: Sequence[ParameterSpec], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each parameter's initial value; it depends on seed and name only."""
+    for spec in specs:
+        generator = torch.Generator().manual_seed(seed + zlib.crc32(spec.name.encode()))
+        if len(spec.shape) > 1:
+            value = torch.empty(spec.numel, dtype=spec.dtype).normal_(0.0, 0.02, generator=generator)
+        else:
+            value = torch.full((spec.numel,), 0.0 if "bias" in spec.name else 1.0, dtype=spec.dtype)
+        yield spec.name, value
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("geometry", choices=list(geometries()))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float16")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    written = make_checkpoint(
+        geometries()[options.geometry], options.directory, dtype=DTYPES[options.dtype], seed=options.seed
+    )
+    print(f"{options.directory}: {written / 1e9:.2f} GB of {options.dtype} weights")
+
+
+if __name__ == "__main__":
+    main()
