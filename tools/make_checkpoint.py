@@ -11,6 +11,7 @@ import argparse
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
@@ -21,9 +22,9 @@ from zo2core.checkpoint import write_checkpoint
 from zo2core.types import ParameterSpec
 
 
-def opt(hidden: int, layers: int, heads: int, **other: object) -> OPTConfig:
+def opt(hidden: int, layers: int, heads: int, **other: Any) -> OPTConfig:
     """An OPT config; the family shares vocabulary, positions and the ratio of the feed-forward layer."""
-    shape = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    shape: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     return OPTConfig(**{**shape, "ffn_dim": 4 * hidden, "word_embed_proj_dim": hidden, **other})
 
 
@@ -37,7 +38,14 @@ def llama(hidden: int, layers: int, heads: int, feed_forward: int) -> LlamaConfi
         num_attention_heads=heads,
         num_key_value_heads=8,
         max_position_embeddings=131072,
-        rope_theta=500000.0,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
     )
 
 

@@ -50,7 +50,7 @@ def open_checkpoint(
         CheckpointError: if files are missing or malformed, or tensors do not match the config.
         OptionError: for an unknown dtype.
     """
-    directory = _resolve(path)
+    directory = resolve_directory(path)
     config = _read_config(directory)
     if architecture is None:
         architecture = _known(directory, config)
@@ -65,7 +65,12 @@ def open_checkpoint(
     return HFBlockModel(skeleton, architecture, SafetensorsReader(matched), companions)
 
 
-def _resolve(path: Path | str) -> Path:
+def resolve_directory(path: Path | str) -> Path:
+    """Find a model directory; download a model of the hub into the hub's cache.
+
+    Raises:
+        CheckpointError: if there is neither.
+    """
     directory = Path(path)
     if directory.is_dir():
         return directory

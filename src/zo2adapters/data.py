@@ -2,7 +2,6 @@
 
 Every row is tokenised once, when the file is read, and held at four bytes a token. That costs memory in proportion to
 the file, and buys two things: a bad row is refused before the first step, and a run restarts at any step by arithmetic.
-Kinds of rows and their meaning are those of TRL's SFTTrainer.
 """
 
 import hashlib
@@ -17,21 +16,10 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from zo2core.errors import BatchError, DataError, OptionError
-
-IGNORED_LABEL = -100  # of a position without loss, as every causal model of transformers reads it
-Batch = list[TokenizedRow]
-_KINDS = "'text', or 'prompt' and 'completion', or 'messages'"
-_JSON_NAMES = {
-    str: "a string",
-    list: "a list",
-    dict: "an object",
-    bool: "a boolean",
-    int: "a number",
-    float: "a number",
-}
+from zo2core.errors import DataError, OptionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +29,6 @@ class TokenizedRow:
     input_ids: "array[int]"  # (length,), int32
     prompt_length: int  # leading tokens without loss
     line: int  # of the file, from 1
-
-    def __post_init__(self) -> None:
-        # Labels are shifted by one, so the first token is never predicted.
-        assert len(self.input_ids) > max(self.prompt_length, 1), "a row holds at least one token to predict"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +52,14 @@ class Dataset:
 
 
 def read_dataset(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase, *, sequence_length: int) -> Dataset:
-    """Read and tokenise a JSONL file, in UTF-8; blank lines and keys without a meaning are skipped.
+    """Read and tokenise a JSONL file whose rows follow the conventions of TRL's SFTTrainer.
 
     A row has `text` or `messages`, with loss on every token, or `prompt` and `completion`, two strings or two lists of
-    messages, with loss on the completion. Strings get the tokenizer's EOS at their end unless they have it; what ends
-    a conversation is up to the chat template.
+    messages, with loss on the completion; other keys are ignored. Strings get the tokenizer's EOS at their end unless
+    they have it; what ends a conversation is up to the chat template.
 
     Args:
-        path: The file.
+        path: File in UTF-8, with or without byte order mark; blank lines are skipped.
         tokenizer: Tokenizer of the model; messages need one with a chat template.
         sequence_length: Most tokens a row may keep, at least 2; longer rows lose their end.
 
@@ -95,17 +79,16 @@ def read_dataset(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBas
                 if raw.strip(b"\xef\xbb\xbf \t\r\n"):  # the first three are the byte order mark
                     ids, prompt = _tokenized(_parsed(raw), tokenizer)
                     found = f"{len(ids)} tokens, {prompt} of them prompt, at a sequence length of {sequence_length}"
-                    expected = "a token to predict, after the first token and the prompt"
-                    remedy = "write a longer completion, a shorter prompt, or raise the sequence length"
+                    expected = "a token to predict, after the prompt and not the first"
+                    remedy = "lengthen the text, shorten the prompt or raise the sequence length"
                     _require(min(len(ids), sequence_length) > max(prompt, 1), found, expected, remedy)
                     truncated += len(ids) > sequence_length
                     rows.append(TokenizedRow(array("i", ids[:sequence_length]), prompt, line))
-    except _Refusal as error:
-        found, expected, remedy = error.args
-        raise DataError(f"{path}, line {line}", found=found, expected=expected, remedy=remedy) from error
+    except DataError as error:  # about the row; only here its path and line are known
+        where = f"{path}, line {line}"
+        raise DataError(where, found=error.found, expected=error.expected, remedy=error.remedy) from error.__cause__
     except OSError as error:
-        found = error.strerror or str(error)
-        raise DataError(path, found=found, expected="a readable JSONL file", remedy="check the path") from error
+        raise DataError(path, found=str(error.strerror), expected="a readable file", remedy="check the path") from error
     if not rows:
         raise DataError(path, found="no rows", expected="a JSON object on each line", remedy="write at least one")
     return Dataset(tuple(rows), truncated)
@@ -121,35 +104,23 @@ def collate(rows: Sequence[TokenizedRow], *, pad_token_id: int) -> dict[str, tor
     Returns:
         `input_ids`, `attention_mask` (1 on tokens, 0 on padding) and `labels` (-100 on prompts and padding), each
         (batch, longest row), int64, on the CPU.
-
-    Raises:
-        BatchError: `rows` is empty.
     """
-    if not rows:
-        raise BatchError("batch", found="no rows", expected="at least one row", remedy="pass the rows to pad")
-    shape = (len(rows), max(len(row.input_ids) for row in rows))
-    input_ids = torch.full(shape, pad_token_id, dtype=torch.int64)
-    attention_mask = torch.zeros(shape, dtype=torch.int64)
-    labels = torch.full(shape, IGNORED_LABEL, dtype=torch.int64)
-    for index, row in enumerate(rows):
-        prompt, length = row.prompt_length, len(row.input_ids)
-        input_ids[index, :length] = torch.tensor(row.input_ids, dtype=torch.int64)
-        attention_mask[index, :length] = 1
-        labels[index, prompt:length] = input_ids[index, prompt:length]
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    ids = [torch.tensor(row.input_ids, dtype=torch.int64) for row in rows]
+    input_ids = pad_sequence(ids, batch_first=True, padding_value=pad_token_id)
+    position = torch.arange(input_ids.shape[1])
+    tokens = position < torch.tensor([[len(row.input_ids)] for row in rows])
+    prompt = position < torch.tensor([[row.prompt_length] for row in rows])
+    labels = input_ids.masked_fill(prompt | ~tokens, -100)
+    return {"input_ids": input_ids, "attention_mask": tokens.to(torch.int64), "labels": labels}
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Token id to pad with: the tokenizer's padding token, else its EOS, else 0."""
-    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    return next((token_id for token_id in candidates if isinstance(token_id, int)), 0)
+    return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(token, int)), 0)
 
 
-def training_batches(dataset: Dataset, *, batch_size: int, seed: int, first_step: int = 0) -> Iterator[Batch]:
+def training_batches(dataset: Dataset, *, batch_size: int, seed: int, first_step: int = 0) -> Iterator[list[TokenizedRow]]:
     """Batches without end; each epoch takes every row once, in an order that depends on the seed and the epoch only.
-
-    A batch that the end of an epoch leaves unfinished is filled up from the next epoch, so every batch has `batch_size`
-    rows, also where the dataset has fewer.
 
     Args:
         dataset: Rows to draw from.
@@ -158,7 +129,7 @@ def training_batches(dataset: Dataset, *, batch_size: int, seed: int, first_step
         first_step: Batches to skip, at least 0; the rest is what an iteration from 0 gives after that many.
 
     Returns:
-        An endless iterator over batches.
+        An endless iterator over batches of exactly `batch_size` rows: what an epoch leaves over, the next one fills up.
 
     Raises:
         OptionError: `batch_size` or `first_step` is out of range.
@@ -171,7 +142,7 @@ def training_batches(dataset: Dataset, *, batch_size: int, seed: int, first_step
     return ([dataset[index] for index in islice(indices, batch_size)] for _ in count())
 
 
-def evaluation_batches(dataset: Dataset, *, batch_size: int) -> Iterator[Batch]:
+def evaluation_batches(dataset: Dataset, *, batch_size: int) -> Iterator[list[TokenizedRow]]:
     """Batches over the rows in file order, once; the last one may be smaller.
 
     Args:
@@ -196,18 +167,14 @@ def _at_least(option: str, value: int, least: int) -> None:
 def _epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
     # Hashed because Random takes the absolute value of an integer seed; sorted by draws because Python promises the
     # sequence of random() across its versions, and not that of shuffle(). A resumed run may meet another version.
-    digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
-    generator = Random(int.from_bytes(digest, "big"))  # noqa: S311 - an order of rows is no secret
+    digest = hashlib.sha256(f"{seed} {epoch}".encode())
+    generator = Random(int(digest.hexdigest(), 16))  # noqa: S311 - an order of rows is no secret
     return sorted(range(rows), key=lambda _: generator.random())
-
-
-class _Refusal(Exception):  # noqa: N818 - read_dataset adds path and line and raises it as a DataError
-    """What was found in a row, what was expected, what to do."""
 
 
 def _require(condition: bool, found: str, expected: str, remedy: str) -> None:  # noqa: FBT001 - as an assert takes it
     if not condition:
-        raise _Refusal(found, expected, remedy)
+        raise DataError("row", found=found, expected=expected, remedy=remedy)
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:
@@ -216,14 +183,13 @@ def _parsed(raw: bytes) -> dict[str, Any]:
         row = json.loads(raw.decode("utf-8-sig").strip())
         json.dumps(row, ensure_ascii=False).encode()  # fails on half a surrogate pair, which no tokenizer takes
     except (ValueError, RecursionError) as error:
-        reason = str(error).replace("line 1 ", "")  # json counts lines within this line
-        raise _Refusal(f"what is not JSON in UTF-8 ({reason})", expected, remedy) from error
-    _require(isinstance(row, dict), _name(row), expected, remedy)
+        found = f"what is not JSON in UTF-8 ({error})".replace("line 1 ", "")  # json counts within this line
+        raise DataError("row", found=found, expected=expected, remedy=remedy) from error
+    _require(isinstance(row, dict), json.dumps(row)[:40], expected, remedy)
     return {key: value for key, value in row.items() if value is not None}
 
 
-def _tokenized(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """Token ids of a row and how many of them are prompt."""
+def _tokenized(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:  # ids, prompt length
     match [key for key in ("text", "prompt", "completion", "messages") if key in row]:
         case ["text"]:
             return _text_ids(_string(row, "text"), tokenizer), 0
@@ -238,11 +204,11 @@ def _tokenized(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple
             prompt = _text_ids(text, tokenizer, closed=False)
             whole = _text_ids(text + _string(row, "completion"), tokenizer)
         case present:
-            keys = ", ".join(map(repr, present or row)) or "no keys"
-            raise _Refusal(keys, _KINDS, "keep the keys of exactly one kind of row")
-    # The prompt ends where the two tokenisations part. Mostly that is its own length; where its last token merges with
-    # the completion ("is " + "blue"), the merged token counts as completion: no part of the completion goes unlearned,
-    # and the row reads as the tokenizer writes it.
+            found = f"the keys {', '.join(map(repr, present or row)) or '(none)'}"
+            expected = "'text', or 'prompt' and 'completion', or 'messages'"
+            raise DataError("row", found=found, expected=expected, remedy="keep the keys of exactly one kind of row")
+    # The prompt ends where the two tokenisations part: mostly at its own length, but a token that merges its end with the
+    # completion's start ("is " + "blue") counts as completion, so that nothing of the completion goes unlearned.
     parted = [ours != theirs for ours, theirs in zip(prompt, whole, strict=False)]
     return whole, [*parted, True].index(True)
 
@@ -260,17 +226,16 @@ def _chat_ids(messages: list[Any], tokenizer: PreTrainedTokenizerBase, *, reply_
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply_follows)
     except (TemplateError, TypeError, ValueError) as error:
         found = f"messages that the chat template refuses ({error})"
-        raise _Refusal(found, "messages it can render", "check the roles and their order") from error
+        raise DataError("row", found=found, expected="messages it can render", remedy="check their roles") from error
     # The template writes the special tokens itself; the tokenizer would add them a second time.
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _string(row: dict[str, Any], key: str, *, may_be_empty: bool = False) -> str:
     value = row[key]
-    _require(isinstance(value, str), f"{_name(value)} as {key!r}", "a string", f"write {key!r} as a string")
-    _require(value or may_be_empty, f"an empty {key!r}", "text to learn from", "fill it in or remove the row")
-    return value
+    _require(isinstance(value, str), f"{json.dumps(value)[:40]} as {key!r}", "a string", f"write {key!r} as a string")
+    _require(value != "" or may_be_empty, f"an empty {key!r}", "text to learn from", "fill it in or remove the row")
+    return str(value)
 
 
 def _messages(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
@@ -280,11 +245,6 @@ def _messages(row: dict[str, Any], key: str) -> list[dict[str, Any]]:
     messages = [fields if isinstance(fields, dict) else {} for fields in value] if isinstance(value, list) else [{}]
     typed = all(isinstance(fields.get(name), str) for fields in messages for name in ("role", "content"))
     expected = "a list of objects with two strings, 'role' and 'content'"
-    _require(typed, f"{_name(value)} as {key!r}", expected, f"write {key!r} as such a list")
-    filled = any(fields["content"] for fields in messages)
-    _require(filled, f"an empty {key!r}", "text to learn from", "fill it in or remove the row")
+    _require(typed, f"{json.dumps(value)[:40]} as {key!r}", expected, f"write {key!r} as such a list")
+    _require(any(fields["content"] for fields in messages), f"an empty {key!r}", "some content", "fill in or remove it")
     return messages
-
-
-def _name(value: object) -> str:
-    return _JSON_NAMES.get(type(value), "null")

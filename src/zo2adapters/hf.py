@@ -21,11 +21,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from zo2core import BatchError, BlockLayout, ParameterSpec, SegmentKind, UnsupportedModelError
+from zo2adapters.batch import check_batch
+from zo2core import BlockLayout, ParameterSpec, SegmentKind, UnsupportedModelError
 from zo2core.protocols import TensorReader
 from zo2core.types import Batch
-
-IGNORE_INDEX = -100  # label of a token without loss, as in Hugging Face
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +57,11 @@ class _Recorder:
     """What the stubs of one model share."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self.hidden: torch.Tensor | None = None
+        self.hidden: torch.Tensor | None = None  # what reached the last layer
         self.final: torch.Tensor | None = None  # set during the epilogue
 
 
@@ -141,7 +143,7 @@ class HFBlockModel:
             check_batch(batch, self.config)
             self._checked = batch
         recorder = self._recorder
-        recorder.calls, recorder.hidden, recorder.final = [], None, None
+        recorder.reset()
         inputs = {key: value for key, value in batch.items() if key != "labels"}
         with contextlib.suppress(_CutError):
             self._skeleton(**inputs, use_cache=False)
@@ -189,7 +191,7 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, trust_remote_code=False
         )
-    model.eval()
+    model.train(mode=False)
     if dtype is torch.float16 and getattr(model, "_keep_in_fp32_modules", None):
         raise UnsupportedModelError(
             where, found="modules that stay in float32", expected="one dtype", remedy="use dtype bfloat16 or float32"
@@ -269,35 +271,3 @@ def _prefixes(name: str) -> Iterator[str]:
     while "." in name:
         name = name.rpartition(".")[0]
         yield name
-
-
-def check_batch(batch: Batch, config: PretrainedConfig) -> None:
-    """Refuse a batch that the model cannot take or learn from.
-
-    Raises:
-        BatchError: naming the entry.
-    """
-    for key in ("input_ids", "labels"):
-        if key not in batch:
-            raise _refusal(key, f"no {key}", "a (batch, tokens) tensor", "pass input_ids and labels")
-    ids, labels = batch["input_ids"], batch["labels"]
-    if ids.dim() != 2 or ids.is_floating_point() or ids.numel() == 0:
-        raise _refusal(
-            "input_ids", f"{ids.dtype} of shape {tuple(ids.shape)}", "integers (batch, tokens)", "pad to one length"
-        )
-    for key in ("labels", "attention_mask"):
-        if key in batch and batch[key].shape != ids.shape:
-            raise _refusal(key, f"shape {tuple(batch[key].shape)}", f"{tuple(ids.shape)} as input_ids", "pad alike")
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and ids.shape[1] > longest:
-        raise _refusal("input_ids", f"{ids.shape[1]} tokens", f"at most {longest}", "cut the sequences")
-    for key, values in (("input_ids", ids), ("labels", labels[labels != IGNORE_INDEX])):
-        if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < config.vocab_size:
-            found = f"token {int(values.min())} to {int(values.max())}"
-            raise _refusal(key, found, f"0 to {config.vocab_size - 1}", "use this model's own tokenizer")
-    if not bool((labels[:, 1:] != IGNORE_INDEX).any()):
-        raise _refusal("labels", "no token to predict", "a label beyond the first token", "leave this batch out")
-
-
-def _refusal(key: str, found: str, expected: str, remedy: str) -> BatchError:
-    return BatchError(f"batch[{key!r}]", found=found, expected=expected, remedy=remedy)

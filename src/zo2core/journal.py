@@ -101,6 +101,7 @@ class Journal:
         line = _to_line(record)
         try:
             if self._descriptor is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             os.ftruncate(self._descriptor, self._end)  # drops a torn record of this or an earlier attempt
             done = 0

@@ -1,0 +1,57 @@
+"""Learning-rate schedules: a positive number for every step of a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from zo2core import OptionError
+
+
+class Decay(Enum):
+    """How the learning rate falls after the warm-up."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRate:
+    """Linear warm-up to a peak, then decay towards 0, which is never reached within the run.
+
+    Args:
+        peak: Learning rate after the warm-up.
+        decay: Shape of the fall.
+        warmup_steps: Steps of the rise; the first one takes ``peak / warmup_steps``.
+        steps: Of the whole run.
+
+    Raises:
+        OptionError: if the warm-up is not shorter than the run.
+    """
+
+    peak: float
+    decay: Decay
+    warmup_steps: int
+    steps: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.warmup_steps < max(self.steps, 1):
+            raise OptionError(
+                "warmup_steps",
+                found=repr(self.warmup_steps),
+                expected=f"0 to {self.steps - 1}, fewer than the run's steps",
+                remedy="shorten the warm-up",
+            )
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of a 0-based step."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        progress = min((step - self.warmup_steps) / (self.steps - self.warmup_steps), 1.0)
+        if self.decay is Decay.LINEAR:
+            return self.peak * (1.0 - progress)
+        if self.decay is Decay.COSINE:
+            return self.peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.peak

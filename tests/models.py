@@ -1,0 +1,125 @@
+"""Tiny models of every adapter, and batches, as hypothesis draws them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    OPTConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+LONGEST = 12  # tokens
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@st.composite
+def opt_configs(draw: st.DrawFn) -> OPTConfig:
+    heads = draw(st.integers(1, 3))
+    hidden = heads * draw(st.integers(2, 6))
+    return OPTConfig(
+        vocab_size=draw(st.integers(17, 60)),
+        hidden_size=hidden,
+        ffn_dim=draw(st.integers(3, 20)),
+        num_hidden_layers=draw(st.integers(1, 3)),
+        num_attention_heads=heads,
+        max_position_embeddings=LONGEST,
+        word_embed_proj_dim=draw(st.sampled_from([hidden, 5])),
+        do_layer_norm_before=draw(st.booleans()),
+        enable_bias=draw(st.booleans()),
+        tie_word_embeddings=draw(st.booleans()),
+    )
+
+
+def _rotary(draw: st.DrawFn) -> dict[str, Any]:
+    groups, shared = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    head_dim = draw(st.sampled_from([2, 4, 6]))
+    return {
+        "vocab_size": draw(st.integers(17, 60)),
+        "hidden_size": groups * shared * head_dim,
+        "intermediate_size": draw(st.integers(3, 20)),
+        "num_hidden_layers": draw(st.integers(1, 3)),
+        "num_attention_heads": groups * shared,
+        "num_key_value_heads": groups,
+        "max_position_embeddings": LONGEST,
+        "tie_word_embeddings": draw(st.booleans()),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+@st.composite
+def llama_configs(draw: st.DrawFn) -> LlamaConfig:
+    return LlamaConfig(**_rotary(draw), attention_bias=draw(st.booleans()), mlp_bias=draw(st.booleans()))
+
+
+@st.composite
+def qwen2_configs(draw: st.DrawFn) -> Qwen2Config:
+    window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+    return Qwen2Config(**_rotary(draw), **(window if draw(st.booleans()) else {}))
+
+
+@st.composite
+def qwen3_configs(draw: st.DrawFn) -> Qwen3Config:
+    return Qwen3Config(**_rotary(draw), head_dim=draw(st.sampled_from([2, 4, 8])))
+
+
+CONFIGS = {"opt": opt_configs(), "llama": llama_configs(), "qwen2": qwen2_configs(), "qwen3": qwen3_configs()}
+
+
+def small_config(model_type: str = "opt", **changes: Any) -> PretrainedConfig:
+    """One fixed configuration an architecture, for tests that do not draw."""
+    if model_type == "opt":
+        shape = {"hidden_size": 12, "ffn_dim": 20, "word_embed_proj_dim": 12}
+        kind: type[PretrainedConfig] = OPTConfig
+    else:
+        kind = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}[model_type]
+        shape = {"hidden_size": 12, "intermediate_size": 20, "num_key_value_heads": 3, "bos_token_id": 1, "eos_token_id": 2}
+    common = {"vocab_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3, "max_position_embeddings": LONGEST}
+    return kind(**{**shape, **common, **changes})
+
+
+def random_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """A whole model in which every parameter, norms and biases too, is random."""
+    with torch.random.fork_rng(devices=[]):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        value = torch.empty(parameter.shape).normal_(0.0, 0.3, generator=generator)
+        parameter.data.copy_(value + (1.0 if parameter.dim() == 1 else 0.0))
+    return model
+
+
+def save_model(
+    directory: Path, config: PretrainedConfig, dtype: torch.dtype = torch.float32, *, max_shard_size: str = "5GB"
+) -> Path:
+    """A checkpoint of a random model in the Hugging Face layout."""
+    random_model(config, dtype).save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def make_batch(vocab_size: int, lengths: list[int], *, seed: int = 0, left: bool = False) -> dict[str, torch.Tensor]:
+    """A padded batch of random tokens; some labels inside are -100 as well."""
+    generator = torch.Generator().manual_seed(seed)
+    longest = max(lengths)
+    ids = torch.randint(vocab_size, (len(lengths), longest), generator=generator)
+    place = torch.arange(longest)
+    rows = [(place >= longest - n) if left else (place < n) for n in lengths]
+    mask = torch.stack(rows).to(torch.int64)
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, 0] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@st.composite
+def batches(draw: st.DrawFn, vocab_size: int) -> dict[str, torch.Tensor]:
+    lengths = draw(st.lists(st.integers(2, LONGEST), min_size=1, max_size=3))
+    return make_batch(vocab_size, lengths, seed=draw(st.integers(0, 9)), left=draw(st.booleans()))

@@ -1,0 +1,92 @@
+"""The parity property: an engine and the monolithic loop, side by side, compared bit for bit."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from zo2adapters import MonolithicMeZO
+from zo2core import MeZOSGD, NonFiniteLossError, ZOEngine
+from zo2core.types import Batch
+
+
+class Plan(NamedTuple):
+    """What is done to both."""
+
+    lr: float
+    zo_eps: float
+    weight_decay: float
+    perturb_in_place: bool
+    seeds: list[int]  # one a step
+    between: list[str]  # after each step: "nothing", "evaluate", "flush", "look"
+
+    def estimator(self) -> MeZOSGD:
+        return MeZOSGD(
+            lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=self.perturb_in_place
+        )
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    steps = draw(st.integers(1, 5))
+    return Plan(
+        lr=draw(st.sampled_from([1e-6, 1e-3, 0.05])),
+        zo_eps=draw(st.sampled_from([1e-3, 0.01, 0.3])),
+        weight_decay=draw(st.sampled_from([0.0, 0.1])),
+        perturb_in_place=draw(st.booleans()),
+        seeds=draw(st.lists(st.sampled_from([0, 1, 7, 999_999_999, 2**40]), min_size=steps, max_size=steps)),
+        between=draw(st.lists(st.sampled_from(["nothing", "evaluate", "flush", "look"]), min_size=steps, max_size=steps)),
+    )
+
+
+def assert_same_bits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
+    assert ours.dtype == theirs.dtype, name
+    assert torch.equal(ours.contiguous().view(integer), theirs.contiguous().view(integer)), name
+
+
+def assert_same_parameters(engine: ZOEngine, whole: nn.Module) -> None:
+    reference = dict(whole.named_parameters())
+    seen = set()
+    for name, tensor in engine.parameters_now():
+        assert_same_bits(name, tensor, reference[name].data)
+        seen.add(name)
+    assert seen == set(reference)
+
+
+def assert_parity(engine: ZOEngine, whole: nn.Module, plan: Plan, batch: Batch) -> None:
+    """Run the plan on both and compare everything on the way."""
+    mono = MonolithicMeZO(
+        whole,
+        lr=plan.lr,
+        zo_eps=plan.zo_eps,
+        weight_decay=plan.weight_decay,
+        perturb_in_place=plan.perturb_in_place,
+    )
+    for seed, between in zip(plan.seeds, plan.between, strict=True):
+        before = [p.data.clone() for p in whole.parameters()]
+        theirs = mono.step(batch, seed)
+        if not math.isfinite(theirs.projected_grad):
+            with pytest.raises(NonFiniteLossError):
+                engine.step(batch, seed=seed)
+            for parameter, value in zip(whole.parameters(), before, strict=True):
+                parameter.data = value
+            break
+        ours = engine.step(batch, seed=seed)
+        assert ours.losses == theirs.losses
+        assert ours.projected_grads == (theirs.projected_grad,)
+        assert ours.loss == theirs.losses[0]
+        if between == "evaluate":
+            expected = mono.loss(batch).item()
+            found = engine.evaluate([batch]).losses[0]
+            assert found == expected or (math.isnan(found) and math.isnan(expected))
+        elif between == "flush":
+            engine.flush()
+        elif between == "look":
+            assert_same_parameters(engine, whole)
+    assert_same_parameters(engine, whole)

@@ -1,0 +1,387 @@
+"""JSONL data files: what a row becomes, what is refused, and in which order rows come."""
+
+import itertools
+import json
+import random
+from array import array
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from zo2adapters.data import (
+    Dataset,
+    TokenizedRow,
+    collate,
+    evaluation_batches,
+    pad_token_id,
+    read_dataset,
+    training_batches,
+)
+from zo2core.errors import DataError, OptionError
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('unknown role') }}{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# Opens an answer with a token that a finished answer does not hold, as templates of reasoning models do.
+THINKING_TEMPLATE = TEMPLATE.replace("<|assistant|>{% endif %}", "<|assistant|><|think|>{% endif %}")
+SPECIAL = ["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|think|>"]
+ASK = {"role": "user", "content": "What colour is the sky?"}
+ANSWER = {"role": "assistant", "content": "It is blue."}
+
+
+def make_tokenizer(*, wrap: str = "$A", template: str | None = TEMPLATE, **special: str | None) -> PreTrainedTokenizerBase:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(["The sky is blue. What colour is the sky? It is blue."] * 3, trainer)
+    backend.post_processor = processors.TemplateProcessing(single=wrap, special_tokens=[("<s>", 1), ("</s>", 2)])
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"} | special
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)  # type: ignore[no-untyped-call]
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+TOKENIZER = make_tokenizer()
+WITH_BOS = make_tokenizer(wrap="<s> $A")
+WITH_BOS_AND_EOS = make_tokenizer(wrap="<s> $A </s>")
+WITHOUT_EOS = make_tokenizer(eos_token=None)
+WITHOUT_TEMPLATE = make_tokenizer(template=None)
+THINKING = make_tokenizer(template=THINKING_TEMPLATE)
+EOS = 2
+
+
+@pytest.fixture
+def data_file(tmp_path: Path) -> Path:
+    return tmp_path / "rows.jsonl"
+
+
+def read(path: Path, *rows: object, tokenizer: PreTrainedTokenizerBase = TOKENIZER, length: int = 64) -> Dataset:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return read_dataset(path, tokenizer, sequence_length=length)
+
+
+def refusal(path: Path, content: bytes, *, tokenizer: PreTrainedTokenizerBase = TOKENIZER, length: int = 64) -> DataError:
+    path.write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_dataset(path, tokenizer, sequence_length=length)
+    return caught.value
+
+
+def text_of(row: TokenizedRow, start: int = 0, tokenizer: PreTrainedTokenizerBase = TOKENIZER) -> str:
+    text = tokenizer.decode(list(row.input_ids)[start:])
+    assert isinstance(text, str)
+    return text
+
+
+def numbered(count: int) -> Dataset:
+    return Dataset(tuple(TokenizedRow(array("i", [3, 4]), 0, line) for line in range(1, count + 1)), 0)
+
+
+def lines(batch: list[TokenizedRow]) -> list[int]:
+    return [row.line for row in batch]
+
+
+# Kinds of rows
+
+
+def test_text_has_loss_on_every_token_and_ends_with_eos(data_file: Path) -> None:
+    (row,) = read(data_file, {"text": "The sky is blue."}).rows
+    assert text_of(row) == "The sky is blue.</s>"
+    assert row.input_ids[-1] == EOS
+    assert row.prompt_length == 0
+
+
+def test_eos_is_not_added_to_a_text_that_ends_with_it(data_file: Path) -> None:
+    plain, marked = read(data_file, {"text": "The sky"}, {"text": "The sky</s>"}).rows
+    assert plain.input_ids == marked.input_ids
+
+
+def test_eos_is_not_added_where_the_tokenizer_adds_it(data_file: Path) -> None:
+    (row,) = read(data_file, {"text": "The sky"}, tokenizer=WITH_BOS_AND_EOS).rows
+    assert list(row.input_ids).count(EOS) == 1
+
+
+def test_a_tokenizer_without_eos_leaves_the_text_open(data_file: Path) -> None:
+    (row,) = read(data_file, {"text": "The sky is"}, tokenizer=WITHOUT_EOS).rows
+    assert text_of(row) == "The sky is"
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, WITH_BOS, WITH_BOS_AND_EOS], ids=["plain", "bos", "bos and eos"])
+def test_prompt_has_no_loss_and_completion_ends_with_eos(data_file: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    (row,) = read(data_file, {"prompt": "The sky is", "completion": " blue."}, tokenizer=tokenizer).rows
+    assert text_of(row, row.prompt_length) == " blue.</s>"
+    assert list(row.input_ids).count(EOS) == 1
+    assert text_of(row).removeprefix("<s>") == "The sky is blue.</s>"
+
+
+def test_bos_counts_as_prompt(data_file: Path) -> None:
+    row, empty = read(
+        data_file,
+        {"prompt": "The", "completion": " sky"},
+        {"prompt": "", "completion": "The sky"},
+        tokenizer=WITH_BOS,
+    ).rows
+    assert (row.input_ids[0], row.prompt_length) == (1, 2)
+    assert (empty.input_ids[0], empty.prompt_length) == (1, 1)
+
+
+def test_a_token_that_merges_prompt_and_completion_is_learned(data_file: Path) -> None:
+    (row,) = read(data_file, {"prompt": "The sky is ", "completion": "blue."}).rows
+    assert text_of(row) == "The sky is blue.</s>"
+    assert text_of(row, row.prompt_length) == " blue.</s>"  # the space is part of the token that holds "blue"
+
+
+def test_a_completion_that_is_only_eos_is_learned(data_file: Path) -> None:
+    (row,) = read(data_file, {"prompt": "The sky", "completion": "</s>"}).rows
+    assert text_of(row, row.prompt_length) == "</s>"
+
+
+def test_messages_are_what_the_chat_template_makes_of_them(data_file: Path) -> None:
+    for tokenizer in (TOKENIZER, WITH_BOS):
+        (row,) = read(data_file, {"messages": [ASK, ANSWER]}, tokenizer=tokenizer).rows
+        expected = tokenizer.apply_chat_template([ASK, ANSWER], return_dict=False)
+        assert list(row.input_ids) == expected
+        assert row.prompt_length == 0
+    assert text_of(row) == "<|user|>What colour is the sky?<|end|><|assistant|>It is blue.<|end|>"
+
+
+def test_conversational_completion_starts_after_the_opening_of_the_answer(data_file: Path) -> None:
+    (row,) = read(data_file, {"prompt": [ASK], "completion": [ANSWER]}).rows
+    assert text_of(row, row.prompt_length) == "It is blue.<|end|>"
+    assert text_of(row) == "<|user|>What colour is the sky?<|end|><|assistant|>It is blue.<|end|>"
+
+
+def test_conversational_completion_is_whole_where_the_template_opens_answers_otherwise(data_file: Path) -> None:
+    (row,) = read(data_file, {"prompt": [ASK], "completion": [ANSWER]}, tokenizer=THINKING).rows
+    assert text_of(row, row.prompt_length, THINKING) == "It is blue.<|end|>"
+
+
+def test_kinds_are_recognised_row_by_row(data_file: Path) -> None:
+    dataset = read(
+        data_file,
+        {"text": "The sky", "id": 7, "messages": None},
+        {"prompt": "The", "completion": " sky", "source": {"url": "x"}},
+        {"messages": [ASK], "tools": []},
+    )
+    assert [text_of(row) for row in dataset] == ["The sky</s>", "The sky</s>", "<|user|>What colour is the sky?<|end|>"]
+    assert [row.prompt_length for row in dataset] == [0, 1, 0]
+
+
+# The file
+
+
+@pytest.mark.parametrize("start", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
+def test_blank_lines_are_skipped_and_lines_count_from_one(data_file: Path, start: bytes) -> None:
+    data_file.write_bytes(start + b'\r\n  \n{"text": "caf\xc3\xa9"}\r\n\n{"text": "a\xe2\x80\xa8b"}')
+    dataset = read_dataset(data_file, TOKENIZER, sequence_length=64)
+    assert [(row.line, text_of(row)) for row in dataset] == [(3, "café</s>"), (5, "a\u2028b</s>")]
+
+
+def test_a_byte_order_mark_before_the_first_row_is_no_part_of_it(data_file: Path) -> None:
+    data_file.write_bytes(b'\xef\xbb\xbf{"text": "The sky"}\n')
+    assert text_of(read_dataset(data_file, TOKENIZER, sequence_length=64)[0]) == "The sky</s>"
+
+
+def test_token_ids_take_four_bytes_each(data_file: Path) -> None:
+    assert read(data_file, {"text": "The sky"})[0].input_ids.itemsize == 4
+
+
+def test_long_rows_lose_their_end_and_are_counted(data_file: Path) -> None:
+    dataset = read(
+        data_file,
+        {"text": "The sky is blue."},
+        {"text": "The"},
+        {"prompt": "The sky", "completion": " is blue."},
+        length=3,
+    )
+    assert [text_of(row) for row in dataset] == ["The sky is", "The</s>", "The sky is"]
+    assert dataset.truncated == 2
+
+
+def test_a_row_of_exactly_the_sequence_length_is_not_cut(data_file: Path) -> None:
+    dataset = read(data_file, {"text": "The sky"}, length=3)
+    assert (text_of(dataset[0]), dataset.truncated) == ("The sky</s>", 0)
+
+
+MALFORMED: dict[str, tuple[bytes, str]] = {
+    "broken json": (b'{"text": ', "JSON"),
+    "cut string": (b'{"text": "a', "column 10"),
+    "deep nesting": (b"[" * 200_000, "JSON"),
+    "invalid utf-8": (b'{"text": "\xff"}', "0xff"),
+    "half a surrogate pair": (b'{"text": "\\ud800"}', "surrogate"),
+    "list": (b'[{"text": "a"}]', '[{"text": "a"}]'),
+    "string": (b'"text"', '"text"'),
+    "null": (b"null", "null"),
+    "no keys": (b"{}", "none"),
+    "unknown keys": (b'{"question": "a"}', "'question'"),
+    "null text": (b'{"text": null}', "none"),
+    "prompt alone": (b'{"prompt": "a"}', "'prompt'"),
+    "completion alone": (b'{"completion": "a"}', "'completion'"),
+    "two kinds": (b'{"text": "a", "messages": []}', "'text', 'messages'"),
+    "kind and a half": (b'{"text": "a", "prompt": "b"}', "'text', 'prompt'"),
+    "text of the wrong type": (b'{"text": 3}', "3 as 'text'"),
+    "prompt of the wrong type": (b'{"prompt": {}, "completion": "b"}', "{} as 'prompt'"),
+    "mixed prompt and completion": (b'{"prompt": "a", "completion": [{"role": "user", "content": "b"}]}', "'completion'"),
+    "mixed completion and prompt": (b'{"prompt": [{"role": "user", "content": "b"}], "completion": "a"}', '"a" as'),
+    "empty text": (b'{"text": ""}', "empty 'text'"),
+    "empty completion": (b'{"prompt": "a", "completion": ""}', "empty 'completion'"),
+    "messages as a string": (b'{"messages": "a"}', "\"a\" as 'messages'"),
+    "no messages": (b'{"messages": []}', "empty 'messages'"),
+    "messages without content": (b'{"messages": [{"role": "user", "content": ""}]}', "empty 'messages'"),
+    "message without content": (b'{"messages": [{"role": "user"}]}', "as 'messages'"),
+    "message without role": (b'{"messages": [{"content": "a"}]}', "as 'messages'"),
+    "message that is a string": (b'{"messages": ["a"]}', "as 'messages'"),
+    "content in parts": (b'{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', "as 'messages'"),
+    "role the template refuses": (b'{"messages": [{"role": "god", "content": "a"}]}', "unknown role"),
+    "tools": (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f"}]}', "'tools'"),
+}
+
+
+@pytest.mark.parametrize(("content", "found"), MALFORMED.values(), ids=MALFORMED.keys())
+def test_a_malformed_row_is_refused_with_its_line(data_file: Path, content: bytes, found: str) -> None:
+    error = refusal(data_file, b'{"text": "fine"}\n\n' + content + b"\n")
+    assert error.where == f"{data_file}, line 3"
+    assert found in error.found
+    assert "line 1" not in error.found  # json counts lines within the one it is given
+    assert error.expected
+    assert error.remedy
+
+
+def test_a_tokenizer_without_chat_template_refuses_messages_and_takes_strings(data_file: Path) -> None:
+    assert len(read(data_file, {"text": "The sky"}, tokenizer=WITHOUT_TEMPLATE)) == 1
+    for row in ({"messages": [ASK]}, {"prompt": [ASK], "completion": [ANSWER]}):
+        error = refusal(data_file, json.dumps(row).encode(), tokenizer=WITHOUT_TEMPLATE)
+        assert "without a chat template" in str(error)
+        assert error.where == f"{data_file}, line 1"
+
+
+def test_a_prompt_that_fills_the_sequence_length_is_refused(data_file: Path) -> None:
+    row = {"prompt": "The sky", "completion": " is blue."}
+    assert read(data_file, row, length=3).truncated == 1
+    error = refusal(data_file, json.dumps(row).encode(), length=2)
+    assert "2 of them prompt" in error.found
+    assert "sequence length" in error.remedy
+
+
+def test_a_row_of_a_single_token_is_refused(data_file: Path) -> None:
+    assert "1 tokens" in refusal(data_file, b'{"text": "The"}', tokenizer=WITHOUT_EOS).found
+    assert len(read(data_file, {"text": "The"}, tokenizer=TOKENIZER)) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \r\n\t\n", b"\xef\xbb\xbf"], ids=["empty", "blank", "byte order mark"])
+def test_a_file_without_rows_is_refused(data_file: Path, content: bytes) -> None:
+    error = refusal(data_file, content)
+    assert (error.where, error.found) == (str(data_file), "no rows")
+
+
+def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
+    for path, found in ((tmp_path / "absent.jsonl", "No such file"), (tmp_path, "directory")):
+        with pytest.raises(DataError) as caught:
+            read_dataset(path, TOKENIZER, sequence_length=8)
+        assert caught.value.where == str(path)
+        assert found in caught.value.found
+
+
+# Batches
+
+
+def test_collate_pads_right_and_hides_prompts_and_padding_from_the_loss() -> None:
+    rows = [TokenizedRow(array("i", [5, 0, 7, 8]), 2, 1), TokenizedRow(array("i", [9, 2]), 0, 2)]
+    batch = collate(rows, pad_token_id=9)
+    assert batch["input_ids"].tolist() == [[5, 0, 7, 8], [9, 2, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, -100, 7, 8], [9, 2, -100, -100]]
+    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+
+
+def test_padding_token_is_pad_then_eos_then_zero() -> None:
+    assert pad_token_id(make_tokenizer(pad_token="<s>")) == 1
+    assert pad_token_id(TOKENIZER) == 0
+    assert pad_token_id(make_tokenizer(pad_token=None)) == EOS
+    assert pad_token_id(make_tokenizer(pad_token=None, eos_token=None)) == 0
+
+
+def test_evaluation_goes_through_the_file_in_order_once() -> None:
+    assert [lines(batch) for batch in evaluation_batches(numbered(5), batch_size=2)] == [[1, 2], [3, 4], [5]]
+
+
+@settings(deadline=None)
+@given(count=st.integers(1, 9), batch_size=st.integers(1, 12), seed=st.integers(), step=st.integers(0, 30))
+def test_a_restart_gives_what_a_continuation_gives(count: int, batch_size: int, seed: int, step: int) -> None:
+    dataset = numbered(count)
+    continued = itertools.islice(training_batches(dataset, batch_size=batch_size, seed=seed), step, step + 5)
+    restarted = training_batches(dataset, batch_size=batch_size, seed=seed, first_step=step)
+    assert list(continued) == list(itertools.islice(restarted, 5))
+
+
+@settings(deadline=None)
+@given(count=st.integers(1, 9), batch_size=st.integers(1, 12), seed=st.integers())
+def test_every_epoch_visits_every_row_once_in_full_batches(count: int, batch_size: int, seed: int) -> None:
+    batches = itertools.islice(training_batches(numbered(count), batch_size=batch_size, seed=seed), 3 * count)
+    visited = []
+    for batch in batches:
+        assert len(batch) == batch_size
+        visited += lines(batch)
+    for start in range(0, len(visited), count):  # count * batch_size rows are whole epochs
+        assert Counter(visited[start : start + count]) == Counter(range(1, count + 1))
+
+
+def test_a_far_restart_does_not_walk_there() -> None:
+    batch = next(training_batches(numbered(5), batch_size=2, seed=0, first_step=10**15))
+    assert len(batch) == 2
+
+
+def test_order_depends_on_seed_and_epoch() -> None:
+    def epochs(seed: int) -> list[list[int]]:
+        return [lines(batch) for batch in itertools.islice(training_batches(numbered(20), batch_size=20, seed=seed), 2)]
+
+    orders = [tuple(order) for seed in (0, 1, -1) for order in epochs(seed)]
+    assert len(set(orders)) == 6
+
+
+def test_order_of_a_seed_is_the_same_in_every_release() -> None:
+    batches = itertools.islice(training_batches(numbered(6), batch_size=6, seed=17), 2)
+    assert [lines(batch) for batch in batches] == [[1, 5, 6, 2, 3, 4], [3, 1, 2, 6, 5, 4]]
+
+
+def test_global_random_state_is_neither_read_nor_written() -> None:
+    def order() -> list[list[int]]:
+        batches = training_batches(numbered(9), batch_size=4, seed=3)
+        return [lines(batch) for batch in itertools.islice(batches, 6)]
+
+    random.seed(1)
+    before = (random.getstate(), torch.get_rng_state())
+    first = order()
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    random.seed(2)
+    assert order() == first
+
+
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [("batch_size", {"batch_size": 0}), ("first_step", {"batch_size": 1, "first_step": -1})],
+    ids=["batch_size", "first_step"],
+)
+def test_training_batches_refuses_at_the_call_what_is_out_of_range(option: str, values: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=option):
+        training_batches(numbered(3), seed=0, **values)
+
+
+def test_evaluation_batches_and_read_dataset_refuse_sizes_out_of_range(data_file: Path) -> None:
+    with pytest.raises(OptionError, match="batch_size"):
+        evaluation_batches(numbered(3), batch_size=0)
+    with pytest.raises(OptionError, match="sequence_length"):
+        read(data_file, {"text": "The sky"}, length=1)

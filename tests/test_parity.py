@@ -1,0 +1,107 @@
+"""Every adapter's trajectory is the monolithic loop's, bit for bit."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import CONFIGS, DTYPES, batches, make_batch, save_model, small_config
+from parity import Plan, assert_parity, assert_same_bits, assert_same_parameters, plans
+from toy import ToyBlockModel, make_toy
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from zo2adapters import MonolithicMeZO, open_checkpoint
+from zo2core import MeZOSGD, ZOEngine
+
+
+def load_whole(directory: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    return model
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), plan=plans())
+def test_trajectory_is_monolithic_mezo(model_type: str, data: st.DataObject, dtype: torch.dtype, plan: Plan) -> None:
+    config = data.draw(CONFIGS[model_type])
+    batch = data.draw(batches(config.vocab_size))
+    with tempfile.TemporaryDirectory() as folder:
+        base = save_model(Path(folder, "base"), config, dtype, max_shard_size=data.draw(st.sampled_from(["5GB", "2KB"])))
+        whole = load_whole(base)
+        with ZOEngine(open_checkpoint(base), plan.estimator()) as engine:
+            assert_parity(engine, whole, plan, batch)
+            exported = Path(folder, "exported")
+            engine.export(exported)
+            loss = engine.evaluate([batch]).losses[0]
+        reloaded = load_whole(exported)
+        for (name, ours), theirs in zip(reloaded.named_parameters(), whole.parameters(), strict=True):
+            assert_same_bits(name, ours.data, theirs.data)
+        if dtype is torch.float32 and loss == loss:
+            with torch.inference_mode():
+                assert reloaded.eval()(**batch).loss.item() == loss
+
+
+@given(
+    vocab=st.integers(5, 40),
+    width=st.integers(1, 9),
+    layers=st.integers(1, 3),
+    tied=st.booleans(),
+    dtype=st.sampled_from([*DTYPES, torch.float64]),
+    plan=plans(),
+    lengths=st.lists(st.integers(2, 6), min_size=1, max_size=3),
+)
+def test_toy_of_plain_modules_has_parity(
+    vocab: int, width: int, layers: int, tied: bool, dtype: torch.dtype, plan: Plan, lengths: list[int]
+) -> None:
+    batch = make_batch(vocab, lengths)
+    del batch["attention_mask"]
+    with tempfile.TemporaryDirectory() as folder:
+        model = ToyBlockModel(vocab, width, layers, tied=tied, dtype=dtype, file=Path(folder, "toy.safetensors"))
+        with ZOEngine(model, plan.estimator()) as engine:
+            assert_parity(engine, make_toy(vocab, width, layers, tied=tied, dtype=dtype), plan, batch)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tied_opt_keeps_parity_over_many_steps(dtype: torch.dtype, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("opt", tie_word_embeddings=True), dtype)
+    batch = make_batch(40, [12, 7])
+    plan = Plan(1e-2, 1e-3, 0.1, True, list(range(12)), ["nothing"] * 12)
+    with ZOEngine(open_checkpoint(base), plan.estimator()) as engine:
+        assert_parity(engine, load_whole(base), plan, batch)
+
+
+def test_parameters_larger_than_a_piece_of_noise_keep_parity(tmp_path: Path) -> None:
+    # Embedding: 32768 + 8 elements, one whole piece and a rest shorter than 16, which has to join it.
+    config = small_config("opt", vocab_size=8194, hidden_size=4, word_embed_proj_dim=4, num_attention_heads=1)
+    base = save_model(tmp_path / "base", config)
+    batch = make_batch(8194, [5])
+    plan = Plan(1e-2, 1e-3, 0.1, True, [0, 0, 1, 2], ["nothing", "nothing", "flush", "nothing"])
+    with ZOEngine(open_checkpoint(base), plan.estimator()) as engine:
+        assert_parity(engine, load_whole(base), plan, batch)
+
+
+def test_converted_dtype_is_what_from_pretrained_gives(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"), torch.float32)
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    with ZOEngine(open_checkpoint(base, dtype="bfloat16"), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+        assert_same_parameters(engine, whole)
+
+
+def test_monolithic_mezo_draws_what_the_global_generator_gives(tmp_path: Path) -> None:
+    """MeZO's authors reseed the process's generator; the reference's own generator gives the same numbers."""
+    whole = load_whole(save_model(tmp_path / "base", small_config("opt")))
+    mono = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-3)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        expected = [torch.normal(mean=0, std=1, size=p.size(), dtype=p.dtype) for p in whole.parameters()]
+    for ours, theirs in zip(mono._noise(5), expected, strict=True):
+        assert_same_bits("z", ours, theirs)
+
+
+def test_monolithic_mezo_shares_no_code_with_the_engine() -> None:
+    import zo2adapters.monolithic
+
+    assert "zo2core" not in Path(zo2adapters.monolithic.__file__).read_text()
