@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, settings
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test reaches for the network
 
 COMMON = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("short", max_examples=25, **COMMON)
-settings.register_profile("long", max_examples=400, **COMMON)
+settings.register_profile("short", max_examples=80, **COMMON)
+settings.register_profile("long", max_examples=1500, **COMMON)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -18,6 +18,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("long" if config.getoption("--long") else "short")
+    import torch
     from transformers.utils import logging
+
+    torch.set_num_threads(1)  # tiny models: a second thread only waits
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,130 @@
+"""What every noise generator promises: z depends on seed and parameter, on nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zo2core import BlockLayout, ParameterSpec, SegmentKind, SequentialNoise
+from zo2core.protocols import NoiseGenerator
+
+NOISES: dict[str, Callable[[Sequence[BlockLayout]], NoiseGenerator]] = {"sequential": SequentialNoise}
+
+# Registered in this order; the head's stand between the embedding's and the blocks', as in OPT.
+SIZES = [(40, 0), (3, 0), (7, 3), (32768 + 9, 3), (70001, 1), (15, 1), (16, 1), (1, 2), (33, 2), (65536, 2)]
+
+
+def layouts(dtype: torch.dtype = torch.float32) -> tuple[BlockLayout, ...]:
+    specs = [(ParameterSpec(f"p{i}", (n,), dtype, i, True), segment) for i, (n, segment) in enumerate(SIZES)]
+    kinds = [SegmentKind.EMBEDDING, SegmentKind.BLOCK, SegmentKind.BLOCK, SegmentKind.HEAD]
+    return tuple(
+        BlockLayout(f"segment {i}", kind, tuple(spec for spec, segment in specs if segment == i))
+        for i, kind in enumerate(kinds)
+    )
+
+
+def parameters(segments: Sequence[BlockLayout]) -> list[ParameterSpec]:
+    return sorted((spec for layout in segments for spec in layout.parameters), key=lambda spec: spec.index)
+
+
+def draw(noise: NoiseGenerator, seed: int, spec: ParameterSpec) -> torch.Tensor:
+    out = torch.empty(spec.numel, dtype=spec.dtype)
+    for start, stop in noise.pieces(spec):
+        noise.fill(out[start:stop], seed, spec, start)
+    return out
+
+
+@pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
+@given(order=st.permutations(range(len(SIZES))), seed=st.sampled_from([0, 1, 2**63 - 1]))
+def test_z_does_not_depend_on_the_order_of_visits(
+    make: Callable[[Sequence[BlockLayout]], NoiseGenerator], order: list[int], seed: int
+) -> None:
+    segments = layouts()
+    specs = parameters(segments)
+    noise, in_order = make(segments), make(segments)
+    expected = [draw(in_order, seed, spec) for spec in specs]
+    for i in order:
+        assert torch.equal(draw(noise, seed, specs[i]), expected[i])
+
+
+@pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
+@given(visits=st.lists(st.tuples(st.integers(0, len(SIZES) - 1), st.integers(0, 5), st.sampled_from([3, 4])), max_size=12))
+def test_z_does_not_depend_on_which_piece_was_drawn_before(
+    make: Callable[[Sequence[BlockLayout]], NoiseGenerator], visits: list[tuple[int, int, int]]
+) -> None:
+    segments = layouts()
+    specs = parameters(segments)
+    noise = make(segments)
+    expected = {seed: [draw(make(segments), seed, spec) for spec in specs] for seed in (3, 4)}
+    for i, piece, seed in visits:
+        pieces = noise.pieces(specs[i])
+        start, stop = pieces[piece % len(pieces)]
+        out = torch.empty(stop - start)
+        noise.fill(out, seed, specs[i], start)
+        assert torch.equal(out, expected[seed][i][start:stop])
+
+
+@pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
+def test_pieces_cover_a_parameter_once(make: Callable[[Sequence[BlockLayout]], NoiseGenerator]) -> None:
+    noise = make(layouts())
+    for numel in [*range(1, 70), 32767, 32768, 32769, 32768 + 15, 32768 + 16, 100_000]:
+        pieces = noise.pieces(ParameterSpec("p", (numel,), torch.float32, 0, True))
+        assert [at for start, stop in pieces for at in range(start, stop)] == list(range(numel))
+
+
+@pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
+def test_forgetting_changes_no_number(make: Callable[[Sequence[BlockLayout]], NoiseGenerator]) -> None:
+    segments = layouts()
+    noise = make(segments)
+    last = parameters(segments)[-1]
+    before = draw(noise, 5, last)
+    noise.retain({6})
+    assert torch.equal(draw(noise, 5, last), before)
+
+
+@pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
+def test_seeds_and_parameters_have_noise_of_their_own(make: Callable[[Sequence[BlockLayout]], NoiseGenerator]) -> None:
+    segments = layouts()
+    specs = [spec for spec in parameters(segments) if spec.numel > 30]
+    noise = make(segments)
+    drawn = [draw(noise, seed, spec)[:30] for seed in (0, 1) for spec in specs]
+    assert all(not torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+
+
+@pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
+@pytest.mark.parametrize("seeds", [(1, 2), (1, 1)], ids=["two seeds", "one seed"])
+def test_threads_do_not_disturb_each_other(
+    make: Callable[[Sequence[BlockLayout]], NoiseGenerator], seeds: tuple[int, int]
+) -> None:
+    segments = layouts()
+    specs = parameters(segments)
+    noise = make(segments)
+    results: dict[int, list[torch.Tensor]] = {}
+
+    def work(thread: int) -> None:
+        results[thread] = [draw(noise, seeds[thread], spec) for spec in specs]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for thread, seed in enumerate(seeds):
+        alone = make(segments)
+        assert all(torch.equal(a, draw(alone, seed, spec)) for a, spec in zip(results[thread], specs, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_sequential_noise_is_torch_normal_from_one_seeded_generator(dtype: torch.dtype) -> None:
+    segments = layouts(dtype)
+    noise = SequentialNoise(segments)
+    generator = torch.Generator().manual_seed(11)
+    expected = [torch.normal(0.0, 1.0, spec.shape, dtype=dtype, generator=generator) for spec in parameters(segments)]
+    for layout in segments:  # visiting order, not registration order
+        for spec in layout.parameters:
+            assert torch.equal(draw(noise, 11, spec), expected[spec.index])
