@@ -1,0 +1,212 @@
+"""Safetensors files: what is read, what is refused, what is written."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from zo2core import CheckpointError, ClosedError, OutputError, ParameterSpec
+from zo2core.checkpoint import SafetensorsReader, find_tensors, parse_header, write_checkpoint
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def write_raw(path: Path, header: object, data: bytes = b"\0" * 8) -> Path:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + data)
+    return path
+
+
+MALFORMED: dict[str, tuple[Any, bytes]] = {
+    "not JSON": (b"{", b""),
+    "nested without end": (b"[" * 100_000, b""),
+    "not UTF-8": (b'{"\xff": 1}', b""),
+    "not an object": ([], b""),
+    "entry not an object": ({"a": 3}, b""),
+    "entry without shape": ({"a": {"dtype": "F32", "data_offsets": [0, 0]}}, b""),
+    "unknown dtype": ({"a": {**F32, "dtype": "F3"}}, b"\0" * 8),
+    "dtype of another kind": ({"a": {**F32, "dtype": [1]}}, b"\0" * 8),
+    "negative size": ({"a": {**F32, "shape": [-2]}}, b"\0" * 8),
+    "fractional size": ({"a": {**F32, "shape": [2.0]}}, b"\0" * 8),
+    "boolean size": ({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, b"\0" * 4),
+    "huge size": ({"a": {**F32, "shape": [10**30]}}, b"\0" * 8),
+    "offsets backwards": ({"a": {**F32, "data_offsets": [8, 0]}}, b"\0" * 8),
+    "one offset": ({"a": {**F32, "data_offsets": [8]}}, b"\0" * 8),
+    "size is not shape times dtype": ({"a": {**F32, "shape": [3]}}, b"\0" * 8),
+    "outside the file": ({"a": F32}, b"\0" * 4),
+    "bytes left over": ({"a": F32}, b"\0" * 9),
+    "overlap": ({"a": F32, "b": {**F32, "data_offsets": [4, 12]}}, b"\0" * 12),
+    "hole": ({"a": F32, "b": {**F32, "data_offsets": [12, 20]}}, b"\0" * 20),
+    "a name twice": (b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}, "a": {}}', b""),
+}
+
+
+@pytest.mark.parametrize(("header", "data"), MALFORMED.values(), ids=MALFORMED)
+def test_malformed_headers_are_refused(header: object, data: bytes, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as info:
+        parse_header(write_raw(tmp_path / "x.safetensors", header, data))
+    assert "x.safetensors" in info.value.where
+
+
+@pytest.mark.parametrize("content", [b"", b"1234567", struct.pack("<Q", 9) + b"{}", struct.pack("<Q", 2**63) + b"{}"])
+def test_truncated_files_are_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError):
+        parse_header(path)
+
+
+def test_missing_files_and_directories_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        parse_header(tmp_path / "missing.safetensors")
+    with pytest.raises(CheckpointError):
+        parse_header(tmp_path)
+
+
+@given(data=st.data())
+def test_a_mutated_header_is_refused_or_read(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("fuzz") / "x.safetensors"
+    save_file({"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.bfloat16)}, path)
+    raw = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(raw[: data.draw(st.integers(len(raw) - 30, len(raw)))])
+    try:
+        entries = parse_header(path)
+    except CheckpointError:
+        return
+    assert all(entry.start + entry.nbytes <= path.stat().st_size for entry in entries.values())
+
+
+def test_tensors_are_read_bit_for_bit_and_converted_on_request(tmp_path: Path) -> None:
+    value = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
+    save_file({"a": value, "b": value.to(torch.float16)}, tmp_path / "model.safetensors")
+    reader = SafetensorsReader(find_tensors(tmp_path))
+    for name, source in (("a", value), ("b", value.to(torch.float16))):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            out = torch.empty(value.numel(), dtype=dtype)
+            reader.read_into(name, out)
+            assert torch.equal(out, source.to(dtype))
+    reader.close()
+    reader.close()
+    with pytest.raises(ClosedError):
+        reader.read_into("a", torch.empty(3_000_000))
+
+
+def test_integer_tensors_are_refused_as_quantised(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="quantised"):
+        SafetensorsReader(find_tensors(tmp_path)).read_into("a", torch.empty(3))
+
+
+def test_the_fingerprint_is_of_the_weights_not_of_their_files(tmp_path: Path) -> None:
+    values = {"a": torch.arange(5.0), "b": torch.ones(3)}
+    prints = []
+    for name, tensors in {
+        "x": values,
+        "y": {"b": values["b"], "a": values["a"]},
+        "z": {**values, "a": values["a"] + 1},
+    }.items():
+        save_file(tensors, tmp_path / name)
+        reader = SafetensorsReader(parse_header(tmp_path / name))
+        prints.append(reader.fingerprint)
+        reader.close()
+    assert prints[0] == prints[1] != prints[2]
+
+
+def sharded(folder: Path) -> dict[str, str]:
+    save_file({"a": torch.ones(2)}, folder / "one.safetensors")
+    save_file({"b": torch.zeros(2)}, folder / "two.safetensors")
+    return {"a": "one.safetensors", "b": "two.safetensors"}
+
+
+def write_index(folder: Path, index: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_shards_are_found_through_the_index(tmp_path: Path) -> None:
+    write_index(tmp_path, {"weight_map": sharded(tmp_path)})
+    assert {name: entry.path.name for name, entry in find_tensors(tmp_path).items()} == sharded(tmp_path)
+
+
+@pytest.mark.parametrize("shard", ["../two.safetensors", "/etc/passwd", "sub/two.safetensors", "..", "", 3, None, "a\0b"])
+def test_an_index_that_leaves_its_directory_is_refused(shard: object, tmp_path: Path) -> None:
+    write_index(tmp_path, {"weight_map": {**sharded(tmp_path), "b": shard}})
+    with pytest.raises(CheckpointError, match="directory"):
+        find_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("index", [[], {}, {"weight_map": 3}, {"weight_map": []}, "x"])
+def test_a_malformed_index_is_refused(index: object, tmp_path: Path) -> None:
+    write_index(tmp_path, index)
+    with pytest.raises(CheckpointError):
+        find_tensors(tmp_path)
+
+
+def test_missing_shards_and_tensors_are_refused(tmp_path: Path) -> None:
+    weight_map = sharded(tmp_path)
+    write_index(tmp_path, {"weight_map": {**weight_map, "c": "two.safetensors"}})
+    with pytest.raises(CheckpointError, match="no tensor c"):
+        find_tensors(tmp_path)
+    write_index(tmp_path, {"weight_map": weight_map})
+    (tmp_path / "two.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"two\.safetensors"):
+        find_tensors(tmp_path)
+
+
+def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no safetensors"):
+        find_tensors(tmp_path)
+
+
+SPECS = [ParameterSpec(f"p{i}", (i + 1, 3), torch.float32, i, True) for i in range(4)]
+
+
+def values() -> Iterator[tuple[str, torch.Tensor]]:
+    for spec in SPECS:
+        yield spec.name, torch.full(spec.shape, float(spec.index))
+
+
+@pytest.mark.parametrize("max_shard", [10**9, 40, 1])
+def test_written_checkpoints_load(max_shard: int, tmp_path: Path) -> None:
+    (tmp_path / "extra").write_bytes(b"copied")
+    write_checkpoint(tmp_path / "out", SPECS, values(), {"a.json": b"{}", "b.txt": tmp_path / "extra"}, max_shard=max_shard)
+    entries = find_tensors(tmp_path / "out")
+    reader = SafetensorsReader(entries)
+    for name, value in values():
+        out = torch.empty(value.numel())
+        reader.read_into(name, out)
+        assert torch.equal(out, value.flatten())
+        assert torch.equal(load_file(entries[name].path)[name], value)
+    assert (tmp_path / "out" / "b.txt").read_bytes() == b"copied"
+    shards = list((tmp_path / "out").glob("*.safetensors"))
+    assert len(shards) == {10**9: 1, 40: 3, 1: 4}[max_shard]
+
+
+def test_nothing_stays_of_a_failed_write(tmp_path: Path) -> None:
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "p0", torch.zeros(1, 3)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_checkpoint(tmp_path / "out", SPECS, failing(), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").write_text("mine")
+    with pytest.raises(OutputError):
+        write_checkpoint(tmp_path / "out", SPECS, values(), {})
+    assert (tmp_path / "out" / "file").read_text() == "mine"
+    with pytest.raises(OutputError):
+        write_checkpoint(tmp_path / "out" / "file", SPECS, values(), {})

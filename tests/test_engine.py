@@ -1,0 +1,287 @@
+"""The engine: what a step leaves, what it refuses, what it never touches."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import make_batch, save_model, small_config
+from parity import assert_same_bits
+
+import zo2core.visit
+from zo2adapters import HFBlockModel, open_checkpoint
+from zo2core import (
+    BatchError,
+    ClosedError,
+    Journal,
+    JournalError,
+    MeZOSGD,
+    NonFiniteLossError,
+    OptionError,
+    OutputError,
+    SequentialNoise,
+    ZOEngine,
+)
+
+MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "base", small_config("opt"))
+
+
+@pytest.fixture
+def engine(base: Path) -> Iterator[ZOEngine]:
+    with ZOEngine(open_checkpoint(base), MEZO) as made:
+        yield made
+
+
+def weights(engine: ZOEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.parameters_now()}
+
+
+def assert_equal_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert_same_bits(name, tensor, theirs[name])
+
+
+BATCH = make_batch(40, [9, 5])
+
+
+def test_global_random_state_is_untouched(base: Path, tmp_path: Path) -> None:
+    before = (torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1])
+    with ZOEngine(open_checkpoint(base), MEZO) as engine:
+        engine.step(BATCH)
+        engine.step(BATCH, seed=3)
+        engine.evaluate([BATCH])
+        engine.export(tmp_path / "out")
+    after = (torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1])
+    assert torch.equal(before[0], after[0])
+    assert before[1] == after[1]
+    assert np.array_equal(before[2], after[2])
+
+
+def test_runs_of_one_seed_are_equal_and_of_two_are_not(base: Path) -> None:
+    seeds = []
+    for run_seed in (0, 0, 1):
+        with ZOEngine(open_checkpoint(base), MEZO, seed=run_seed) as engine:
+            seeds.append([engine.step(BATCH).seeds for _ in range(4)])
+    assert seeds[0] == seeds[1] != seeds[2]
+    assert len(set(seeds[0])) == 4
+
+
+def test_seed_0_is_a_seed(engine: ZOEngine) -> None:
+    assert engine.step(BATCH, seed=0).seeds == (0,)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_seeds_out_of_range_are_refused(engine: ZOEngine, seed: int) -> None:
+    with pytest.raises(OptionError, match="seed"):
+        engine.step(BATCH, seed=seed)
+    assert engine.version == 0
+
+
+def test_a_journal_on_disk_continues_bit_for_bit(base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "journal.jsonl"
+    with ZOEngine(open_checkpoint(base), MEZO) as whole:
+        results = [whole.step(BATCH) for _ in range(6)]
+        expected = weights(whole)
+    for stop in (2, 3, 6):
+        with ZOEngine(open_checkpoint(base), MEZO, journal=Journal(path)) as part:
+            continued = [part.step(BATCH) for _ in range(part.version, stop)]
+            assert [r.losses for r in continued] == [r.losses for r in results[part.version - len(continued) : stop]]
+    with ZOEngine(open_checkpoint(base), MEZO, journal=Journal(path)) as replayed:
+        assert_equal_weights(weights(replayed), expected)
+
+
+def test_a_journal_of_another_base_or_noise_is_refused(base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with ZOEngine(open_checkpoint(base), MEZO, journal=Journal(path)) as engine:
+        engine.step(BATCH)
+    other = save_model(tmp_path / "other", small_config("opt", vocab_size=41))
+    with pytest.raises(JournalError, match="base"):
+        ZOEngine(open_checkpoint(other), MEZO, journal=Journal(path))
+    with pytest.raises(JournalError, match="parameters"):
+        ZOEngine(open_checkpoint(base, dtype="bfloat16"), MEZO, journal=Journal(path))
+
+    class OtherNoise(SequentialNoise):
+        name = "other"  # type: ignore[assignment]
+
+    model = open_checkpoint(base)
+    with pytest.raises(JournalError, match="noise"):
+        ZOEngine(model, MEZO, noise=OtherNoise(model.layouts), journal=Journal(path))
+
+
+def test_a_loss_that_is_not_finite_stops_the_step(base: Path) -> None:
+    estimator = MeZOSGD(lr=1e-2, zo_eps=1e-3)
+    with ZOEngine(open_checkpoint(base), estimator) as engine:
+        engine.step(BATCH)
+        before = weights(engine)
+        object.__setattr__(estimator, "zo_eps", 1e38)  # overflows at both evaluations
+        with pytest.raises(NonFiniteLossError, match="step 1"):
+            engine.step(BATCH)
+        assert engine.version == 1
+        assert_equal_weights(weights(engine), before)
+        object.__setattr__(estimator, "zo_eps", 1e-3)
+        assert engine.step(BATCH).step == 1
+
+
+BAD_BATCHES: dict[str, dict[str, Any]] = {
+    "no labels": {"labels": None},
+    "no input_ids": {"input_ids": None},
+    "one dimension": {"input_ids": torch.ones(5, dtype=torch.int64)},
+    "floats": {"input_ids": torch.ones(2, 9)},
+    "mask of another shape": {"attention_mask": torch.ones(2, 8, dtype=torch.int64)},
+    "labels of another shape": {"labels": torch.ones(2, 8, dtype=torch.int64)},
+    "token outside the vocabulary": {"input_ids": torch.full((2, 9), 40)},
+    "negative token": {"input_ids": torch.full((2, 9), -1)},
+    "label outside the vocabulary": {"labels": torch.full((2, 9), 40)},
+    "nothing to predict": {"labels": torch.full((2, 9), -100)},
+    "a label at the first token only": {"labels": torch.full((2, 9), -100).index_fill(1, torch.tensor([0]), 1)},
+    "longer than the model takes": dict(make_batch(40, [13, 2])),
+}
+
+
+@pytest.mark.parametrize("changes", BAD_BATCHES.values(), ids=BAD_BATCHES)
+def test_bad_batches_are_refused_and_nothing_changes(engine: ZOEngine, changes: dict[str, Any]) -> None:
+    engine.step(BATCH)
+    before = weights(engine)
+    batch = {key: value for key, value in {**BATCH, **changes}.items() if value is not None}
+    with pytest.raises(BatchError, match="batch"):
+        engine.step(batch)
+    with pytest.raises(BatchError, match="batch"):
+        engine.evaluate([batch])
+    assert engine.version == 1
+    assert_equal_weights(weights(engine), before)
+
+
+def test_learning_rate_may_be_a_function_of_the_step(base: Path) -> None:
+    rates = [1e-2, 5e-3, 0.0]
+    with ZOEngine(open_checkpoint(base), MeZOSGD(lr=lambda step: rates[step], zo_eps=1e-3)) as engine:
+        assert [engine.step(BATCH).lr for _ in range(2)] == rates[:2]
+        assert [update.lr for update in engine.journal.updates] == rates[:2]
+        with pytest.raises(OptionError, match="lr at step 2"):
+            engine.step(BATCH)
+        assert engine.version == 2
+
+
+def test_several_batches_share_a_sweep(base: Path) -> None:
+    many = [make_batch(40, [3 + i, 2], seed=i) for i in range(7)]
+    with ZOEngine(open_checkpoint(base), MEZO, batches_per_sweep=3) as engine:
+        engine.step(BATCH)
+        together = engine.evaluate(iter(many))
+        alone = [engine.evaluate([batch]) for batch in many]
+    assert together.sweeps == 3
+    assert together.losses == tuple(result.losses[0] for result in alone)
+    assert together.tokens == sum(result.tokens for result in alone)
+    assert together.loss == pytest.approx(sum(r.loss * r.tokens for r in alone) / together.tokens, rel=1e-12)
+
+
+def test_one_batchs_mean_is_the_models_own_loss(engine: ZOEngine) -> None:
+    result = engine.evaluate([BATCH])
+    assert result.loss == result.losses[0]
+
+
+def test_evaluating_nothing_is_refused(engine: ZOEngine) -> None:
+    with pytest.raises(OptionError, match="batches"):
+        engine.evaluate([])
+
+
+def test_an_interrupted_replay_loses_nothing(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ZOEngine(open_checkpoint(base), MEZO) as engine, ZOEngine(open_checkpoint(base), MEZO) as undisturbed:
+        for each in (engine, undisturbed):
+            for seed in range(3):
+                each.step(BATCH, seed=seed)
+        calls = 0
+        descend = zo2core.visit.descend
+
+        def interrupted(*args: Any, **kwargs: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 17:
+                raise KeyboardInterrupt
+            descend(*args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(zo2core.visit, "descend", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.flush()
+        assert_equal_weights(weights(engine), weights(undisturbed))
+        assert engine.step(BATCH, seed=9).losses == undisturbed.step(BATCH, seed=9).losses
+
+
+def test_closing_twice_is_fine_and_use_after_it_is_refused(base: Path, tmp_path: Path) -> None:
+    engine = ZOEngine(open_checkpoint(base), MEZO)
+    engine.step(BATCH)
+    engine.close()
+    engine.close()
+    for use in (
+        lambda: engine.step(BATCH),
+        lambda: engine.evaluate([BATCH]),
+        engine.flush,
+        lambda: list(engine.parameters_now()),
+        lambda: engine.export(tmp_path / "out"),
+    ):
+        with pytest.raises(ClosedError):
+            use()
+
+
+def test_no_thread_and_no_descriptor_stays(base: Path) -> None:
+    def open_files() -> set[str]:
+        return {str(link.resolve()) for link in Path("/proc/self/fd").iterdir() if link.exists()}
+
+    threads, files = set(threading.enumerate()), open_files()
+    with ZOEngine(open_checkpoint(base), MEZO) as engine:
+        engine.step(BATCH)
+        assert any(str(base) in file for file in open_files())
+    assert set(threading.enumerate()) == threads
+    assert open_files() <= files
+
+
+def test_exporting_over_something_is_refused(engine: ZOEngine, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    with pytest.raises(OutputError):
+        engine.export(tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_the_last_update_is_in_the_exported_model(base: Path, tmp_path: Path) -> None:
+    with ZOEngine(open_checkpoint(base), MEZO) as engine:
+        engine.step(BATCH, seed=1)
+        engine.export(tmp_path / "out")
+        now = weights(engine)
+    with ZOEngine(open_checkpoint(tmp_path / "out"), MEZO) as reloaded:
+        assert_equal_weights(weights(reloaded), now)
+    with ZOEngine(open_checkpoint(base), MEZO) as untouched:
+        assert any(not torch.equal(tensor, now[name]) for name, tensor in weights(untouched).items())
+
+
+def test_an_unknown_device_is_refused(base: Path) -> None:
+    with pytest.raises(OptionError, match="device"):
+        ZOEngine(open_checkpoint(base), MEZO, device="abacus")
+
+
+def test_the_work_buffer_is_allocated_once_and_views_stay(base: Path) -> None:
+    model: HFBlockModel = open_checkpoint(base)
+    with ZOEngine(model, MEZO) as engine:
+        before = {id(p): p.data_ptr() for p in model._skeleton.parameters()}
+        for _ in range(3):
+            engine.step(BATCH)
+        assert {id(p): p.data_ptr() for p in model._skeleton.parameters()} == before
+
+
+def test_updates_are_replaced_never_edited() -> None:
+    update = MEZO.update(0, MEZO.evaluations(0, iter([1])), [torch.tensor(1.0), torch.tensor(2.0)], 1.0)
+    with pytest.raises(AttributeError):
+        update.lr = 2.0  # type: ignore[misc]
+    assert replace(update, lr=2.0).lr == 2.0
