@@ -1,13 +1,19 @@
 """Profiles: fixed examples by default, many more behind --long."""
 
 import os
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test reaches for the network
 
-COMMON = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": [HealthCheck.too_slow]}
+COMMON: dict[str, Any] = {
+    "deadline": None,
+    "derandomize": True,
+    "database": None,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
 settings.register_profile("short", max_examples=80, **COMMON)
 settings.register_profile("long", max_examples=1500, **COMMON)
 

@@ -63,7 +63,7 @@ def llama_configs(draw: st.DrawFn) -> LlamaConfig:
 
 @st.composite
 def qwen2_configs(draw: st.DrawFn) -> Qwen2Config:
-    window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+    window: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
     return Qwen2Config(**_rotary(draw), **(window if draw(st.booleans()) else {}))
 
 

@@ -71,7 +71,7 @@ def test_mezo_divides_in_the_dtype_of_the_losses() -> None:
 @pytest.mark.parametrize("name", ["lr", "zo_eps"])
 def test_mezo_refuses_numbers_that_are_not_positive_and_finite(name: str, value: float) -> None:
     with pytest.raises(OptionError, match=name):
-        MeZOSGD(**{"lr": 1.0, "zo_eps": 1.0, name: value})
+        MeZOSGD(lr=value if name == "lr" else 1.0, zo_eps=value if name == "zo_eps" else 1.0)
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])

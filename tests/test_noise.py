@@ -114,9 +114,9 @@ def test_threads_do_not_disturb_each_other(
         thread.start()
     for thread in threads:
         thread.join()
-    for thread, seed in enumerate(seeds):
+    for i, seed in enumerate(seeds):
         alone = make(segments)
-        assert all(torch.equal(a, draw(alone, seed, spec)) for a, spec in zip(results[thread], specs, strict=True))
+        assert all(torch.equal(a, draw(alone, seed, spec)) for a, spec in zip(results[i], specs, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

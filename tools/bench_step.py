@@ -1,9 +1,11 @@
 """Time a step of this engine against monolithic MeZO, alternating in one process, and divide the time.
 
-    python tools/bench_step.py --geometry opt-125m --dtype float32 --batch 1 --tokens 256
+    python tools/bench_step.py --tokens 256
+    python tools/bench_step.py --batch 4 --tokens 512
 
-Prints JSON and a table: medians, their spread, the ratio pair by pair, and how the engine's step divides into noise,
-arithmetic and forward (measured apart, each alone, over the same segments).
+Prints a table and JSON: medians over the pairs with their range, the ratio pair by pair, and how the engine's step divides
+into forward, noise on the main thread (the noise that a second thread draws beside it is listed apart) and the rest,
+arithmetic. Both sides run the same seeds; that their losses are bitwise equal is checked at every pair.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ import json
 import platform
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 from make_checkpoint import geometries, make_checkpoint
@@ -23,28 +27,119 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2adapters.checkpoint import DTYPES
-from zo2core import MeZOSGD, SequentialNoise, ZOEngine
-from zo2core.types import Batch
+from zo2adapters.verify import random_batch
+from zo2core import MeZOSGD, ParameterSpec, SequentialNoise, ZOEngine
+from zo2core.protocols import NoiseGenerator
 
 
-def timed(function: Callable[[], object]) -> float:
-    """Seconds one call takes."""
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began
+class TimedNoise:
+    """A noise generator that adds up the seconds it takes, on the main thread and on others."""
+
+    def __init__(self, inner: NoiseGenerator) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.pieces = inner.pieces
+        self.main, self.beside = 0.0, 0.0
+
+    def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:
+        """Fill, timed."""
+        began = time.perf_counter()
+        self.inner.fill(out, seed, parameter, start)
+        seconds = time.perf_counter() - began
+        if threading.current_thread() is threading.main_thread():
+            self.main += seconds
+        else:
+            self.beside += seconds
+
+    def retain(self, seeds: Collection[int]) -> None:
+        """Pass on."""
+        self.inner.retain(seeds)
 
 
-def noise_seconds(engine: ZOEngine, model_layouts: object) -> float:
-    """Seconds to draw one direction for the whole model on one thread."""
-    noise = SequentialNoise(engine.layouts)
-    out = torch.empty(1 << 16, dtype=torch.float32)
-    specs = sorted((spec for layout in engine.layouts for spec in layout.parameters), key=lambda spec: spec.index)
+class TimedForward:
+    """Adds up the seconds in a model's forwards."""
 
-    def draw() -> None:
-        for spec in specs:
-            piece = out.to(spec.dtype)
-            for start, stop in noise.pieces(spec):
-                noise.fill(piece[: stop - start], 1, spec, start)
-        noise.retain(())
+    def __init__(self, model: Any) -> None:
+        self.seconds = 0.0
+        for name in ("embed", "block", "head"):
+            setattr(model, name, self._timed(getattr(model, name)))
 
-    return timed(draw)
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*args)
+            self.seconds += time.perf_counter() - began
+            return result
+
+        return timed
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and range."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def bench(geometry: str, dtype: torch.dtype, batch_size: int, tokens: int, pairs: int, folder: Path) -> dict[str, Any]:
+    """Run the pairs; return everything measured."""
+    config = geometries()[geometry]
+    make_checkpoint(config, folder / "base", dtype=dtype)
+    model = open_checkpoint(folder / "base")
+    forward = TimedForward(model)
+    noise = TimedNoise(SequentialNoise(model.layouts))
+    whole = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype)
+    mono = MonolithicMeZO(whole, lr=1e-6, zo_eps=1e-3)
+    batch = random_batch(config.vocab_size, batch_size, tokens, seed=0)
+    ours: list[float] = []
+    theirs: list[float] = []
+    parts: dict[str, list[float]] = {"forward": [], "noise": [], "arithmetic": [], "noise on a second thread": []}
+    with ZOEngine(model, MeZOSGD(lr=1e-6, zo_eps=1e-3), noise=noise) as engine:
+        for pair in range(-1, pairs):  # the first one warms up: it loads the weights and has nothing to replay
+            forward.seconds = noise.main = noise.beside = 0.0
+            began = time.perf_counter()
+            result = engine.step(batch, seed=pair + 1)
+            seconds = time.perf_counter() - began
+            began = time.perf_counter()
+            reference = mono.step(batch, pair + 1)
+            if pair >= 0:
+                theirs.append(time.perf_counter() - began)
+                ours.append(seconds)
+                rest = seconds - forward.seconds - noise.main
+                for name, value in zip(parts, (forward.seconds, noise.main, rest, noise.beside), strict=True):
+                    parts[name].append(value)
+            assert result.losses == reference.losses, "the engine's losses are not monolithic MeZO's"
+    return {
+        "geometry": geometry,
+        "dtype": str(dtype),
+        "batch": batch_size,
+        "tokens": tokens,
+        "pairs": pairs,
+        "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
+        "torch": torch.__version__,
+        "engine_seconds": spread(ours),
+        "monolithic_seconds": spread(theirs),
+        "ratio": spread([b / a for a, b in zip(ours, theirs, strict=True)]),
+        "parts_seconds": {name: spread(values) for name, values in parts.items()},
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", choices=list(geometries()), default="opt-125m")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--pairs", type=int, default=7)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = bench(options.geometry, DTYPES[options.dtype], options.batch, options.tokens, options.pairs, Path(folder))
+    rows = {"monolithic MeZO": found["monolithic_seconds"], "this engine": found["engine_seconds"]}
+    rows |= {f"  {name}": values for name, values in found["parts_seconds"].items()}
+    print(f"{'seconds a step':28s} {'median':>8s} {'min':>8s} {'max':>8s}")
+    for name, values in [*rows.items(), ("times faster", found["ratio"])]:
+        print(f"{name:28s} {values['median']:8.3f} {values['min']:8.3f} {values['max']:8.3f}")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,12 +11,12 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from zo2adapters.hf import Architecture, HFBlockModel, build_skeleton
+from zo2adapters.hf import Architecture, HFBlockModel, build_skeleton, parameter_names
 from zo2adapters.llama import LLAMA
 from zo2adapters.opt import OPT
 from zo2adapters.qwen import QWEN2, QWEN3
 from zo2core import CheckpointError, OptionError, UnsupportedModelError
-from zo2core.checkpoint import SafetensorsReader, TensorEntry, check_float, find_tensors
+from zo2core.checkpoint import SafetensorsReader, TensorEntry, check_float, find_tensors, same_samples
 
 ARCHITECTURES: Mapping[str, Architecture] = {each.model_type: each for each in (OPT, LLAMA, QWEN2, QWEN3)}
 
@@ -169,6 +169,9 @@ def _match(
             expected="the parameters of the config's model",
             remedy="use the config.json that belongs to these shards",
         )
+    aliases = parameter_names(skeleton)
+    for name, others in aliases.items():
+        _require_equal_ties([canonical[each] for each in others if each in canonical], name)
     matched = {}
     for name, parameter in skeleton.named_parameters():
         if name not in canonical:
@@ -185,6 +188,18 @@ def _match(
             )
         check_float(matched[name])
     return matched
+
+
+def _require_equal_ties(copies: Sequence[TensorEntry], name: str) -> None:
+    """Refuse a checkpoint whose copies of a tied weight differ: it was trained untied."""
+    for other in copies[1:]:
+        if not same_samples(copies[0], other):
+            raise CheckpointError(
+                f"{other.path}: {other.name}",
+                found=f"other values than in {copies[0].name}",
+                expected=f"equal ones: config.json ties both to {name}",
+                remedy="set tie_word_embeddings to false in config.json",
+            )
 
 
 def _require_dtype(matched: Mapping[str, TensorEntry], dtype: torch.dtype) -> None:

@@ -166,9 +166,8 @@ class Verify:
         if result.difference is not None:
             print(f"DIFFERENT: {result.difference}")
             sys.exit(1)
-        print(
-            f"EQUAL over {result.steps} steps: losses, projected gradients and all {result.parameters} parameters, bit for bit"
-        )
+        equal = f"losses, projected gradients and all {result.parameters} parameters"
+        print(f"EQUAL over {result.steps} steps, bit for bit: {equal}")
 
 
 Command: TypeAlias = (

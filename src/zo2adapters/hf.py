@@ -118,7 +118,7 @@ class HFBlockModel:
         self.layouts = cut(skeleton, architecture)
         self.weights = weights
         self.companions = companions
-        self._aliases = _aliases(skeleton)
+        self._aliases = parameter_names(skeleton)
         self._modules = dict(skeleton.named_modules())
         self._skeleton = skeleton
         self._recorder = _Recorder()
@@ -220,7 +220,7 @@ def cut(model: PreTrainedModel, architecture: Architecture) -> tuple[BlockLayout
     paths |= dict.fromkeys(architecture.head, blocks + 1)
     owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
     borrowed: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
-    for index, (name, aliases) in enumerate(_aliases(model).items()):
+    for index, (name, aliases) in enumerate(parameter_names(model).items()):
         parameter = model.get_parameter(name)
         spec = ParameterSpec(name, tuple(parameter.shape), parameter.dtype, index, decays_in_mezo(name))
         users = sorted({_segment(alias, paths, architecture) for alias in aliases})
@@ -247,7 +247,7 @@ def decays_in_mezo(name: str) -> bool:
     return not any(part in name for part in ("bias", "layer_norm", "layernorm"))
 
 
-def _aliases(model: nn.Module) -> dict[str, list[str]]:
+def parameter_names(model: nn.Module) -> dict[str, list[str]]:
     """Each parameter's name in ``named_parameters()``, to all names it has in the model, in registration order."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -179,10 +179,8 @@ class Trainer:
                 result = self.engine.step(batch)
                 record = step_record(result, batch)
                 _write(metrics, record)
-                bar.set_postfix_str(
-                    f"loss {result.loss:.4f}, {record['tokens_per_second']:.0f} tokens/s, {record['rss_bytes'] / 1e9:.2f} GB",
-                    refresh=False,
-                )
+                speed, memory = record["tokens_per_second"], record["rss_bytes"] / 1e9
+                bar.set_postfix_str(f"loss {result.loss:.4f}, {speed:.0f} tokens/s, {memory:.2f} GB", refresh=False)
                 bar.update()
                 every = options.evaluate_every
                 if step + 1 == options.steps or (every is not None and (step + 1) % every == 0):
