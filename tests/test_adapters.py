@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import make_batch, save_model, small_config
+from models import make_batch, random_model, save_model, small_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BloomConfig, MistralConfig
 
@@ -50,8 +50,7 @@ def test_a_skeleton_holds_no_weights_but_real_buffers(model_type: str) -> None:
     skeleton = build_skeleton(small_config(model_type, hidden_size=1200, num_attention_heads=3), torch.float32)
     assert all(p.is_meta for p in skeleton.parameters() if p.dim() > 1)
     assert not any(buffer.is_meta for buffer in skeleton.buffers())
-    with torch.random.fork_rng(devices=[]):
-        whole = AutoModelForCausalLM.from_config(skeleton.config)
+    whole = random_model(skeleton.config)
     for ours, theirs in zip(skeleton.buffers(), whole.buffers(), strict=True):
         assert torch.equal(ours, theirs)
 
