@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="zo2",
         description="Zeroth-order fine-tuning of language models, block by block.",
         args=arguments,
-        config=(tyro.conf.OmitArgPrefixes,),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.EnumChoicesFromValues),
     )
     try:
         command.run()

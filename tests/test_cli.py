@@ -1,0 +1,186 @@
+"""The command line: the whole path from a checkpoint and rows to an exported model, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from models import save_model, small_config
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from zo2adapters.cli import main
+from zo2adapters.schedules import Decay, LearningRate
+from zo2core import OptionError
+
+WORDS = ["<pad>", "</s>", "<unk>", "the", "cat", "dog", "sat", "ran", "is", "yes", "no"]
+ROWS = [
+    {"text": "the cat sat"},
+    {"prompt": "the dog ran is", "completion": " yes"},
+    {"prompt": "the cat ran is", "completion": " no"},
+]
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    directory = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def run(*arguments: object) -> None:
+    main([str(argument) for argument in arguments])
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Run a command that must be refused; return what it says."""
+    with pytest.raises(SystemExit) as info:
+        run(*arguments)
+    assert info.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error
+
+
+TRAIN = ["--steps", 6, "--batch-size", 2, "--lr", 1e-2, "--seed", 3]
+
+
+def test_train_evaluate_and_export_agree(base: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    run("train", "--model", base, "--data", rows, "--output", out, "--evaluation", rows, "--evaluate-every", 3, *TRAIN)
+    assert str(out / "model") in capsys.readouterr().out
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    evaluations = {record["step"]: record["evaluation_loss"] for record in records if "evaluation_loss" in record}
+    assert [record["step"] for record in steps] == list(range(6))
+    assert all(record["tokens_per_second"] > 0 and record["rss_bytes"] > 0 for record in steps)
+    assert list(evaluations) == [0, 3, 6]
+
+    run("evaluate", "--model", out / "model", "--data", rows, "--batch-size", 2)
+    assert f"loss {evaluations[6]:.6f}" in capsys.readouterr().out
+    run("evaluate", "--model", base, "--journal", out / "journal.jsonl", "--data", rows, "--batch-size", 2)
+    assert f"loss {evaluations[6]:.6f}" in capsys.readouterr().out
+
+    run("export", "--model", base, "--journal", out / "journal.jsonl", "--output", tmp_path / "exported")
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "exported", out / "model"))
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert AutoTokenizer.from_pretrained(out / "model")("the cat")["input_ids"] == [3, 4]
+
+
+def test_two_runs_of_one_seed_are_equal(base: Path, rows: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        run("train", "--model", base, "--data", rows, "--output", tmp_path / name, *TRAIN)
+    journals = [(tmp_path / name / "journal.jsonl").read_bytes() for name in ("a", "b")]
+    assert journals[0] == journals[1]
+
+
+@pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
+def test_schedules_reach_the_updates(base: Path, rows: Path, tmp_path: Path, decay: str) -> None:
+    out = tmp_path / "out"
+    run("train", "--model", base, "--data", rows, "--output", out, *TRAIN, "--decay", decay, "--warmup-steps", 2)
+    rates = [json.loads(line)["lr"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    expected = LearningRate(peak=1e-2, decay=Decay(decay), warmup_steps=2, steps=6)
+    assert rates == [expected(step) for step in range(6)]
+    assert rates[:3] == [0.005, 0.01, 0.01]
+    assert rates[-1] == {"constant": 0.01, "linear": 0.0025, "cosine": expected(5)}[decay]
+
+
+def test_a_warm_up_as_long_as_the_run_is_refused() -> None:
+    with pytest.raises(OptionError, match="warmup_steps"):
+        LearningRate(peak=1.0, decay=Decay.LINEAR, warmup_steps=5, steps=5)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
+def test_verify_says_equal(base: Path, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
+    run("verify", "--model", base, "--dtype", dtype, "--tokens", 9)
+    assert "EQUAL over 3 steps" in capsys.readouterr().out
+
+
+def test_verify_names_the_first_difference(
+    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import zo2core.visit
+    from zo2core.kernels import descend
+
+    def wrong(theta: torch.Tensor, *args: object, **kwargs: object) -> None:
+        descend(theta, *args, **kwargs)  # type: ignore[arg-type]
+        if theta.numel() == 12 * 20:
+            theta[7] += 1e-3
+
+    monkeypatch.setattr(zo2core.visit, "descend", wrong)
+    with pytest.raises(SystemExit) as info:
+        run("verify", "--model", base, "--tokens", 9, "--steps", 1)
+    assert info.value.code == 1
+    assert "mlp.gate_proj.weight, element 7 of 240 (1 differ)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--lr", "0"], "lr: found 0.0"),
+        (["--lr", "nan"], "lr: found nan"),
+        (["--zo-eps", "-1"], "zo_eps"),
+        (["--steps", "0"], "steps"),
+        (["--batch-size", "0"], "batch_size"),
+        (["--sequence-length", "13"], "at most 12"),
+        (["--warmup-steps", "6"], "warmup_steps"),
+        (["--evaluate-every", "0"], "evaluate_every"),
+        (["--model", "/nowhere"], "no directory"),
+        (["--data", "/nowhere.jsonl"], "nowhere.jsonl"),
+        (["--evaluation", "/nowhere.jsonl"], "nowhere.jsonl"),
+        (["--dtype", "int8"], "dtype"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_options_are_refused_before_anything_is_written(
+    base: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: Sequence[str], words: str
+) -> None:
+    out = tmp_path / "out"
+    defaults: dict[str, object] = {"--model": base, "--data": rows, "--output": out, "--steps": 6}
+    changed = {**defaults, **dict(zip(arguments[::2], arguments[1::2], strict=True))}
+    assert words in refused(capsys, "train", *(part for pair in changed.items() for part in pair))
+    assert not out.exists()
+
+
+def test_a_bad_row_is_named_by_its_line(base: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows.write_text(rows.read_text() + '{"txt": "the cat"}\n')
+    assert "rows.jsonl, line 4" in refused(
+        capsys, "train", "--model", base, "--data", rows, "--output", tmp_path / "out", *TRAIN
+    )
+
+
+def test_an_output_directory_in_use_is_refused(base: Path, rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "something at this path" in refused(capsys, "train", "--model", base, "--data", rows, "--output", base, *TRAIN)
+    assert "something at this path" in refused(capsys, "export", "--model", base, "--output", base)
+
+
+def test_a_journal_that_is_none_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert "no journal" in refused(capsys, "export", "--model", base, "--output", out, "--journal", tmp_path / "none")
+    (tmp_path / "words").write_text("not a journal\nat all\n")
+    assert "line 1" in refused(capsys, "export", "--model", base, "--output", out, "--journal", tmp_path / "words")
+    assert not out.exists()
+
+
+def test_a_model_without_tokenizer_is_refused(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = save_model(tmp_path / "bare", small_config("llama"))
+    assert "tokenizer" in refused(capsys, "train", "--model", bare, "--data", rows, "--output", tmp_path / "o", *TRAIN)
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("--help")
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in ("demo", "train", "evaluate", "export", "verify"))
