@@ -128,3 +128,26 @@ def test_sequential_noise_is_torch_normal_from_one_seeded_generator(dtype: torch
     for layout in segments:  # visiting order, not registration order
         for spec in layout.parameters:
             assert torch.equal(draw(noise, 11, spec), expected[spec.index])
+
+
+@pytest.mark.parametrize("sweeps", [1, 3])
+def test_sequential_noise_draws_over_a_jump_once_a_seed(sweeps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = layouts()
+    noise = SequentialNoise(segments)
+    drawn = 0
+    normal_ = torch.Tensor.normal_
+
+    def counted(self: torch.Tensor, **options: torch.Generator) -> torch.Tensor:
+        nonlocal drawn
+        drawn += self.numel()
+        return normal_(self, **options)
+
+    monkeypatch.setattr(torch.Tensor, "normal_", counted)
+    for _ in range(sweeps):
+        for layout in segments:
+            for _ in range(2):  # a segment's noise is drawn again without going back further than its start
+                for spec in layout.parameters:
+                    draw(noise, 11, spec)
+    once = sum(numel for numel, _ in SIZES)
+    skipped = 7 + 32768 + 9  # the head's, registered before block 0's
+    assert drawn == 2 * sweeps * once + skipped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from parity import Plan, assert_parity, assert_same_bits, assert_same_parameters
 from toy import ToyBlockModel, make_toy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import zo2core.visit
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2core import MeZOSGD, ZOEngine
+
+THREADS_FROM = st.sampled_from([0, 200, zo2core.visit.PARALLEL_FROM])  # elements: all segments, some, none
 
 
 def load_whole(directory: Path) -> PreTrainedModel:
@@ -24,11 +28,13 @@ def load_whole(directory: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-@given(data=st.data(), dtype=st.sampled_from(DTYPES), plan=plans())
-def test_trajectory_is_monolithic_mezo(model_type: str, data: st.DataObject, dtype: torch.dtype, plan: Plan) -> None:
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), plan=plans(), threads_from=THREADS_FROM)
+def test_trajectory_is_monolithic_mezo(
+    model_type: str, data: st.DataObject, dtype: torch.dtype, plan: Plan, threads_from: int
+) -> None:
     config = data.draw(CONFIGS[model_type])
     batch = data.draw(batches(config.vocab_size))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.visit, "PARALLEL_FROM", threads_from):
         base = save_model(Path(folder, "base"), config, dtype, max_shard_size=data.draw(st.sampled_from(["5GB", "2KB"])))
         whole = load_whole(base)
         with ZOEngine(open_checkpoint(base), plan.estimator()) as engine:
@@ -52,13 +58,14 @@ def test_trajectory_is_monolithic_mezo(model_type: str, data: st.DataObject, dty
     dtype=st.sampled_from([*DTYPES, torch.float64]),
     plan=plans(),
     lengths=st.lists(st.integers(2, 6), min_size=1, max_size=3),
+    threads_from=THREADS_FROM,
 )
 def test_toy_of_plain_modules_has_parity(
-    vocab: int, width: int, layers: int, tied: bool, dtype: torch.dtype, plan: Plan, lengths: list[int]
+    vocab: int, width: int, layers: int, tied: bool, dtype: torch.dtype, plan: Plan, lengths: list[int], threads_from: int
 ) -> None:
     batch = make_batch(vocab, lengths)
     del batch["attention_mask"]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.visit, "PARALLEL_FROM", threads_from):
         model = ToyBlockModel(vocab, width, layers, tied=tied, dtype=dtype, file=Path(folder, "toy.safetensors"))
         with ZOEngine(model, plan.estimator()) as engine:
             assert_parity(engine, make_toy(vocab, width, layers, tied=tied, dtype=dtype), plan, batch)

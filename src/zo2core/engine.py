@@ -83,7 +83,8 @@ class ZOEngine:
         self._source = source or PinnedSource(model.weights, model.layouts, self._device.host_memory)
         self._scheduler = (scheduler or SerialScheduler)(self._source, self._device)
         self._workspace = Workspace(model.layouts, self._device, self._noise)
-        self._drawer = ThreadPoolExecutor(1, thread_name_prefix="zo2-noise")
+        on_cpu = self._device.torch_device.type == "cpu"  # elsewhere one host thread issues the work of all
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb") if on_cpu else None
         self._seed = seed
         self._batches_per_sweep = batches_per_sweep
         self._closed = False
@@ -207,7 +208,8 @@ class ZOEngine:
     def close(self) -> None:
         """Stop all work, give memory, threads and descriptors back. May be called twice."""
         self._closed = True
-        self._drawer.shutdown()
+        if self._worker is not None:
+            self._worker.shutdown()
         self._source.close()
         self._model.weights.close()
         self._journal.close()
@@ -228,14 +230,18 @@ class ZOEngine:
             self._model,
             self._noise,
             self._workspace,
-            self._drawer,
+            self._worker,
             updates=updates,
             streams=streams,
             zo_eps=self._estimator.zo_eps,
             perturb_in_place=self._estimator.perturb_in_place,
         )
-        with torch.inference_mode():
-            self._scheduler.sweep(visitor, range(len(self._model.layouts)) if order is None else order)
+        try:
+            with torch.inference_mode():
+                self._scheduler.sweep(visitor, range(len(self._model.layouts)) if order is None else order)
+        finally:
+            visitor.finish()
+            self._noise.retain(visitor.seeds)
         return visitor.losses
 
     def _lr(self, step: int) -> float:

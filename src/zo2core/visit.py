@@ -1,15 +1,18 @@
 """A visit, exactly: bring a segment to the present version, evaluate it at the perturbed weights.
 
 Replaying works on the segment's own bytes; evaluating copies them, moved, into the work buffer, whose views are the
-model's parameters. While the missing updates are replayed on this thread, a second thread draws the noise of the first
-evaluation: the two directions have generators of their own.
+model's parameters. Two directions have generators of their own, so two threads draw at once: while this one replays the
+missing updates piece by piece, a second one draws the noise of the first evaluation and, as soon as a piece is replayed
+and still in the cache, perturbs it into the work buffer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from enum import Enum, auto
 from itertools import groupby
+from queue import SimpleQueue
 
 import torch
 
@@ -19,6 +22,16 @@ from zo2core.types import Batch, Evaluation, SegmentKind, Update
 from zo2core.walk import Move, Replay, moves_to
 from zo2core.workspace import Cell, Workspace
 
+# Note: Second thread. Handing work over takes tens of microseconds; segments with fewer elements are done on one thread.
+PARALLEL_FROM = 1 << 17
+
+
+class _Piece(Enum):
+    """What the replaying thread tells the second one."""
+
+    REPLAYED = auto()
+    LOST = auto()  # the replay failed: no piece will follow
+
 
 class SegmentVisitor:
     """Visits the segments for one sweep.
@@ -27,7 +40,7 @@ class SegmentVisitor:
         model: Runs the forwards.
         noise: Draws z.
         workspace: Memory; one sweep at a time may use it.
-        drawer: One thread for noise.
+        worker: The second thread; None does without.
         updates: All updates so far: segments are brought to version ``len(updates)``.
         streams: What to evaluate: (evaluation, batch); None evaluates the weights as they are. Streams of one evaluation
             stand together.
@@ -40,7 +53,7 @@ class SegmentVisitor:
         model: BlockModel,
         noise: NoiseGenerator,
         workspace: Workspace,
-        drawer: ThreadPoolExecutor,
+        worker: ThreadPoolExecutor | None,
         *,
         updates: Sequence[Update],
         streams: Sequence[tuple[Evaluation | None, Batch]] = (),
@@ -50,7 +63,7 @@ class SegmentVisitor:
         self._model = model
         self._noise = noise
         self._workspace = workspace
-        self._drawer = drawer
+        self._worker = worker
         self._updates = updates
         self._batches = [batch for _, batch in streams]
         self._groups = [
@@ -61,56 +74,100 @@ class SegmentVisitor:
         self._perturb_in_place = perturb_in_place
         self._replays: dict[int, list[Replay]] = {}  # version -> updates missing from there, prepared
         self._stores: dict[int, Store] = {}  # of resident segments
-        self._drawing: Future[None] | None = None
+        self._ahead: Future[Evaluation | None] | None = None
         self._drawn: int | None = None  # seed whose z is in the noise buffer for the segment being visited
         self._drawn_tied: dict[str, int] = {}  # tied weight -> seed whose z is there for it
         self._activations: list[Activations] = [None] * len(streams)
+        self.seeds = {evaluation.seed for evaluation, _ in streams if evaluation is not None}  # drawn from, this sweep
         self.losses: list[torch.Tensor] = []  # one a stream, once the head was visited
 
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring a segment to the present version. See the contract."""
         if version not in self._replays:
             self._replays[version] = [Replay(update) for update in self._updates[version:]]
+            self.seeds.update(seed for replay in self._replays[version] for seed in replay.seeds)
         replays = self._replays[version]
+        self._stores[index] = store
         self._drawn = None
-        first = next((evaluation.seed for evaluation, _ in self._groups if evaluation is not None), None)
-        # One seed's generator cannot serve two places at once without starting over for each piece.
-        if first is not None and all(first not in replay.seeds for replay in replays):
-            self._drawing = self._drawer.submit(self._draw, index, first)
+        replayed = self._start_ahead(index, replays)
         try:
             for cell in self._workspace.segments[index]:
-                if replays and cell.owner == index:
-                    self._replay_parameter(cell, store[cell.position], replays)
+                if cell.owner == index:
+                    self._replay_parameter(cell, store[cell.position], replays, replayed)
         except BaseException:
-            self._join()
+            if replayed is not None:
+                replayed.put(_Piece.LOST)
+            self.finish()
             raise
         return len(self._updates)
 
     def evaluate(self, index: int, store: Store) -> None:
         """Run the segment's forwards. See the contract."""
-        self._join()
         self._stores[index] = store
         before: Evaluation | None = None
+        at = self._join()  # where the second thread has brought the work buffer already
         for evaluation, streams in self._groups:
-            if self._perturb_in_place:
-                self._move(index, moves_to(before, evaluation), from_store=before is None)
-            else:
-                self._move(index, moves_to(None, evaluation), from_store=True)
-            before = evaluation
+            if at is None or evaluation != at:
+                origin = before if self._perturb_in_place else None
+                self._move(index, moves_to(origin, evaluation), from_store=origin is None)
+            before, at = evaluation, None
             for stream in streams:
                 self._forward(index, stream)
         if self._model.layouts[index].kind is SegmentKind.BLOCK:
             del self._stores[index]
 
-    def _join(self) -> None:
-        drawing, self._drawing = self._drawing, None
-        if drawing is not None:
-            drawing.result()
+    def finish(self) -> None:
+        """Wait until the second thread has let go of the memory, however the sweep ended."""
+        if self._ahead is not None:
+            wait([self._ahead])
 
-    def _replay_parameter(self, cell: Cell, theta: torch.Tensor, replays: Sequence[Replay]) -> None:
+    def _start_ahead(self, index: int, replays: Sequence[Replay]) -> SimpleQueue[_Piece] | None:
+        """Have the second thread prepare the first evaluation; it is told of each replayed piece, in order."""
+        first = self._groups[0][0] if self._groups else None
+        if self._worker is None or first is None or first.shift == 0:
+            return None
+        if self._workspace.elements[index] < PARALLEL_FROM:
+            return None
+        if any(first.seed in replay.seeds for replay in replays):
+            return None  # one seed's generator in two places would start over for each piece
+        replayed: SimpleQueue[_Piece] = SimpleQueue()
+        self._ahead = self._worker.submit(self._prepare, index, first, replayed)
+        return replayed
+
+    def _prepare(self, index: int, evaluation: Evaluation, replayed: SimpleQueue[_Piece]) -> Evaluation | None:
+        """Second thread: draw a direction and perturb along it, piece by piece, behind the replay."""
+        for cell in self._workspace.segments[index]:
+            theta = self._stores[cell.owner][cell.position]
+            scratch = self._workspace.scratch(cell.spec.dtype, "perturb")
+            for start, stop in cell.pieces:
+                z = cell.z[start:stop]
+                if self._drawn_tied.get(cell.spec.name) != evaluation.seed:
+                    self._noise.fill(z, evaluation.seed, cell.spec, start)
+                if cell.owner == index and replayed.get() is _Piece.LOST:
+                    return None
+                perturb(
+                    cell.work[start:stop],
+                    theta[start:stop],
+                    z,
+                    shift=evaluation.shift,
+                    zo_eps=self._zo_eps,
+                    scratch=scratch[: stop - start],
+                )
+            if cell.tied:
+                self._drawn_tied[cell.spec.name] = evaluation.seed
+        self._drawn = evaluation.seed
+        return evaluation
+
+    def _join(self) -> Evaluation | None:
+        ahead, self._ahead = self._ahead, None
+        return None if ahead is None else ahead.result()
+
+    def _replay_parameter(
+        self, cell: Cell, theta: torch.Tensor, replays: Sequence[Replay], replayed: SimpleQueue[_Piece] | None
+    ) -> None:
         spec, workspace = cell.spec, self._workspace
-        scratch, decay_scratch = workspace.scratch(spec.dtype, 0), workspace.scratch(spec.dtype, 1)
-        zs = [workspace.scratch(spec.dtype, 2 + i) for i in range(max(len(replay.seeds) for replay in replays))]
+        scratch, decay_scratch = workspace.scratch(spec.dtype, "replay"), workspace.scratch(spec.dtype, "decay")
+        zs = [workspace.scratch(spec.dtype, f"z {i}") for i in range(max((len(r.seeds) for r in replays), default=0))]
         for start, stop in cell.pieces:
             piece, length = theta[start:stop], stop - start
             first, second = scratch[:length], decay_scratch[:length]
@@ -129,6 +186,8 @@ class SegmentVisitor:
                         scratch=first,
                         decay_scratch=second,
                     )
+            if replayed is not None:
+                replayed.put(_Piece.REPLAYED)
 
     def _move(self, index: int, moves: Sequence[Move], *, from_store: bool) -> None:
         """Bring the work buffer to the next evaluation's weights."""
@@ -139,19 +198,30 @@ class SegmentVisitor:
         for move in moves:
             if self._drawn != move.seed:
                 self._draw(index, move.seed)
-            for cell in cells:
-                theta = self._stores[cell.owner][cell.position] if from_store else cell.work
-                scratch = self._workspace.scratch(cell.spec.dtype, 0)
-                for start, stop in cell.pieces:
-                    perturb(
-                        cell.work[start:stop],
-                        theta[start:stop],
-                        cell.z[start:stop],
-                        shift=move.shift,
-                        zo_eps=self._zo_eps,
-                        scratch=scratch[: stop - start],
-                    )
+            if self._worker is None or self._workspace.elements[index] < PARALLEL_FROM:
+                self._move_half(index, move, 0, 1, from_store=from_store)
+            else:
+                other = self._worker.submit(self._move_half, index, move, 1, 2, from_store=from_store)
+                try:
+                    self._move_half(index, move, 0, 2, from_store=from_store)
+                finally:
+                    other.result()
             from_store = False
+
+    def _move_half(self, index: int, move: Move, part: int, parts: int, *, from_store: bool) -> None:
+        """Perturb every ``parts``-th piece of the work buffer; pieces do not touch each other."""
+        for cell in self._workspace.segments[index]:
+            theta = self._stores[cell.owner][cell.position] if from_store else cell.work
+            scratch = self._workspace.scratch(cell.spec.dtype, f"move {part}")
+            for start, stop in cell.pieces[part::parts]:
+                perturb(
+                    cell.work[start:stop],
+                    theta[start:stop],
+                    cell.z[start:stop],
+                    shift=move.shift,
+                    zo_eps=self._zo_eps,
+                    scratch=scratch[: stop - start],
+                )
 
     def _draw(self, index: int, seed: int) -> None:
         """Draw one direction for a segment into the noise buffer; tied weights keep theirs from segment to segment."""

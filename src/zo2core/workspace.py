@@ -65,7 +65,8 @@ class Workspace:
                 )
             )
         self._torch_device = device.torch_device
-        self._scratch: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+        self.elements = [sum(cell.spec.numel for cell in cells) for cells in self.segments]
+        self._scratch: dict[tuple[torch.dtype, str], torch.Tensor] = {}
         self._piece = max(
             (stop - start for cells in self.segments for cell in cells for start, stop in cell.pieces), default=0
         )
@@ -74,9 +75,9 @@ class Workspace:
         """Every parameter's shaped view of the work buffer, by name."""
         return {cell.spec.name: cell.work.view(cell.spec.shape) for cells in self.segments for cell in cells}
 
-    def scratch(self, dtype: torch.dtype, slot: int) -> torch.Tensor:
-        """Memory for one piece: one buffer a dtype and slot, kept."""
-        key = (dtype, slot)
+    def scratch(self, dtype: torch.dtype, purpose: str) -> torch.Tensor:
+        """Memory for one piece: one buffer a dtype and purpose, kept."""
+        key = (dtype, purpose)
         if key not in self._scratch:
             self._scratch[key] = torch.empty(self._piece, dtype=dtype, device=self._torch_device)
         return self._scratch[key]

@@ -1,15 +1,16 @@
 """MeZO's noise: torch's generator, drawn parameter after parameter in registration order.
 
-Trade-off: the numbers are MeZO's own, bit for bit, but a sequential generator has no random access. The state at the start
-of each segment's run of parameters is kept (the RNG state manager of ZO2, arXiv 2503.12668, section 5.1), so that segments
-can be visited in another order than they were registered in, and visited again.
+Trade-off: the numbers are MeZO's own, bit for bit, but a sequential generator has no random access. Its state is kept
+wherever a sweep has to jump, because segments are visited in another order than they were registered in, and at the start
+of the segment being visited, which may be drawn again (the RNG state manager of ZO2, arXiv 2503.12668, section 5.1).
+States of all segments would take 5 KB each for every seed, which a replay of many updates multiplies.
 """
 
 from __future__ import annotations
 
-import bisect
 import threading
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -22,13 +23,14 @@ PIECE = 32768  # elements: in fp32 an eighth of a MiB, at home in a core's cache
 
 
 class _Stream:
-    """One seed's generator, where it stands, and its state at the starts of runs."""
+    """One seed's generator, where it stands, and states to return to."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.generator = torch.Generator(device)
         self.generator.manual_seed(seed)
-        self.position = (0, 0)  # parameter index, element: what the generator would draw next
-        self.states = {0: self.generator.get_state()}  # parameter index of a run's first -> state before it
+        self.position = (0, 0)  # place in drawing order, element: what the generator would draw next
+        self.states = {0: self.generator.get_state()}  # place that a sweep jumps to -> state before it
+        self.run = (0, self.states[0])  # the same for the run being drawn
         self.lock = threading.Lock()
 
 
@@ -45,11 +47,14 @@ class SequentialNoise:
     def __init__(self, layouts: Sequence[BlockLayout], device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
         self._parameters = sorted((spec for layout in layouts for spec in layout.parameters), key=lambda spec: spec.index)
-        segment_of = {spec.index: i for i, layout in enumerate(layouts) for spec in layout.parameters}
-        order = [segment_of[spec.index] for spec in self._parameters]
-        self._positions = {spec.index: position for position, spec in enumerate(self._parameters)}
-        self._runs = [0] + [i for i in range(1, len(order)) if order[i] != order[i - 1]]
-        self._starts = frozenset(self._runs)
+        self._places = {spec.index: place for place, spec in enumerate(self._parameters)}
+        visited = [
+            self._places[spec.index] for layout in layouts for spec in sorted(layout.parameters, key=lambda s: s.index)
+        ]
+        # A run is what one segment draws without a jump.
+        self._jumps = {after for before, after in pairwise([-1, *visited]) if after != before + 1}
+        starts = {min(places) for layout in layouts if (places := [self._places[spec.index] for spec in layout.parameters])}
+        self._starts = starts | self._jumps
         self._streams: dict[int, _Stream] = {}
         self._streams_lock = threading.Lock()
 
@@ -71,38 +76,40 @@ class SequentialNoise:
             stream = self._streams.get(seed)
             if stream is None:
                 stream = self._streams[seed] = _Stream(seed, self._device)
-        position = self._positions[parameter.index]
+        place = self._places[parameter.index]
         with stream.lock:
-            if stream.position != (position, start):
-                self._seek(stream, position, start)
+            if stream.position != (place, start):
+                self._seek(stream, place, start)
             out.normal_(generator=stream.generator)
-            self._advance(stream, position, start + out.numel())
+            self._advance(stream, place, start + out.numel())
 
     def retain(self, seeds: Collection[int]) -> None:
         """Forget the generators of all other seeds."""
         with self._streams_lock:
             self._streams = {seed: stream for seed, stream in self._streams.items() if seed in seeds}
 
-    def _advance(self, stream: _Stream, position: int, element: int) -> None:
-        if element < self._parameters[position].numel:
-            stream.position = (position, element)
+    def _advance(self, stream: _Stream, place: int, element: int) -> None:
+        if element < self._parameters[place].numel:
+            stream.position = (place, element)
             return
-        stream.position = (position + 1, 0)
-        if position + 1 in self._starts and position + 1 not in stream.states:
-            stream.states[position + 1] = stream.generator.get_state()
+        following = place + 1
+        stream.position = (following, 0)
+        if following in self._jumps and following not in stream.states:
+            stream.states[following] = stream.generator.get_state()
+        elif following in self._starts:
+            stream.run = (following, stream.generator.get_state())
 
-    def _seek(self, stream: _Stream, position: int, start: int) -> None:
+    def _seek(self, stream: _Stream, place: int, start: int) -> None:
         """Bring the generator to an element: from where it stands if that is nearest, else from a kept state."""
-        run = self._runs[bisect.bisect_right(self._runs, position) - 1]
-        while run not in stream.states:
-            run = self._runs[self._runs.index(run) - 1]
-        if not (run, 0) <= stream.position <= (position, start):
-            stream.generator.set_state(stream.states[run])
-            stream.position = (run, 0)
-        while stream.position < (position, start):
+        states = {**stream.states, stream.run[0]: stream.run[1]}
+        nearest = max(kept for kept in states if kept <= place)
+        if not (nearest, 0) <= stream.position <= (place, start):
+            stream.generator.set_state(states[nearest])
+            stream.position = (nearest, 0)
+        while stream.position < (place, start):
             at, element = stream.position
             spec = self._parameters[at]
-            stop = start if at == position else spec.numel
+            stop = start if at == place else spec.numel
             last = min((last for first, last in self.pieces(spec) if first <= element < last), default=spec.numel)
             scratch = torch.empty(min(last, stop) - element, dtype=spec.dtype, device=self._device)
             scratch.normal_(generator=stream.generator)
