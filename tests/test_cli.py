@@ -29,7 +29,9 @@ def base(tmp_path: Path) -> Path:
     directory = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(  # type: ignore[no-untyped-call]
+        directory
+    )
     return directory
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -137,7 +138,7 @@ def test_sequential_noise_draws_over_a_jump_once_a_seed(sweeps: int, monkeypatch
     drawn = 0
     normal_ = torch.Tensor.normal_
 
-    def counted(self: torch.Tensor, **options: torch.Generator) -> torch.Tensor:
+    def counted(self: torch.Tensor, **options: Any) -> torch.Tensor:
         nonlocal drawn
         drawn += self.numel()
         return normal_(self, **options)

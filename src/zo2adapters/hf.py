@@ -136,6 +136,10 @@ class HFBlockModel:
             for alias in self._aliases[name]:
                 path, _, leaf = alias.rpartition(".")
                 self._modules[path]._parameters[leaf] = nn.Parameter(view, requires_grad=False)
+        device = next(iter(parameters.values())).device
+        for module in self._modules.values():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
 
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer. See the contract."""

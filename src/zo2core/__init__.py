@@ -1,11 +1,13 @@
 """Zeroth-order fine-tuning of models larger than their device: versioned blocks and a journal."""
 
+from zo2core.devices import CudaDevice as CudaDevice
 from zo2core.devices import HostDevice as HostDevice
 from zo2core.engine import ZOEngine as ZOEngine
 from zo2core.errors import BatchError as BatchError
 from zo2core.errors import CheckpointError as CheckpointError
 from zo2core.errors import ClosedError as ClosedError
 from zo2core.errors import DataError as DataError
+from zo2core.errors import DeviceError as DeviceError
 from zo2core.errors import JournalError as JournalError
 from zo2core.errors import NonFiniteLossError as NonFiniteLossError
 from zo2core.errors import OptionError as OptionError

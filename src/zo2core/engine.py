@@ -17,7 +17,7 @@ from typing import Self
 import torch
 
 from zo2core.checkpoint import require_unused, write_checkpoint
-from zo2core.devices import HostDevice
+from zo2core.devices import CudaDevice, HostDevice
 from zo2core.errors import ClosedError, NonFiniteLossError, OptionError
 from zo2core.estimators import require_positive
 from zo2core.journal import Journal
@@ -41,7 +41,7 @@ class ZOEngine:
         source: Where segments live; by default a ``PinnedSource`` over the model's checkpoint.
         scheduler: Builds the scheduler from source and device; by default ``SerialScheduler``.
         noise: Draws z; by default ``SequentialNoise``, MeZO's numbers.
-        device: "cpu", or a ``Device``.
+        device: "cpu", "cuda", "cuda:N" or a ``Device``.
         journal: Updates so far and to come; by default a new one in memory. A journal with updates continues its run.
         seed: Of the run: each step's directions depend on it and on the step only.
         batches_per_sweep: How many evaluation batches share one pass over the segments; their activations are held.
@@ -50,6 +50,7 @@ class ZOEngine:
         OptionError: if an option is out of its range.
         JournalError: if the journal belongs to another base checkpoint, other parameters or other noise.
         CheckpointError: if the checkpoint cannot be read.
+        DeviceError: if the device is not there, or has not the memory.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class ZOEngine:
         evaluations = self._estimator.evaluations(step, _directions(self._seed, step, seed))
         for evaluation in evaluations:
             evaluation.validated()
+        batch = self._on_device(batch)
         losses = self._sweep([(evaluation, batch) for evaluation in evaluations])
         for evaluation, loss in zip(evaluations, losses, strict=True):
             _require_finite(step, evaluation, loss)
@@ -160,7 +162,8 @@ class ZOEngine:
         tokens: list[int] = []
         sweeps = 0
         while chunk := list(islice(stream, self._batches_per_sweep)):
-            losses += [float(loss.item()) for loss in self._sweep([(None, batch) for batch in chunk])]
+            streams = [(None, self._on_device(batch)) for batch in chunk]
+            losses += [float(loss.item()) for loss in self._sweep(streams)]
             tokens += [labelled_tokens(batch) for batch in chunk]
             sweeps += 1
         if not losses:
@@ -211,6 +214,7 @@ class ZOEngine:
         if self._worker is not None:
             self._worker.shutdown()
         self._source.close()
+        self._device.close()
         self._model.weights.close()
         self._journal.close()
 
@@ -244,6 +248,9 @@ class ZOEngine:
             self._noise.retain(visitor.seeds)
         return visitor.losses
 
+    def _on_device(self, batch: Batch) -> Batch:
+        return {key: value.to(self._device.torch_device) for key, value in batch.items()}
+
     def _lr(self, step: int) -> float:
         lr = self._estimator.lr
         value = lr(step) if callable(lr) else lr
@@ -263,9 +270,12 @@ def labelled_tokens(batch: Batch) -> int:
 def _device(device: Device | str) -> Device:
     if not isinstance(device, str):
         return device
-    if device != "cpu":
-        raise OptionError("device", found=repr(device), expected="'cpu'", remedy="compute on the CPU")
-    return HostDevice()
+    if device == "cpu":
+        return HostDevice()
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or not (index or "0").isdecimal():
+        raise OptionError("device", found=repr(device), expected="'cpu', 'cuda' or 'cuda:N'", remedy="choose one of these")
+    return CudaDevice(int(index or 0))
 
 
 def _digest(model: BlockModel) -> str:

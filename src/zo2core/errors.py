@@ -43,6 +43,10 @@ class OutputError(ZO2Error):
     """An output path is in use or cannot be written."""
 
 
+class DeviceError(ZO2Error):
+    """A compute device is not there, or refuses memory."""
+
+
 class JournalError(ZO2Error):
     """A journal is damaged, or belongs to another base checkpoint or other options."""
 

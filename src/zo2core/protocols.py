@@ -156,6 +156,9 @@ class Device(Protocol):
     def offload(self, store: Store, bucket: Bucket) -> None:
         """Bring an uploaded store's bytes back to its bucket."""
 
+    def close(self) -> None:
+        """Give all memory back; nobody uses it any more. May be called twice."""
+
 
 class TensorReader(Protocol):
     """Where the base checkpoint's bytes come from."""

@@ -37,3 +37,6 @@ class HostDevice:
 
     def offload(self, store: Store, bucket: Bucket) -> None:
         """Nothing: the store is the bucket."""
+
+    def close(self) -> None:
+        """Nothing: memory goes with its tensors."""
