@@ -7,18 +7,22 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import models as tokenizer_models
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     OPTConfig,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
 )
 
 LONGEST = 12  # tokens
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WORDS = ["<pad>", "</s>", "<unk>", "the", "cat", "dog", "sat", "ran", "is", "yes", "no"]  # of a whole vocabulary
 
 
 @st.composite
@@ -123,3 +127,11 @@ def make_batch(vocab_size: int, lengths: list[int], *, seed: int = 0, left: bool
 def batches(draw: st.DrawFn, vocab_size: int) -> dict[str, torch.Tensor]:
     lengths = draw(st.lists(st.integers(2, LONGEST), min_size=1, max_size=3))
     return make_batch(vocab_size, lengths, seed=draw(st.integers(0, 9)), left=draw(st.booleans()))
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Lay a tokenizer of ``WORDS`` beside a model."""
+    tokenizer = Tokenizer(tokenizer_models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast: Any = PreTrainedTokenizerFast  # its constructor is untyped
+    fast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(directory)

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import save_model, small_config
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from models import WORDS, save_model, save_tokenizer, small_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters.cli import main
 from zo2adapters.schedules import Decay, LearningRate
 from zo2core import OptionError
 
-WORDS = ["<pad>", "</s>", "<unk>", "the", "cat", "dog", "sat", "ran", "is", "yes", "no"]
 ROWS = [
     {"text": "the cat sat"},
     {"prompt": "the dog ran is", "completion": " yes"},
@@ -27,11 +25,7 @@ ROWS = [
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     directory = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(  # type: ignore[no-untyped-call]
-        directory
-    )
+    save_tokenizer(directory)
     return directory
 
 
