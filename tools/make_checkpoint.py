@@ -2,7 +2,9 @@
 
     python tools/make_checkpoint.py opt-125m /tmp/opt-125m --dtype float16
 
-Weights are drawn from N(0, 0.02), norms are ones, biases zeros: numerically like a freshly initialised model.
+Weights are drawn from N(0, 0.02), norms are ones, biases zeros: numerically like a freshly initialised model. With
+``--sparse`` the files have their true names, headers and sizes, but their data is a hole: it reads as zeros and takes no
+disk. That is enough for all that goes by layout and size, and OPT-175B is there in a second.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import argparse
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
@@ -19,6 +21,7 @@ from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
 from zo2adapters.checkpoint import ARCHITECTURES, DTYPES
 from zo2adapters.hf import build_skeleton, cut
 from zo2core.checkpoint import write_checkpoint
+from zo2core.checkpoint.writer import MAX_SHARD, lay_out_checkpoint
 from zo2core.types import ParameterSpec
 
 
@@ -88,14 +91,30 @@ def geometries() -> dict[str, PretrainedConfig]:
     }
 
 
-def make_checkpoint(config: PretrainedConfig, directory: Path, *, dtype: torch.dtype, seed: int = 0) -> int:
-    """Write config and shards; return the bytes of the weights."""
+def make_checkpoint(
+    config: PretrainedConfig,
+    directory: Path,
+    *,
+    dtype: torch.dtype,
+    seed: int = 0,
+    sparse: bool = False,
+    max_shard: int = MAX_SHARD,
+) -> int:
+    """Write config and shards, with holes for data if sparse; return the bytes of the weights."""
     config.dtype = dtype
     layouts = cut(build_skeleton(config, dtype), ARCHITECTURES[config.model_type])
     specs = [spec for layout in layouts for spec in layout.parameters]
     companions = {"config.json": config.to_json_string(use_diff=False).encode()}
-    write_checkpoint(directory, specs, random_tensors(specs, seed), companions)
+    if sparse:
+        lay_out_checkpoint(directory, specs, leave_hole, companions, max_shard=max_shard)
+    else:
+        write_checkpoint(directory, specs, random_tensors(specs, seed), companions, max_shard=max_shard)
     return sum(spec.nbytes for spec in specs)
+
+
+def leave_hole(file: IO[bytes], spec: ParameterSpec) -> None:
+    """Extend a file by a parameter's bytes without writing them."""
+    file.seek(file.truncate(file.tell() + spec.nbytes))
 
 
 def random_tensors(specs: Sequence[ParameterSpec], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -116,9 +135,14 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--dtype", choices=list(DTYPES), default="float16")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sparse", action="store_true", help="holes for data: no disk, no time, weights of zero")
     options = parser.parse_args()
     written = make_checkpoint(
-        geometries()[options.geometry], options.directory, dtype=DTYPES[options.dtype], seed=options.seed
+        geometries()[options.geometry],
+        options.directory,
+        dtype=DTYPES[options.dtype],
+        seed=options.seed,
+        sparse=options.sparse,
     )
     print(f"{options.directory}: {written / 1e9:.2f} GB of {options.dtype} weights")
 

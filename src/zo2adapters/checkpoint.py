@@ -15,7 +15,7 @@ from zo2adapters.hf import Architecture, HFBlockModel, build_skeleton, parameter
 from zo2adapters.llama import LLAMA
 from zo2adapters.opt import OPT
 from zo2adapters.qwen import QWEN2, QWEN3
-from zo2core import CheckpointError, OptionError, UnsupportedModelError
+from zo2core import CheckpointError, OptionError, UnsupportedModelError, ZO2Error
 from zo2core.checkpoint import SafetensorsReader, TensorEntry, check_float, find_tensors, same_samples
 
 ARCHITECTURES: Mapping[str, Architecture] = {each.model_type: each for each in (OPT, LLAMA, QWEN2, QWEN3)}
@@ -28,6 +28,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 
 _COMPANIONS = {".json", ".txt", ".model", ".jinja"}  # tokenizer, generation config: what a model directory holds besides
+
+_LARGEST = {"num_hidden_layers": 1 << 10, "hidden_size": 1 << 20, "head_dim": 1 << 20, "num_labels": 1 << 20}
 
 
 def open_checkpoint(
@@ -57,7 +59,7 @@ def open_checkpoint(
     _refuse_pickled(directory)
     entries = find_tensors(directory)
     wanted = _dtype(dtype, config, entries)
-    skeleton = build_skeleton(config, wanted)
+    skeleton = _build(directory, config, wanted)
     matched = _match(directory, entries, skeleton, architecture)
     if dtype == "auto":
         _require_dtype(matched, wanted)
@@ -99,12 +101,14 @@ def _read_config(directory: Path) -> PretrainedConfig:
             expected="a model directory",
             remedy="name the directory that holds config.json",
         )
+    _refuse_oversized(directory / "config.json")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    # transformers meets a malformed config with whatever it leads to: its own validation errors, AttributeError, ...
+    except Exception as error:
         raise UnsupportedModelError(
             directory / "config.json",
-            found=f"a config that transformers cannot load without remote code ({str(error).splitlines()[0]})",
+            found=f"a config that transformers cannot load without remote code ({_first_line(error)})",
             expected="a causal language model that transformers itself knows",
             remedy="use a checkpoint of a known architecture; remote code is never run",
         ) from error
@@ -116,6 +120,45 @@ def _read_config(directory: Path) -> PretrainedConfig:
             remedy="use the unquantised checkpoint",
         )
     return config
+
+
+def _refuse_oversized(path: Path) -> None:
+    """Refuse sizes for which transformers would take time or memory before any of them is compared with the weights."""
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnsupportedModelError(
+            path, found=_first_line(error), expected="a readable JSON file", remedy="get config.json again"
+        ) from error
+    if not isinstance(config, dict):
+        raise UnsupportedModelError(
+            path, found=f"a {type(config).__name__}", expected="a JSON object", remedy="get config.json again"
+        )
+    for name, largest in _LARGEST.items():
+        value = config.get(name)
+        if isinstance(value, (int, float)) and value > largest:
+            raise CheckpointError(
+                f"{path}: {name}", found=str(value)[:40], expected=f"at most {largest}", remedy="get config.json again"
+            )
+
+
+def _build(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        return build_skeleton(config, dtype)
+    except ZO2Error:
+        raise
+    # As above: sizes that contradict each other, unknown activations and rope types surface inside the model's own code.
+    except Exception as error:
+        raise UnsupportedModelError(
+            directory / "config.json",
+            found=f"a config that transformers cannot build a model from ({type(error).__name__}: {_first_line(error)})",
+            expected="the config of a causal language model",
+            remedy="use the config.json that belongs to these shards",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _known(directory: Path, config: PretrainedConfig) -> Architecture:

@@ -224,7 +224,7 @@ def _chat_ids(messages: list[Any], tokenizer: PreTrainedTokenizerBase, *, reply_
     _require(bool(tokenizer.chat_template), found, expected, "use a chat model's tokenizer, or write rows of strings")
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply_follows)
-    except (TemplateError, TypeError, ValueError) as error:
+    except (TemplateError, TypeError, ValueError, RecursionError) as error:
         found = f"messages that the chat template refuses ({error})"
         raise DataError("row", found=found, expected="messages it can render", remedy="check their roles") from error
     # The template writes the special tokens itself; the tokenizer would add them a second time.

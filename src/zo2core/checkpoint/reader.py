@@ -198,7 +198,9 @@ def _parse_index(path: Path) -> dict[str, str]:
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise _malformed(path, f"no usable index ({error})", "a JSON object with a weight_map") from error
     for name, shard in pairs:
-        if not isinstance(shard, str) or shard != os.path.basename(shard) or shard in {"", ".", ".."} or "\0" in shard:
+        # Printable: neither NUL nor half a surrogate pair, with which no file can be opened.
+        plain = isinstance(shard, str) and shard.isprintable() and shard == os.path.basename(shard)
+        if not plain or shard in {"", ".", ".."}:
             raise CheckpointError(
                 f"{path}: {name}",
                 found=f"shard {str(shard)[:200]!r}",

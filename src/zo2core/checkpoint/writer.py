@@ -5,11 +5,12 @@ A directory appears whole or not at all: everything is written into a temporary 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -61,18 +62,75 @@ def write_checkpoint(
     Raises:
         OutputError: if the directory is in use or cannot be written. What was begun is removed.
     """
-    require_unused(directory)
-    partial = directory.parent / f".{directory.name}.partial-{os.getpid()}"
-    try:
-        partial.mkdir(parents=True)
+    stream = iter(tensors)
+
+    def write_next(file: IO[bytes], spec: ParameterSpec) -> None:
+        found, tensor = next(stream)
+        assert (found, tensor.dtype, tensor.numel()) == (spec.name, spec.dtype, spec.numel)
+        file.write(byte_view(tensor))
+
+    lay_out_checkpoint(directory, parameters, write_next, companions, max_shard=max_shard)
+
+
+def lay_out_checkpoint(
+    directory: Path,
+    parameters: Sequence[ParameterSpec],
+    write_data: Callable[[IO[bytes], ParameterSpec], None],
+    companions: Mapping[str, Path | bytes],
+    *,
+    max_shard: int = MAX_SHARD,
+) -> None:
+    """Write a model directory around data that the caller writes.
+
+    Args:
+        directory: Must not exist, or be empty.
+        parameters: In the order of the data.
+        write_data: Called for each parameter in turn; extends the file from where it stands by the parameter's bytes.
+        companions: Other files: name to content, or to the file to copy.
+        max_shard: Bytes of data after which a new shard begins; a larger tensor gets a shard of its own.
+
+    Raises:
+        OutputError: if the directory is in use or cannot be written. What was begun is removed.
+    """
+    with new_directory(directory) as partial:
         for name, content in companions.items():
             if isinstance(content, bytes):
                 (partial / name).write_bytes(content)
             else:
                 shutil.copyfile(content, partial / name)
-        _write_shards(partial, parameters, iter(tensors), max_shard)
+        shards = _cut(parameters, max_shard)
+        names = shard_names(len(shards))
+        for name, specs in zip(names, shards, strict=True):
+            with (partial / name).open("wb") as file:
+                _write_header(file, specs)
+                for spec in specs:
+                    write_data(file, spec)
+        weight_map = {spec.name: name for name, specs in zip(names, shards, strict=True) for spec in specs}
+        write_index(partial, weight_map, total_size=sum(spec.nbytes for spec in parameters))
+
+
+@contextlib.contextmanager
+def new_directory(directory: Path) -> Iterator[Path]:
+    """Make a directory that appears whole and durable, or not at all.
+
+    Args:
+        directory: Must not exist, or be empty.
+
+    Yields:
+        A temporary sibling to write files into. It becomes ``directory`` at the end, or is removed if the body raises.
+
+    Raises:
+        OutputError: if the directory is in use, or the body or the renaming meets an error of the system.
+    """
+    require_unused(directory)
+    partial = directory.parent / f".{directory.name}.partial-{os.getpid()}"
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        for path in [*partial.iterdir(), partial]:
+            _sync(path)
         partial.rename(directory)
-        _sync_directory(directory.parent)
+        _sync(directory.parent)
     except OSError as error:
         raise OutputError(
             directory,
@@ -84,29 +142,22 @@ def write_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_shards(
-    directory: Path, parameters: Sequence[ParameterSpec], tensors: Iterable[tuple[str, torch.Tensor]], max_shard: int
-) -> None:
-    shards = _cut(parameters, max_shard)
-    names = [SINGLE_FILE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
-    stream = iter(tensors)
-    for name, specs in zip(names, shards, strict=True):
-        with (directory / name).open("wb") as file:
-            _write_header(file, specs)
-            for spec in specs:
-                found, tensor = next(stream)
-                assert (found, tensor.dtype, tensor.numel()) == (spec.name, spec.dtype, spec.numel)
-                file.write(byte_view(tensor))
-            file.flush()
-            os.fsync(file.fileno())
-    if len(shards) > 1:
-        weight_map = {spec.name: name for name, specs in zip(names, shards, strict=True) for spec in specs}
-        index = {"metadata": {"total_size": sum(spec.nbytes for spec in parameters)}, "weight_map": weight_map}
+def shard_names(count: int) -> list[str]:
+    """File names of a checkpoint of so many shards, as the hub's tools expect them."""
+    return [SINGLE_FILE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def write_index(directory: Path, weight_map: Mapping[str, str], *, total_size: int) -> None:
+    """Write the index of a checkpoint, if it has several shards.
+
+    Args:
+        directory: Of the shards.
+        weight_map: Tensor name to the name of its shard.
+        total_size: Bytes of all tensors.
+    """
+    if not (directory / SINGLE_FILE).exists():
+        index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-
-
-def _shard_name(index: int, count: int) -> str:
-    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _cut(parameters: Sequence[ParameterSpec], max_shard: int) -> list[list[ParameterSpec]]:
@@ -136,8 +187,9 @@ def _write_header(file: IO[bytes], parameters: Sequence[ParameterSpec]) -> None:
     file.write(struct.pack("<Q", len(raw)) + raw)
 
 
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _sync(path: Path) -> None:
+    """Wait until a file's data, or a directory's entries, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:

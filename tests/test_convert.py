@@ -1,0 +1,262 @@
+"""Pickled checkpoints: what becomes of them, what is refused, what a failure leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from models import random_model, save_tokenizer, small_config
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+
+from zo2adapters import open_checkpoint
+from zo2adapters.convert import INDEX_FILE, SINGLE_FILE, convert
+from zo2core import CheckpointError, OutputError
+
+Tensors = dict[str, torch.Tensor]
+
+
+def shard_name(number: int, count: int) -> str:
+    return f"pytorch_model-{number:05d}-of-{count:05d}.bin"
+
+
+def save_pickled(directory: Path, *, shards: int = 3, dtype: torch.dtype = torch.float32, legacy: bool = False) -> Tensors:
+    """A model with a tokenizer as it was laid out before safetensors; returns its tensors."""
+    model = random_model(small_config("opt"), dtype)
+    directory.mkdir(parents=True)
+    model.config.save_pretrained(directory)
+    save_tokenizer(directory)
+    state: Tensors = dict(model.state_dict())
+    names = sorted(state)
+    pieces = [{name: state[name] for name in names[start::shards]} for start in range(shards)]
+    if shards == 1:
+        torch.save(pieces[0], directory / SINGLE_FILE, _use_new_zipfile_serialization=not legacy)
+        return state
+    weight_map: dict[str, str] = {}
+    for number, piece in enumerate(pieces, start=1):
+        torch.save(piece, directory / shard_name(number, shards), _use_new_zipfile_serialization=not legacy)
+        weight_map |= dict.fromkeys(piece, shard_name(number, shards))
+    write_index(directory, {"metadata": {}, "weight_map": weight_map})
+    return state
+
+
+def write_index(directory: Path, index: object) -> None:
+    (directory / INDEX_FILE).write_text(json.dumps(index))
+
+
+def refusal(source: Path, *, match: str) -> CheckpointError:
+    before = sorted(source.parent.iterdir())
+    with pytest.raises(CheckpointError, match=match) as info:
+        convert(source, source.parent / "out")
+    assert sorted(source.parent.iterdir()) == before, "something is left behind"
+    return info.value
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_converted_model_opens_and_has_every_bit(shards: int, dtype: torch.dtype, legacy: bool, tmp_path: Path) -> None:
+    state = save_pickled(tmp_path / "base", shards=shards, dtype=dtype, legacy=legacy)
+    lines: list[str] = []
+    assert convert(tmp_path / "base", tmp_path / "out", report=lines.append) == tmp_path / "out"
+    assert len(lines) == shards
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    weights = {"model.safetensors"} if shards == 1 else {f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)}
+    index = set() if shards == 1 else {"model.safetensors.index.json"}
+    assert files == weights | index | {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert open_checkpoint(tmp_path / "out").config.dtype is dtype
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert loaded.keys() == state.keys()
+    for name, tensor in state.items():
+        assert loaded[name].dtype is dtype
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_the_index_counts_all_bytes(tmp_path: Path) -> None:
+    state = save_pickled(tmp_path / "base")
+    index = json.loads((convert(tmp_path / "base", tmp_path / "out") / "model.safetensors.index.json").read_bytes())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in state.values())
+    assert index["weight_map"].keys() == state.keys()
+
+
+def test_shared_strided_and_partial_tensors_become_copies_of_their_own(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    state = {"a": whole, "same": whole, "turned": whole.T, "row": whole[1], "parameter": torch.nn.Parameter(whole[:2])}
+    torch.save(state, tmp_path / SINGLE_FILE)
+    convert(tmp_path, tmp_path / "out")
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+def test_a_tensor_in_two_shards_comes_from_the_one_the_index_names(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(2), "b": torch.zeros(1)}, tmp_path / "1.bin")
+    torch.save({"a": torch.ones(2), "extra": torch.ones(1)}, tmp_path / "2.bin")
+    write_index(tmp_path, {"weight_map": {"a": "2.bin", "b": "1.bin"}})
+    out = convert(tmp_path, tmp_path / "out")
+    first, second = (safetensors.torch.load_file(out / f"model-0000{i}-of-00002.safetensors") for i in (1, 2))
+    assert first.keys() == {"b"}
+    assert second.keys() == {"a", "extra"}
+    assert torch.equal(second["a"], torch.ones(2))
+    assert json.loads((out / "model.safetensors.index.json").read_bytes())["weight_map"]["extra"].startswith("model-00002")
+
+
+def test_one_shard_at_a_time_is_loaded_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_pickled(tmp_path / "base", shards=4)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    load = torch.load
+    loads = []
+
+    def watched(path: Path, **options: Any) -> Any:
+        assert not any(reference() is not None for reference in alive), "an earlier shard is still in memory"
+        assert options == {"map_location": "cpu", "weights_only": True, "mmap": True}
+        state = load(path, **options)
+        alive.extend(weakref.ref(tensor) for tensor in state.values())
+        loads.append(path)
+        return state
+
+    def noted(tensors: Tensors, path: Path, metadata: dict[str, str]) -> None:
+        alive.extend(weakref.ref(tensor) for tensor in tensors.values())  # views of the loaded ones, and copies
+        safetensors.torch.save_file(tensors, path, metadata)
+
+    monkeypatch.setattr(torch, "load", watched)
+    monkeypatch.setattr(sys.modules[convert.__module__], "save_file", noted)
+    convert(tmp_path / "base", tmp_path / "out")
+    assert len(loads) == 4
+    assert len(alive) > 4
+
+
+class Code:
+    """Unpickling it runs a command."""
+
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self.witness}",)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_code_in_a_pickle_is_refused_and_not_run(legacy: bool, tmp_path: Path) -> None:
+    source = tmp_path / "base"
+    source.mkdir()
+    state = {"a": torch.ones(2), "b": Code(tmp_path / "witness")}
+    torch.save(state, source / SINGLE_FILE, _use_new_zipfile_serialization=not legacy)
+    error = refusal(source, match="does more than build tensors")
+    assert "system" in error.found
+    assert "weights_only" not in str(error)
+    assert "safetensors" in error.remedy
+
+
+CONTENTS: dict[str, tuple[object, str]] = {
+    "a list": ([torch.ones(1)], "found a list"),
+    "a number": ({"a": torch.ones(1), "epoch": 3}, "epoch: found a int"),
+    "a training state": ({"model": {"a": torch.ones(1)}}, "model: found a dict"),
+    "a key that is no name": ({3: torch.ones(1)}, "the key '3'"),
+    "the format's own key": ({"__metadata__": torch.ones(1)}, "__metadata__"),
+    "a sparse tensor": ({"a": torch.eye(3).to_sparse()}, "a: found .*sparse"),
+    "no data": ({"a": torch.ones(2, device="meta")}, "a: found .*meta"),
+    "complex numbers": ({"a": torch.ones(2, dtype=torch.complex64)}, "a: found .*complex64"),
+    "one number for all": ({"a": torch.ones(1).expand(2**50)}, "a: found 4503599627370496 bytes"),
+    "nothing": ({}, "no tensors"),
+}
+
+
+@pytest.mark.parametrize(("state", "match"), CONTENTS.values(), ids=CONTENTS)
+def test_what_is_no_tensor_by_name_is_refused(state: object, match: str, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    torch.save(state, tmp_path / "base" / SINGLE_FILE)
+    assert str(tmp_path / "base") in refusal(tmp_path / "base", match=match).where
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_damaged_files_are_refused(legacy: bool, tmp_path: Path) -> None:
+    save_pickled(tmp_path / "base", shards=1, legacy=legacy)
+    path = tmp_path / "base" / SINGLE_FILE
+    whole = path.read_bytes()
+    for content in (b"", b"PK\x03\x04", b"hello world" * 30, whole[:50], whole[: len(whole) // 2], whole[:-20]):
+        path.write_bytes(content)
+        assert refusal(tmp_path / "base", match="get the").where == str(path)
+
+
+def test_a_damaged_later_shard_leaves_nothing(tmp_path: Path) -> None:
+    save_pickled(tmp_path / "base")
+    (tmp_path / "base" / shard_name(3, 3)).write_bytes(b"PK\x03\x04 and no more")
+    refusal(tmp_path / "base", match="00003-of-00003")
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    save_pickled(tmp_path / "base")
+    (tmp_path / "base" / shard_name(2, 3)).unlink()
+    assert refusal(tmp_path / "base", match="No such file").where.endswith(shard_name(2, 3))
+
+
+def test_a_tensor_that_its_shard_lacks_is_named(tmp_path: Path) -> None:
+    save_pickled(tmp_path / "base")
+    index = json.loads((tmp_path / "base" / INDEX_FILE).read_bytes())
+    index["weight_map"]["other.weight"] = shard_name(2, 3)
+    write_index(tmp_path / "base", index)
+    refusal(tmp_path / "base", match=r"no tensor other\.weight")
+
+
+def test_a_tensor_in_two_shards_that_the_index_does_not_settle_is_refused(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    for name in ("a", "b"):
+        torch.save({name: torch.ones(1), "both": torch.ones(1)}, base / f"{name}.bin")
+    write_index(base, {"weight_map": {"a": "a.bin", "b": "b.bin"}})
+    refusal(base, match=r"b\.bin: both")
+
+
+@pytest.mark.parametrize(
+    "shard", ["../x.bin", "/etc/passwd", "sub/x.bin", "..", "", 3, None, "a\0.bin", "\ud800.bin", [], "x.pt"]
+)
+def test_an_index_that_leaves_its_directory_is_refused(shard: object, tmp_path: Path) -> None:
+    save_pickled(tmp_path / "base")
+    write_index(tmp_path / "base", {"weight_map": {"a": shard_name(1, 3), "b": shard}})
+    refusal(tmp_path / "base", match="directory")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'"x"', b"{}", b'{"weight_map": 3}', b'{"weight_map": {}}', b"\xff"])
+def test_a_malformed_index_is_refused(content: bytes, tmp_path: Path) -> None:
+    save_pickled(tmp_path / "base")
+    (tmp_path / "base" / INDEX_FILE).write_bytes(content)
+    refusal(tmp_path / "base", match="weight_map")
+
+
+def test_a_directory_without_pickled_weights_is_refused(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    refusal(base, match="no pickled weights")
+    base.mkdir()
+    refusal(base, match="no pickled weights")
+    safetensors.torch.save_file({"a": torch.ones(1)}, base / "model.safetensors")
+    refusal(base, match="nothing to convert")
+
+
+def test_a_destination_in_use_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").write_text("mine")
+    with pytest.raises(OutputError):
+        convert(tmp_path / "missing", tmp_path / "out")
+    assert (tmp_path / "out" / "file").read_text() == "mine"
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_pickled(tmp_path / "base")
+
+    def full(tensors: Tensors, path: Path, metadata: dict[str, str]) -> None:
+        path.write_bytes(b"begun")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(sys.modules[convert.__module__], "save_file", full)
+    with pytest.raises(OutputError, match=r"out: found .*No space left"):
+        convert(tmp_path / "base", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]

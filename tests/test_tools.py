@@ -1,0 +1,66 @@
+"""The tools: what a sparse checkpoint shares with a dense one."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from make_checkpoint import main, make_checkpoint
+from models import CONFIGS, small_config
+
+from zo2adapters import open_checkpoint
+
+
+def head(path: Path) -> bytes:
+    """A shard's header with its length; all of any other file."""
+    raw = path.read_bytes()
+    return raw[: 8 + struct.unpack("<Q", raw[:8])[0]] if path.suffix == ".safetensors" else raw
+
+
+@pytest.mark.parametrize("max_shard", [10**9, 2000])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_a_sparse_checkpoint_is_a_dense_one_but_for_the_data(model_type: str, max_shard: int, tmp_path: Path) -> None:
+    sizes = [
+        make_checkpoint(
+            small_config(model_type), tmp_path / name, dtype=torch.float16, sparse=name == "sparse", max_shard=max_shard
+        )
+        for name in ("dense", "sparse")
+    ]
+    assert sizes[0] == sizes[1]
+    dense, sparse = (sorted((tmp_path / name).iterdir()) for name in ("dense", "sparse"))
+    assert [path.name for path in dense] == [path.name for path in sparse]
+    assert len(dense) == 2 if max_shard == 10**9 else len(dense) > 4
+    for one, other in zip(dense, sparse, strict=True):
+        assert one.stat().st_size == other.stat().st_size
+        assert head(one) == head(other), one.name
+    first, second = (open_checkpoint(tmp_path / name) for name in ("dense", "sparse"))
+    assert first.layouts == second.layouts
+    assert first.weights.fingerprint != second.weights.fingerprint
+
+
+def test_a_hole_reads_as_zeros(tmp_path: Path) -> None:
+    make_checkpoint(small_config("opt"), tmp_path / "sparse", dtype=torch.float16, sparse=True)
+    model = open_checkpoint(tmp_path / "sparse")
+    for layout in model.layouts:
+        for spec in layout.parameters:
+            value = torch.ones(spec.numel, dtype=spec.dtype)
+            model.weights.read_into(spec.name, value)
+            assert not value.any(), spec.name
+
+
+def test_opt_175b_takes_no_disk_and_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["make_checkpoint.py", "opt-175b", str(tmp_path / "opt"), "--sparse"])
+    main()
+    assert "349.21 GB of float16" in capsys.readouterr().out
+    stats = [path.stat() for path in (tmp_path / "opt").iterdir()]
+    assert sum(stat.st_size for stat in stats) > 349e9
+    assert max(stat.st_size for stat in stats) < 6e9
+    assert sum(stat.st_blocks * 512 for stat in stats) < 2e6
+    model = open_checkpoint(tmp_path / "opt")
+    assert len(model.layouts) == 98
+    assert sum(spec.nbytes for layout in model.layouts for spec in layout.parameters) > 349e9
