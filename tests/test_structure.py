@@ -12,10 +12,11 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
-GROUND = {"types", "errors"}
+GROUND = {"types", "errors", "records"}
 FLOOR = {"protocols", "checkpoint", "journal", "kernels"}
 PARTS = {"sources", "devices", "schedulers", "noise", "estimators"}
-VISIT = {"walk", "workspace", "visit"}  # what the engine is made of
+VISIT = {"walk", "workspace", "visit", "budget"}  # what the engine is made of
+CHOICES = {"probes", "arrangement"}  # which parts it takes
 
 
 def imports(path: Path) -> set[str]:
@@ -43,7 +44,9 @@ def allowed(of: str) -> set[str]:
         return GROUND | FLOOR | {of}
     if of in VISIT:
         return GROUND | FLOOR | VISIT
-    return GROUND | FLOOR | PARTS | VISIT | {"engine"}  # the engine and the package's face
+    if of in CHOICES:
+        return GROUND | FLOOR | PARTS | VISIT
+    return GROUND | FLOOR | PARTS | VISIT | CHOICES | {"engine"}  # the engine and the package's face
 
 
 @pytest.mark.parametrize("path", [m for m in MODULES if "zo2core" in m.parts], ids=lambda p: str(p.relative_to(SOURCE)))

@@ -27,7 +27,7 @@ from zo2adapters.trainer import (
     perplexity,
 )
 from zo2adapters.verify import verify
-from zo2core import Journal, JournalError, MeZOSGD, ZO2Error, ZOEngine
+from zo2core import Journal, JournalError, ZO2Error, ZOEngine
 from zo2core.checkpoint import require_unused
 
 
@@ -86,8 +86,7 @@ class _AtJournal:
         journal = Journal(self.journal)
         if self.journal is not None and journal.header is None:
             raise JournalError(self.journal, found="no journal", expected="a run's journal.jsonl", remedy="check the path")
-        # Replaying needs the journal only: the estimator is never asked.
-        return ZOEngine(model, MeZOSGD(lr=1e-6, zo_eps=1e-3), journal=journal)
+        return ZOEngine(model, None, journal=journal)
 
 
 @dataclass(frozen=True, kw_only=True)

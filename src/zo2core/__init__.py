@@ -9,9 +9,11 @@ from zo2core.errors import ClosedError as ClosedError
 from zo2core.errors import DataError as DataError
 from zo2core.errors import DeviceError as DeviceError
 from zo2core.errors import JournalError as JournalError
+from zo2core.errors import MemoryBudgetError as MemoryBudgetError
 from zo2core.errors import NonFiniteLossError as NonFiniteLossError
 from zo2core.errors import OptionError as OptionError
 from zo2core.errors import OutputError as OutputError
+from zo2core.errors import ScratchError as ScratchError
 from zo2core.errors import UnsupportedModelError as UnsupportedModelError
 from zo2core.errors import ZO2Error as ZO2Error
 from zo2core.estimators import MeZOSGD as MeZOSGD
@@ -19,6 +21,7 @@ from zo2core.journal import Journal as Journal
 from zo2core.noise import SequentialNoise as SequentialNoise
 from zo2core.schedulers import SerialScheduler as SerialScheduler
 from zo2core.sources import PinnedSource as PinnedSource
+from zo2core.sources import StreamedSource as StreamedSource
 from zo2core.types import BlockLayout as BlockLayout
 from zo2core.types import Evaluation as Evaluation
 from zo2core.types import EvaluationResult as EvaluationResult

@@ -12,19 +12,20 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
 
-from zo2core.checkpoint import require_unused, write_checkpoint
+from zo2core.arrangement import Arrangement, arrange
+from zo2core.checkpoint import Scratch, require_unused, write_checkpoint
 from zo2core.devices import CudaDevice, HostDevice
 from zo2core.errors import ClosedError, NonFiniteLossError, OptionError
 from zo2core.estimators import require_positive
 from zo2core.journal import Journal
 from zo2core.noise import SequentialNoise
+from zo2core.probes import replay_seconds, write_back_interval, write_bytes_per_second
 from zo2core.protocols import BlockModel, BlockSource, Device, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.schedulers import SerialScheduler
-from zo2core.sources import PinnedSource
 from zo2core.types import Batch, Evaluation, EvaluationResult, ParameterSpec, StepResult, Update
 from zo2core.visit import SegmentVisitor
 from zo2core.workspace import Workspace
@@ -37,17 +38,27 @@ class ZOEngine:
 
     Args:
         model: Cut into embedding, blocks and head; of an adapter, or your own. One engine a model.
-        estimator: What to evaluate, and what the losses say about the weights.
-        source: Where segments live; by default a ``PinnedSource`` over the model's checkpoint.
+        estimator: What to evaluate, and what the losses say about the weights. None for an engine that takes no steps, only
+            evaluates and exports what a journal holds.
+        source: Where segments live; by default a ``PinnedSource`` over the model's checkpoint, or a ``StreamedSource`` if
+            that does not fit into ``memory``.
         scheduler: Builds the scheduler from source and device; by default ``SerialScheduler``.
         noise: Draws z; by default ``SequentialNoise``, MeZO's numbers.
         device: "cpu", "cuda", "cuda:N" or a ``Device``.
         journal: Updates so far and to come; by default a new one in memory. A journal with updates continues its run.
         seed: Of the run: each step's directions depend on it and on the step only.
         batches_per_sweep: How many evaluation batches share one pass over the segments; their activations are held.
+        memory: Host memory the process may have in all, in bytes or as a size ("6GiB"); "auto" takes what is free.
+        activation_bytes: Of that, set aside for activations and logits.
+        scratch: Directory to write changed segments back to. Together with the journal's file it is what a later engine
+            goes on from; without it blocks are never written, and a resumed run replays the whole journal.
+        write_back_every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" weighs the
+            measured speeds of noise and disk; None never writes.
 
     Raises:
         OptionError: if an option is out of its range.
+        MemoryBudgetError: if not even the smallest arrangement fits into ``memory``.
+        ScratchError: if ``scratch`` cannot be written to.
         JournalError: if the journal belongs to another base checkpoint, other parameters or other noise.
         CheckpointError: if the checkpoint cannot be read.
         DeviceError: if the device is not there, or has not the memory.
@@ -56,7 +67,7 @@ class ZOEngine:
     def __init__(
         self,
         model: BlockModel,
-        estimator: ZOEstimator,
+        estimator: ZOEstimator | None,
         *,
         source: BlockSource | None = None,
         scheduler: Callable[[BlockSource, Device], Scheduler] | None = None,
@@ -65,6 +76,10 @@ class ZOEngine:
         journal: Journal | None = None,
         seed: int = 0,
         batches_per_sweep: int = 8,
+        memory: int | str = "auto",
+        activation_bytes: int = 256 << 20,
+        scratch: Path | str | None = None,
+        write_back_every: int | Literal["auto"] | None = "auto",
     ) -> None:
         if batches_per_sweep < 1:
             raise OptionError(
@@ -78,12 +93,25 @@ class ZOEngine:
         self._device = _device(device)
         self._noise = noise or SequentialNoise(model.layouts, self._device.torch_device)
         self._journal = journal or Journal()
+        self.arrangement: Arrangement | None = None  # of host memory; None for a source that was passed
+        self.write_back_every: int | None = None
+        if source is None:
+            on_host = self._device.torch_device.type == "cpu"
+            self.arrangement = arrange(
+                model.layouts, memory=memory, activation_bytes=activation_bytes, compute_on_host=on_host
+            )
         self._journal.begin(
-            {"base": model.weights.fingerprint, "parameters": _digest(model), "noise": self._noise.name},
+            {
+                "base": model.weights.fingerprint,
+                "parameters": _digest(model),
+                "noise": self._noise.name,
+                "estimator": None if estimator is None else estimator.options,
+            }
         )
-        self._source = source or PinnedSource(model.weights, model.layouts, self._device.host_memory)
+        self._source = source or self._arranged_source(scratch, write_back_every)
         self._scheduler = (scheduler or SerialScheduler)(self._source, self._device)
-        self._workspace = Workspace(model.layouts, self._device, self._noise)
+        keep_noise = self.arrangement is None or self.arrangement.keep_noise
+        self._workspace = Workspace(model.layouts, self._device, self._noise, keep_noise=keep_noise)
         on_cpu = self._device.torch_device.type == "cpu"  # elsewhere one host thread issues the work of all
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb") if on_cpu else None
         self._seed = seed
@@ -121,16 +149,19 @@ class ZOEngine:
             In all cases the step was not taken: weights and journal are as before.
         """
         self._require_open()
+        estimator = self._estimator
+        if estimator is None:
+            raise OptionError("estimator", found="none", expected="one", remedy="build the engine with an estimator")
         began, moved, step = time.perf_counter(), self._device.bytes_moved, self.version
-        lr = self._lr(step)
-        evaluations = self._estimator.evaluations(step, _directions(self._seed, step, seed))
+        lr = _lr(estimator, step)
+        evaluations = estimator.evaluations(step, _directions(self._seed, step, seed))
         for evaluation in evaluations:
             evaluation.validated()
         batch = self._on_device(batch)
         losses = self._sweep([(evaluation, batch) for evaluation in evaluations])
         for evaluation, loss in zip(evaluations, losses, strict=True):
             _require_finite(step, evaluation, loss)
-        update = self._estimator.update(step, evaluations, losses, lr)
+        update = estimator.update(step, evaluations, losses, lr)
         _require_finite_update(update)
         self._journal.append(update)
         return StepResult(
@@ -185,14 +216,21 @@ class ZOEngine:
             asked for; copy it to keep it, and do not change it.
         """
         self._require_open()
+        visitor = self._visitor([])
         for index, layout in enumerate(self._model.layouts):
-            self._sweep([], order=[index])
-            bucket = self._source.acquire(index)
+            bucket, version = self._source.acquire(index), None
             try:
+                with torch.inference_mode():
+                    store = self._device.upload(bucket, layout)
+                    replayed = visitor.replay(index, store, bucket.version)
+                    if replayed != bucket.version:
+                        self._device.offload(store, bucket)
+                version = replayed
                 for spec, view in zip(layout.parameters, bucket.views, strict=True):
                     yield spec.name, view.view(spec.shape)
             finally:
-                self._source.release(bucket, bucket.version)
+                self._source.release(bucket, version)
+        self._noise.retain(visitor.seeds)
 
     def export(self, directory: Path | str) -> None:
         """Write the model at the present version: a directory that ``from_pretrained`` loads.
@@ -226,23 +264,40 @@ class ZOEngine:
     ) -> None:
         self.close()
 
-    def _sweep(
-        self, streams: Sequence[tuple[Evaluation | None, Batch]], order: Sequence[int] | None = None
-    ) -> list[torch.Tensor]:
-        updates = self._journal.updates
-        visitor = SegmentVisitor(
+    def _visitor(self, streams: Sequence[tuple[Evaluation | None, Batch]]) -> SegmentVisitor:
+        return SegmentVisitor(
             self._model,
             self._noise,
             self._workspace,
             self._worker,
-            updates=updates,
+            updates=self._journal.updates,
             streams=streams,
-            zo_eps=self._estimator.zo_eps,
-            perturb_in_place=self._estimator.perturb_in_place,
+            zo_eps=1.0 if self._estimator is None else self._estimator.zo_eps,
+            perturb_in_place=self._estimator is None or self._estimator.perturb_in_place,
         )
+
+    def _arranged_source(self, directory: Path | str | None, write_back_every: int | Literal["auto"] | None) -> BlockSource:
+        assert self.arrangement is not None
+        layouts = self._model.layouts
+        scratch = None if directory is None else Scratch(Path(directory), layouts, self._journal.chain)
+        if scratch is not None and write_back_every == "auto":
+            replay = replay_seconds(self._noise, layouts)
+            write = sum(layout.nbytes for layout in layouts) / write_bytes_per_second(Path(scratch.directory))
+            write_back_every = write_back_interval(replay, write, resident=self.arrangement.buckets is None)
+        self.write_back_every = None if write_back_every == "auto" else write_back_every
+        return self.arrangement.source(
+            self._model.weights,
+            layouts,
+            self._device.host_memory,
+            scratch=scratch,
+            write_back_every=self.write_back_every,
+        )
+
+    def _sweep(self, streams: Sequence[tuple[Evaluation | None, Batch]]) -> list[torch.Tensor]:
+        visitor = self._visitor(streams)
         try:
             with torch.inference_mode():
-                self._scheduler.sweep(visitor, range(len(self._model.layouts)) if order is None else order)
+                self._scheduler.sweep(visitor, range(len(self._model.layouts)))
         finally:
             visitor.finish()
             self._noise.retain(visitor.seeds)
@@ -250,12 +305,6 @@ class ZOEngine:
 
     def _on_device(self, batch: Batch) -> Batch:
         return {key: value.to(self._device.torch_device) for key, value in batch.items()}
-
-    def _lr(self, step: int) -> float:
-        lr = self._estimator.lr
-        value = lr(step) if callable(lr) else lr
-        require_positive(f"lr at step {step}", value)
-        return value
 
     def _require_open(self) -> None:
         if self._closed:
@@ -265,6 +314,12 @@ class ZOEngine:
 def labelled_tokens(batch: Batch) -> int:
     """Count the tokens whose loss a causal language model averages: labels that are not -100, but for the first column."""
     return int((batch["labels"][..., 1:] != -100).sum().item())
+
+
+def _lr(estimator: ZOEstimator, step: int) -> float:
+    value = estimator.lr(step) if callable(estimator.lr) else estimator.lr
+    require_positive(f"lr at step {step}", value)
+    return value
 
 
 def _device(device: Device | str) -> Device:

@@ -51,6 +51,14 @@ class JournalError(ZO2Error):
     """A journal is damaged, or belongs to another base checkpoint or other options."""
 
 
+class MemoryBudgetError(ZO2Error):
+    """Not even the smallest arrangement fits into the memory there is."""
+
+
+class ScratchError(ZO2Error):
+    """The file of written-back blocks cannot be read or written; the journal is whole."""
+
+
 class NonFiniteLossError(ZO2Error):
     """A forward pass gave a loss that is not finite; the step was not taken."""
 

@@ -1,21 +1,20 @@
-r"""The journal: an append-only list of updates. With the base checkpoint it is the weights of every step.
+"""The journal: an append-only list of updates. With the base checkpoint it is the weights of every step.
 
-File format: one line a record, ``CRC32 JSON\n``: eight hexadecimal digits over the JSON's bytes, a space, the JSON, UTF-8.
-The first line is the header (format version, what the run was made of), each further line one update. Floats are written
-so that reading gives the same bits. A record counts once its line is on disk whole; a torn last line is dropped.
+On disk it is a file of checksummed records (``records.py``): the first is the header (format version, what the run was made
+of), each further one an update. Floats are written so that reading gives the same bits.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zo2core.errors import JournalError, ZO2Error
+from zo2core.records import DamagedRecordError, Record, RecordFile, to_line
 from zo2core.types import Evaluation, Update
 
 FORMAT = 1
@@ -34,13 +33,11 @@ class Journal:
     """
 
     def __init__(self, path: Path | str | None = None) -> None:
-        self._path = None if path is None else Path(path)
+        self._name = "journal" if path is None else str(path)
         self._header: Header | None = None
         self._updates: list[Update] = []
-        self._descriptor: int | None = None
-        self._end = 0  # bytes of whole records
-        if self._path is not None and self._path.exists():
-            self._load(self._path)
+        self._chain: list[int] = [0]  # version -> checksum over header and updates up to it
+        self._file = None if path is None else self._open(Path(path))
 
     @property
     def header(self) -> Header | None:
@@ -56,7 +53,7 @@ class Journal:
         """Write the header of a new journal, or check that an existing one belongs to the same run.
 
         Args:
-            header: JSON values only.
+            header: JSON values only. A key with the value None says nothing: it fits whatever the journal has.
 
         Raises:
             JournalError: if the journal was begun with another header (each difference is spelled out), or the file cannot
@@ -65,13 +62,16 @@ class Journal:
         header = {"format": FORMAT, **json.loads(json.dumps(header, allow_nan=False))}
         if self._header is None:
             self._write(header)
-            self._header = header
-        elif dict(self._header) != header:
-            keys = [key for key in sorted({*self._header, *header}) if self._header.get(key) != header.get(key)]
+            self._take_header(header)
+            return
+        theirs, ours = _leaves(self._header), _leaves({key: value for key, value in header.items() if value is not None})
+        keys = [key for key in sorted({*theirs, *ours}) if key.split(".")[0] in header and theirs.get(key) != ours.get(key)]
+        keys = [key for key in keys if header[key.split(".")[0]] is not None]
+        if keys:
             raise JournalError(
                 self._name,
-                found="; ".join(f"{key} {self._header.get(key)!r}" for key in keys),
-                expected="; ".join(f"{key} {header.get(key)!r}" for key in keys),
+                found="; ".join(f"{key} {theirs.get(key)!r}" for key in keys),
+                expected="; ".join(f"{key} {ours.get(key)!r}" for key in keys),
                 remedy="continue with the base checkpoint and options the journal was begun with, or begin a new one",
             )
 
@@ -82,92 +82,99 @@ class Journal:
             JournalError: if the file cannot be written. The journal stays as it was.
         """
         assert update.step == len(self._updates), "updates are appended in order"
-        self._write(_encode(update))
-        self._updates.append(update)
+        record = _encode(update)
+        self._write(record)
+        self._take_update(record)
+
+    def until(self, step: int) -> Journal:
+        """A copy in memory of the run's first steps.
+
+        Raises:
+            JournalError: if the run is shorter.
+        """
+        if not 0 <= step <= len(self._updates):
+            raise JournalError(
+                self._name,
+                found=f"{len(self._updates)} steps",
+                expected=f"at least {step}",
+                remedy=f"choose a step from 0 to {len(self._updates)}",
+            )
+        copy = Journal()
+        copy._header = self._header
+        copy._updates = self._updates[:step]
+        copy._chain = self._chain[: step + 1]
+        return copy
+
+    def chain(self, version: int) -> int | None:
+        """A checksum over header and updates 0..version-1: tells whether bytes of a version belong to this run.
+
+        Returns:
+            The checksum; None if the journal is shorter.
+        """
+        return self._chain[version] if 0 <= version < len(self._chain) else None
 
     def close(self) -> None:
         """Close the file. May be called twice."""
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
+        if self._file is not None:
+            self._file.close()
 
-    @property
-    def _name(self) -> str:
-        return "journal" if self._path is None else str(self._path)
-
-    def _write(self, record: Mapping[str, Any]) -> None:
-        if self._path is None:
+    def _write(self, record: Record) -> None:
+        if self._file is None:
             return
-        line = _to_line(record)
         try:
-            if self._descriptor is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            os.ftruncate(self._descriptor, self._end)  # drops a torn record of this or an earlier attempt
-            done = 0
-            while done < len(line):
-                done += os.pwrite(self._descriptor, line[done:], self._end + done)
-            os.fsync(self._descriptor)
+            self._file.append(record)
         except OSError as error:
             raise JournalError(
-                self._path,
+                self._name,
                 found=error.strerror or str(error),
                 expected="a file that can be written and synced",
                 remedy="free space or mend the disk; the step was not taken and can be repeated",
             ) from error
-        self._end += len(line)
 
-    def _load(self, path: Path) -> None:
+    def _open(self, path: Path) -> RecordFile:
+        number = 0
         try:
-            raw = path.read_bytes()
+            file = RecordFile(path)
+            for number, record in enumerate(file.loaded, start=1):
+                if number == 1:
+                    if record["format"] != FORMAT:
+                        raise ValueError(f"format {record['format']!r}")
+                    self._take_header(record)
+                else:
+                    self._take_update(record)
         except OSError as error:
             raise JournalError(
                 path, found=error.strerror or str(error), expected="a readable journal", remedy="check the path"
             ) from error
-        lines = raw.split(b"\n")
-        torn = lines.pop()  # empty if the file ends with a whole line
-        for number, line in enumerate(lines, start=1):
-            try:
-                self._take(_from_line(line))
-            except (ValueError, TypeError, KeyError, OverflowError, RecursionError, ZO2Error) as error:
-                if number == len(lines) and not torn and not _checksum_holds(line):
-                    break
-                raise JournalError(
-                    f"{path}, line {number}",
-                    found=f"a damaged record ({error})",
-                    expected=f"record {number - 1} of a journal of format {FORMAT}",
-                    remedy="restore the journal from a copy; what follows the damage cannot be trusted",
-                ) from error
-            self._end += len(line) + 1
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError, ZO2Error) as error:
+            line = error.line if isinstance(error, DamagedRecordError) else number
+            raise JournalError(
+                f"{path}, line {line}",
+                found=f"a damaged record ({error})",
+                expected=f"record {line - 1} of a journal of format {FORMAT}",
+                remedy="restore the journal from a copy; what follows the damage cannot be trusted",
+            ) from error
+        file.loaded.clear()
+        return file
 
-    def _take(self, record: Mapping[str, Any]) -> None:
-        if self._header is None:
-            if record["format"] != FORMAT:
-                raise ValueError(f"format {record['format']!r}")
-            self._header = record
-            return
+    def _take_header(self, header: Record) -> None:
+        self._header = header
+        self._chain = [zlib.crc32(to_line(header))]
+
+    def _take_update(self, record: Record) -> None:
         update = _decode(record)
         if update.step != len(self._updates):
             raise ValueError(f"step {update.step} instead of {len(self._updates)}")
         self._updates.append(update)
+        self._chain.append(zlib.crc32(to_line(record), self._chain[-1]))
 
 
-def _to_line(record: Mapping[str, Any]) -> bytes:
-    raw = json.dumps(record, allow_nan=False, separators=(",", ":")).encode()
-    return b"%08x %s\n" % (zlib.crc32(raw), raw)
-
-
-def _checksum_holds(line: bytes) -> bool:
-    return line[:9] == b"%08x " % zlib.crc32(line[9:])
-
-
-def _from_line(line: bytes) -> dict[str, Any]:
-    if not _checksum_holds(line):
-        raise ValueError("checksum does not hold")
-    record = json.loads(line[9:])
-    if not isinstance(record, dict):
-        raise TypeError(f"a {type(record).__name__}")
-    return record
+def _leaves(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested objects as one flat one, for telling what differs."""
+    found: dict[str, Any] = {}
+    for key, each in value.items():
+        found |= _leaves(each, f"{prefix}{key}.") if isinstance(each, dict) else {prefix + key: each}
+    return found
 
 
 def _encode(update: Update) -> dict[str, Any]:

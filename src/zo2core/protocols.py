@@ -89,6 +89,10 @@ class ZOEstimator(Protocol):
     def perturb_in_place(self) -> bool:
         """Whether evaluations walk from one to the next, as MeZO's weights do, or each start from the weights."""
 
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What it computes, as JSON values, for the journal: two estimators of equal options give the same updates."""
+
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
         """List what to evaluate.
 
@@ -167,12 +171,13 @@ class TensorReader(Protocol):
     def fingerprint(self) -> str:
         """Identifies the base weights; two bases of one fingerprint hold the same bytes."""
 
-    def read_into(self, parameter: str, out: torch.Tensor) -> None:
-        """Fill one parameter's memory. May be called from several threads.
+    def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
+        """Fill memory with a range of one parameter. May be called from several threads.
 
         Args:
             parameter: Its name.
-            out: 1-D, contiguous host memory of the parameter's dtype and size.
+            out: 1-D, contiguous host memory of the parameter's dtype, as long as the range.
+            start: The range's first element.
 
         Raises:
             CheckpointError: if the bytes cannot be read whole.

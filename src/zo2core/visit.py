@@ -137,24 +137,14 @@ class SegmentVisitor:
     def _prepare(self, index: int, evaluation: Evaluation, replayed: SimpleQueue[_Piece]) -> Evaluation | None:
         """Second thread: draw a direction and perturb along it, piece by piece, behind the replay."""
         for cell in self._workspace.segments[index]:
-            theta = self._stores[cell.owner][cell.position]
-            scratch = self._workspace.scratch(cell.spec.dtype, "perturb")
             for start, stop in cell.pieces:
-                z = cell.z[start:stop]
+                z = self._noise_memory(cell, start, stop, "ahead")
                 if self._drawn_tied.get(cell.spec.name) != evaluation.seed:
                     self._noise.fill(z, evaluation.seed, cell.spec, start)
                 if cell.owner == index and replayed.get() is _Piece.LOST:
                     return None
-                perturb(
-                    cell.work[start:stop],
-                    theta[start:stop],
-                    z,
-                    shift=evaluation.shift,
-                    zo_eps=self._zo_eps,
-                    scratch=scratch[: stop - start],
-                )
-            if cell.tied:
-                self._drawn_tied[cell.spec.name] = evaluation.seed
+                self._perturb_piece(cell, start, stop, z, Move(*evaluation), "ahead", from_store=True)
+            self._note_drawn(cell, evaluation.seed)
         self._drawn = evaluation.seed
         return evaluation
 
@@ -196,6 +186,10 @@ class SegmentVisitor:
             for cell in cells:
                 cell.work.copy_(self._stores[cell.owner][cell.position])
         for move in moves:
+            if not self._workspace.keeps_noise:
+                self._move_drawing(index, move, from_store=from_store)
+                from_store = False
+                continue
             if self._drawn != move.seed:
                 self._draw(index, move.seed)
             if self._worker is None or self._workspace.elements[index] < PARALLEL_FROM:
@@ -211,17 +205,30 @@ class SegmentVisitor:
     def _move_half(self, index: int, move: Move, part: int, parts: int, *, from_store: bool) -> None:
         """Perturb every ``parts``-th piece of the work buffer; pieces do not touch each other."""
         for cell in self._workspace.segments[index]:
-            theta = self._stores[cell.owner][cell.position] if from_store else cell.work
-            scratch = self._workspace.scratch(cell.spec.dtype, f"move {part}")
             for start, stop in cell.pieces[part::parts]:
-                perturb(
-                    cell.work[start:stop],
-                    theta[start:stop],
-                    cell.z[start:stop],
-                    shift=move.shift,
-                    zo_eps=self._zo_eps,
-                    scratch=scratch[: stop - start],
-                )
+                z = self._noise_memory(cell, start, stop, "move")
+                self._perturb_piece(cell, start, stop, z, move, f"move {part}", from_store=from_store)
+
+    def _move_drawing(self, index: int, move: Move, *, from_store: bool) -> None:
+        """Perturb the work buffer along noise that is drawn piece by piece and not kept."""
+        for cell in self._workspace.segments[index]:
+            for start, stop in cell.pieces:
+                z = self._noise_memory(cell, start, stop, "move")
+                self._noise.fill(z, move.seed, cell.spec, start)
+                self._perturb_piece(cell, start, stop, z, move, "move 0", from_store=from_store)
+
+    def _perturb_piece(
+        self, cell: Cell, start: int, stop: int, z: torch.Tensor, move: Move, scratch: str, *, from_store: bool
+    ) -> None:
+        theta = self._stores[cell.owner][cell.position] if from_store else cell.work
+        perturb(
+            cell.work[start:stop],
+            theta[start:stop],
+            z,
+            shift=move.shift,
+            zo_eps=self._zo_eps,
+            scratch=self._workspace.scratch(cell.spec.dtype, scratch)[: stop - start],
+        )
 
     def _draw(self, index: int, seed: int) -> None:
         """Draw one direction for a segment into the noise buffer; tied weights keep theirs from segment to segment."""
@@ -229,10 +236,19 @@ class SegmentVisitor:
             if self._drawn_tied.get(cell.spec.name) == seed:
                 continue
             for start, stop in cell.pieces:
-                self._noise.fill(cell.z[start:stop], seed, cell.spec, start)
-            if cell.tied:
-                self._drawn_tied[cell.spec.name] = seed
+                self._noise.fill(self._noise_memory(cell, start, stop, "move"), seed, cell.spec, start)
+            self._note_drawn(cell, seed)
         self._drawn = seed
+
+    def _note_drawn(self, cell: Cell, seed: int) -> None:
+        if cell.tied and cell.z is not None:
+            self._drawn_tied[cell.spec.name] = seed
+
+    def _noise_memory(self, cell: Cell, start: int, stop: int, purpose: str) -> torch.Tensor:
+        """Where a piece of z goes: its place in the noise buffer, or scratch that the next piece overwrites."""
+        if cell.z is not None:
+            return cell.z[start:stop]
+        return self._workspace.scratch(cell.spec.dtype, f"z {purpose}")[: stop - start]
 
     def _forward(self, index: int, stream: int) -> None:
         kind = self._model.layouts[index].kind

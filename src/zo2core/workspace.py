@@ -22,9 +22,25 @@ class Cell(NamedTuple):
     owner: int  # segment whose store holds the weight
     position: int  # in that store
     work: torch.Tensor  # flat view of the work buffer: the perturbed weight
-    z: torch.Tensor  # flat view of the noise buffer
+    z: torch.Tensor | None  # flat view of the noise buffer; None where noise is not kept
     pieces: list[tuple[int, int]]  # (start, stop) in which z is drawn
     tied: bool  # used by more than one segment
+
+
+def work_bytes(layouts: Sequence[BlockLayout]) -> int:
+    """Bytes of the work buffer, and of the noise buffer, for segments of these layouts."""
+    tied, own = _divide(layouts)
+    return _nbytes(tied) + max(_nbytes(specs) for specs in own)
+
+
+def _divide(layouts: Sequence[BlockLayout]) -> tuple[list[ParameterSpec], list[list[ParameterSpec]]]:
+    """The tied parameters, and each segment's own."""
+    tied = {spec.name: spec for layout in layouts for spec in layout.borrowed}
+    return list(tied.values()), [[spec for spec in layout.parameters if spec.name not in tied] for layout in layouts]
+
+
+def _nbytes(specs: Sequence[ParameterSpec]) -> int:
+    return sum(aligned(spec.nbytes) for spec in specs)
 
 
 class Workspace:
@@ -34,19 +50,24 @@ class Workspace:
         layouts: Segments in visiting order.
         device: Allocates.
         noise: Says into which pieces a parameter is cut.
+        keep_noise: Hold a segment's z from one evaluation to the next; without, it is drawn again for each.
     """
 
-    def __init__(self, layouts: Sequence[BlockLayout], device: Device, noise: NoiseGenerator) -> None:
-        tied = list({spec.name: spec for layout in layouts for spec in layout.borrowed}.values())
+    def __init__(
+        self, layouts: Sequence[BlockLayout], device: Device, noise: NoiseGenerator, *, keep_noise: bool = True
+    ) -> None:
+        tied, own = _divide(layouts)
         tied_names = {spec.name for spec in tied}
-        own = [[spec for spec in layout.parameters if spec.name not in tied_names] for layout in layouts]
-        tied_bytes = sum(aligned(spec.nbytes) for spec in tied)
-        nbytes = tied_bytes + max(sum(aligned(spec.nbytes) for spec in specs) for specs in own)
-        work, z = device.empty(nbytes), device.empty(nbytes)
-        self.nbytes = 2 * nbytes
+        tied_bytes, nbytes = _nbytes(tied), work_bytes(layouts)
+        work = device.empty(nbytes)
+        z = device.empty(nbytes) if keep_noise else None
+        self.keeps_noise = keep_noise
 
-        pairs = zip(flat_views(tied, work), flat_views(tied, z), strict=True)
-        tied_views = {spec.name: pair for spec, pair in zip(tied, pairs, strict=True)}
+        def place(specs: Sequence[ParameterSpec], start: int) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
+            zs = [None] * len(specs) if z is None else flat_views(specs, z[start:])
+            return {spec.name: (w, each) for spec, w, each in zip(specs, flat_views(specs, work[start:]), zs, strict=True)}
+
+        tied_views = place(tied, 0)
         places = {
             spec.name: (index, position)
             for index, layout in enumerate(layouts)
@@ -54,9 +75,7 @@ class Workspace:
         }
         self.segments: list[tuple[Cell, ...]] = []  # per segment, in drawing order
         for layout, specs in zip(layouts, own, strict=True):
-            views = dict(tied_views)
-            own_views = zip(flat_views(specs, work[tied_bytes:]), flat_views(specs, z[tied_bytes:]), strict=True)
-            views.update(zip((spec.name for spec in specs), own_views, strict=True))
+            views = tied_views | place(specs, tied_bytes)
             used = sorted((*layout.parameters, *layout.borrowed), key=lambda spec: spec.index)
             self.segments.append(
                 tuple(

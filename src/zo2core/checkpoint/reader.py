@@ -4,12 +4,11 @@ Format (https://github.com/huggingface/safetensors): 8 bytes, little endian, the
 from tensor name to dtype, shape and [begin, end) offsets that count from the header's end; the data. Checkpoints of several
 shards carry ``model.safetensors.index.json``, whose ``weight_map`` says which shard holds a tensor.
 
-Trade-off: plain positioned reads instead of a memory map, so that nothing but the caller's buffer ever holds the weights.
+Trade-off: positioned reads instead of a memory map, so that nothing but the caller's buffer ever holds the weights.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zo2core.checkpoint.ranged import RangedFile, byte_view
 from zo2core.errors import CheckpointError, ClosedError
 
 SINGLE_FILE = "model.safetensors"
@@ -235,7 +235,7 @@ class SafetensorsReader:
 
     def __init__(self, entries: dict[str, TensorEntry]) -> None:
         self._entries = dict(entries)
-        self._descriptors: dict[Path, int] = {}
+        self._files: dict[Path, RangedFile] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -250,12 +250,13 @@ class SafetensorsReader:
             digest.update(sample)
         return digest.hexdigest()
 
-    def read_into(self, parameter: str, out: torch.Tensor) -> None:
-        """Fill a tensor's memory from disk, converting to its dtype where the file holds another.
+    def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
+        """Fill memory with a range of a tensor, converting to its dtype where the file holds another.
 
         Args:
             parameter: Name.
-            out: CPU, 1-D, contiguous, as many elements as the tensor has.
+            out: CPU, 1-D, contiguous.
+            start: Element of the tensor to begin at.
 
         Raises:
             CheckpointError: if the file cannot be read or ends early.
@@ -264,34 +265,34 @@ class SafetensorsReader:
         entry = self._entries[parameter]
         dtype = check_float(entry)
         if dtype == out.dtype:
-            self._read(entry, 0, byte_view(out))
+            self._read(entry, start * dtype.itemsize, byte_view(out))
             return
         staging = torch.empty(min(_STAGING, out.numel()), dtype=dtype)
-        for start in range(0, out.numel(), _STAGING):
-            piece = out[start : start + _STAGING]
+        for first in range(0, out.numel(), _STAGING):
+            piece = out[first : first + _STAGING]
             part = staging[: piece.numel()]
-            self._read(entry, start * dtype.itemsize, byte_view(part))
+            self._read(entry, (start + first) * dtype.itemsize, byte_view(part))
             piece.copy_(part)
 
     def close(self) -> None:
         """Close the shards. May be called twice."""
         with self._lock:
             self._closed = True
-            descriptors, self._descriptors = self._descriptors, {}
-        for descriptor in descriptors.values():
-            os.close(descriptor)
+            files, self._files = self._files, {}
+        for file in files.values():
+            file.close()
 
-    def _descriptor(self, path: Path) -> int:
+    def _file(self, path: Path) -> RangedFile:
         with self._lock:
             if self._closed:
                 raise ClosedError(path, found="a closed checkpoint", expected="an open one", remedy="open it again")
-            if path not in self._descriptors:
-                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._descriptors[path]
+            if path not in self._files:
+                self._files[path] = RangedFile(path)
+            return self._files[path]
 
     def _read(self, entry: TensorEntry, offset: int, out: memoryview) -> None:
         try:
-            read_exactly(self._descriptor(entry.path), entry.start + offset, out)
+            self._file(entry.path).read_into(entry.start + offset, out)
         except (OSError, EOFError) as error:
             raise CheckpointError(
                 f"{entry.path}: {entry.name}",
@@ -321,24 +322,3 @@ def same_samples(first: TensorEntry, second: TensorEntry) -> bool:
     finally:
         reader.close()
     return True
-
-
-def read_exactly(descriptor: int, offset: int, out: memoryview) -> None:
-    """Read until ``out`` is full; one call of the system may give less.
-
-    Raises:
-        OSError: from the system.
-        EOFError: if the file ends first.
-    """
-    done = 0
-    while done < len(out):
-        count = os.preadv(descriptor, [out[done:]], offset + done)
-        if count == 0:
-            raise EOFError(f"end of file at byte {offset + done}")
-        done += count
-
-
-def byte_view(tensor: torch.Tensor) -> memoryview:
-    """A writable view of a contiguous CPU tensor's bytes. It does not keep the tensor's memory alive."""
-    size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")

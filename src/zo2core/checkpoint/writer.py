@@ -16,8 +16,10 @@ from typing import IO
 
 import torch
 
-from zo2core.checkpoint.reader import INDEX_FILE, SINGLE_FILE, byte_view
+from zo2core.checkpoint.ranged import byte_view
+from zo2core.checkpoint.reader import INDEX_FILE, SINGLE_FILE
 from zo2core.errors import OutputError
+from zo2core.records import sync_path
 from zo2core.types import ParameterSpec
 
 MAX_SHARD = 5_000_000_000  # bytes; what the hub's tools expect
@@ -128,9 +130,9 @@ def new_directory(directory: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         for path in [*partial.iterdir(), partial]:
-            _sync(path)
+            sync_path(path)
         partial.rename(directory)
-        _sync(directory.parent)
+        sync_path(directory.parent)
     except OSError as error:
         raise OutputError(
             directory,
@@ -185,12 +187,3 @@ def _write_header(file: IO[bytes], parameters: Sequence[ParameterSpec]) -> None:
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)  # the data begins at a multiple of 8, as the format asks of writers
     file.write(struct.pack("<Q", len(raw)) + raw)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file's data, or a directory's entries, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any
 
 import torch
 
@@ -44,6 +45,17 @@ class MeZOSGD:
                 remedy="pass 0 for no weight decay",
             )
 
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Name and numbers. A schedule is known by its ``repr`` if it is a dataclass; other functions are not told apart."""
+        return {
+            "name": "mezo-sgd",
+            "lr": describe_lr(self.lr),
+            "zo_eps": self.zo_eps,
+            "weight_decay": self.weight_decay,
+            "perturb_in_place": self.perturb_in_place,
+        }
+
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
         """One direction, both sides."""
         seed = next(rng)
@@ -64,6 +76,13 @@ class MeZOSGD:
             perturb_in_place=self.perturb_in_place,
             losses=(float(plus.item()), float(minus.item())),
         )
+
+
+def describe_lr(lr: float | Callable[[int], float]) -> float | str:
+    """A learning rate as a JSON value that two equal ones share."""
+    if not callable(lr):
+        return float(lr)
+    return repr(lr) if is_dataclass(lr) else "a function"
 
 
 def require_positive(name: str, value: float) -> None:

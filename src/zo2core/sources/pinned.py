@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from zo2core.checkpoint import Scratch, whole_pages
 from zo2core.errors import ClosedError
 from zo2core.protocols import TensorReader
-from zo2core.types import BlockLayout, Bucket, aligned
-
-_READERS = 4  # threads; one buffered reader does not reach a disk's rate
+from zo2core.sources.loader import Loading, SegmentLoader
+from zo2core.sources.writeback import WriteBack
+from zo2core.types import BlockLayout, Bucket
 
 
 class PinnedSource:
@@ -24,6 +24,12 @@ class PinnedSource:
         weights: The base checkpoint. Belongs to the caller.
         layouts: Segments in visiting order.
         host_memory: Allocates the arena: ``Device.host_memory``.
+        scratch: Where segments were written back to, and are again; belongs to this source.
+        write_back_every: A segment is written back once it is this many versions ahead of its bytes on disk: a snapshot
+            that bounds what a resumed run has to replay. None never writes.
+
+    Raises:
+        OptionError: if ``write_back_every`` is out of its range.
     """
 
     def __init__(
@@ -31,20 +37,22 @@ class PinnedSource:
         weights: TensorReader,
         layouts: Sequence[BlockLayout],
         host_memory: Callable[[int], torch.Tensor],
+        *,
+        scratch: Scratch | None = None,
+        write_back_every: int | None = None,
     ) -> None:
-        self._weights = weights
         self._layouts = tuple(layouts)
-        arena = host_memory(sum(layout.nbytes for layout in self._layouts))
+        self._write_back = WriteBack(scratch, write_back_every)
+        sizes = [whole_pages(layout.nbytes) for layout in self._layouts]
+        self._pages = list(host_memory(sum(sizes)).split(sizes))
         self._buckets: list[Bucket] = []
-        offset = 0
         for index, layout in enumerate(self._layouts):
-            data = arena[offset : offset + layout.nbytes]
+            data = self._pages[index][: layout.nbytes]
             self._buckets.append(Bucket(index, data, layout.views(data), version=0))
-            offset += aligned(layout.nbytes)
-        self._filling: dict[int, list[Future[None]]] = {}
+        self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, scratch)
+        self._loading: dict[int, Loading] = {}
         self._filled: set[int] = set()
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(_READERS, thread_name_prefix="zo2-read")
 
     @property
     def layouts(self) -> Sequence[BlockLayout]:
@@ -54,36 +62,39 @@ class PinnedSource:
     def prefetch(self, index: int) -> None:
         """Start reading a segment that was not read yet."""
         with self._lock:
-            if self._pool is None:
+            if self._loader is None:
                 raise ClosedError("PinnedSource", found="a closed source", expected="an open one", remedy="open it again")
-            if index in self._filled or index in self._filling:
-                return
-            tensors = zip(self._layouts[index].parameters, self._buckets[index].views, strict=True)
-            self._filling[index] = [self._pool.submit(self._weights.read_into, spec.name, view) for spec, view in tensors]
+            if index not in self._filled and index not in self._loading:
+                self._loading[index] = self._loader.load(index, self._pages[index], self._buckets[index].views)
 
     def acquire(self, index: int) -> Bucket:
         """Wait until a segment is read. See the contract."""
         self.prefetch(index)
-        if index in self._filling:
-            # All reads end before the first failure is reported: none may write into the bucket later.
-            failures = [future.exception() for future in self._filling.pop(index)]
-            for failure in failures:
-                if failure is not None:
-                    raise failure
+        self._write_back.wait(index)
+        self._write_back.check()
+        if index in self._loading:
+            loading = self._loading.pop(index)
+            loading.wait()
             self._filled.add(index)
+            self._buckets[index] = self._buckets[index]._replace(version=loading.version)
         return self._buckets[index]
 
     def release(self, bucket: Bucket, version: int | None) -> None:
-        """Note the bytes' version. Lost bytes are read anew from the checkpoint, at version 0."""
+        """Note the bytes' version. Lost bytes are read anew."""
+        index = bucket.segment
         if version is None:
-            self._filled.discard(bucket.segment)
-        self._buckets[bucket.segment] = bucket._replace(version=version or 0)
+            self._filled.discard(index)
+            return
+        self._buckets[index] = bucket._replace(version=version)
+        self._write_back.start_if_due(index, self._pages[index], version, then=lambda: None)
 
     def close(self) -> None:
-        """Wait for reads under way and give the arena back."""
+        """Wait for reads and writes under way and give the arena back."""
         with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
-        self._filling.clear()
+            loader, self._loader = self._loader, None
+        if loader is not None:
+            loader.close()
+        self._write_back.close()
+        self._loading.clear()
         self._buckets.clear()
+        self._pages.clear()

@@ -1,0 +1,76 @@
+"""How much host memory there is: from the system, and from the control group where that is tighter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from zo2core.errors import OptionError
+
+_UNITS = {"": 1, "B": 1} | {f"{prefix}{unit}": base ** (i + 1) for i, prefix in enumerate("KMGT") for unit, base in (
+    ("B", 1000), ("iB", 1024), ("", 1024)
+)}  # fmt: skip
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of a size such as ``6GiB``, ``500MB``, ``1.5 GiB`` or a number of bytes.
+
+    Raises:
+        OptionError: if it is no size above 0.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", str(size).strip())
+    nbytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if nbytes < 1:
+        raise OptionError(
+            "memory", found=repr(size), expected="'auto' or a size such as 6GiB or 500MB", remedy="pass such a size"
+        )
+    return nbytes
+
+
+def free_memory(*, root: Path = Path("/")) -> int:
+    """Bytes of host memory that this process could still take without being killed or swapped.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are.
+    """
+    return min([psutil.virtual_memory().available, *_control_group_rooms(root)])
+
+
+def resident_memory() -> int:
+    """Bytes of host memory that this process has now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def _control_group_rooms(root: Path) -> Iterator[int]:
+    """What each limit over this process leaves; page cache counts as free, since the kernel gives it up first."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            yield from _rooms(root / "sys/fs/cgroup", path, "memory.max", "memory.current", ("inactive_file", "active_file"))
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            yield from _rooms(root / "sys/fs/cgroup/memory", path, *names, ("total_inactive_file", "total_active_file"))
+
+
+def _rooms(top: Path, path: str, limit_name: str, usage_name: str, cache_names: tuple[str, ...]) -> Iterator[int]:
+    """Rooms in a group and in all above it. A container may not see its path: then the top counts."""
+    group = top / path.lstrip("/")
+    groups = [group, *group.parents] if group.is_dir() else [top]
+    for each in groups:
+        if each != top and top not in each.parents:
+            return
+        try:
+            limit = int((each / limit_name).read_text())
+            usage = int((each / usage_name).read_text())
+            stat = dict(line.split() for line in (each / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue  # "max", or no limit at this level
+        cache = sum(int(stat.get(name, 0)) for name in cache_names)
+        yield max(limit - usage + cache, 0)

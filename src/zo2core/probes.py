@@ -1,0 +1,102 @@
+"""Quick measurements of this machine, for choices that depend on it. Each takes a fraction of a second."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from zo2core.checkpoint.ranged import RangedFile, byte_view
+from zo2core.devices import HostDevice
+from zo2core.errors import ScratchError
+from zo2core.kernels import descend, perturb
+from zo2core.protocols import NoiseGenerator
+from zo2core.types import BlockLayout, ParameterSpec
+
+_BYTES = 64 << 20  # written by the disk probe
+_PIECES = 64  # drawn by the noise probe
+_ROUNDS = 3  # the best counts: others disturb, nothing helps
+
+
+def replay_seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout]) -> float:
+    """Seconds to replay one update of MeZO's over the whole model, on one thread."""
+    specs = [spec for layout in layouts for spec in layout.parameters]
+    largest = max(specs, key=lambda spec: spec.numel)
+    pieces = noise.pieces(largest)[:_PIECES]
+    elements = sum(stop - start for start, stop in pieces)
+    seconds = min(_replay(noise, largest, pieces) for _ in range(_ROUNDS))
+    return seconds / elements * sum(spec.numel for spec in specs)
+
+
+def _replay(noise: NoiseGenerator, spec: ParameterSpec, pieces: Sequence[tuple[int, int]]) -> float:
+    longest = max(stop - start for start, stop in pieces)
+    theta, z, scratch, other = (torch.zeros(longest, dtype=spec.dtype) for _ in range(4))
+    began = time.perf_counter()
+    for start, stop in pieces:
+        length = stop - start
+        noise.fill(z[:length], 0, spec, start)
+        for shift in (1.0, -2.0, 1.0):
+            perturb(theta[:length], theta[:length], z[:length], shift=shift, zo_eps=1e-3, scratch=scratch[:length])
+        descend(
+            theta[:length],
+            z[:length],
+            projected_grad=1.0,
+            lr=1e-6,
+            weight_decay=0.0,
+            scratch=scratch[:length],
+            decay_scratch=other[:length],
+        )
+    return time.perf_counter() - began
+
+
+def write_bytes_per_second(directory: Path) -> float:
+    """Rate of durable writes to a directory's disk.
+
+    Raises:
+        ScratchError: if it cannot be written to.
+    """
+    path = directory / f".probe-{os.getpid()}"
+    data = byte_view(memory := HostDevice().host_memory(_BYTES))
+    memory.fill_(1)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = RangedFile(path, writable=True)
+        try:
+            best = math.inf
+            for _ in range(_ROUNDS):
+                began = time.perf_counter()
+                file.write(0, data)
+                file.sync()
+                best = min(best, time.perf_counter() - began)
+        finally:
+            file.close()
+            path.unlink()
+    except OSError as error:
+        raise ScratchError(
+            directory,
+            found=error.strerror or str(error),
+            expected="a directory on a disk with room",
+            remedy="choose another directory or free space",
+        ) from error
+    return _BYTES / best
+
+
+def write_back_interval(replay: float, write: float, *, resident: bool) -> int:
+    """How many versions a segment may lag before it is written.
+
+    A streamed block that lags k versions is replayed k times at every visit, (k + 1) / 2 on average, and written every k-th:
+    k = sqrt(2 write / replay) costs least. A resident one is written only so that a resumed run need not replay everything:
+    as often as costs a hundredth of a replay a step.
+
+    Args:
+        replay: Seconds to replay one update over the model.
+        write: Seconds to write the model.
+        resident: Blocks stay in memory.
+    """
+    if resident:
+        return min(max(math.ceil(100 * write / replay), 10), 1000)
+    return max(round(math.sqrt(2 * write / replay)), 1)

@@ -1,0 +1,91 @@
+"""Fill buckets in the background, from the base checkpoint or from what was written back: submit, then wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+
+from zo2core.checkpoint import Scratch
+from zo2core.protocols import TensorReader
+from zo2core.types import BlockLayout
+
+READERS = 4  # threads; one buffered reader does not reach a disk's rate
+CHUNK = 4 << 20  # bytes read at a time, so that all threads work on the segment that is needed first
+
+
+class Loading:
+    """Reads under way."""
+
+    def __init__(self, futures: Sequence[Future[None]], version: int) -> None:
+        self._futures = futures
+        self.version = version  # of the bytes that come
+
+    def done(self) -> bool:
+        """Whether all reads have ended."""
+        return all(future.done() for future in self._futures)
+
+    def settle(self) -> None:
+        """Wait for all reads to end, whatever became of them."""
+        wait(self._futures)
+
+    def wait(self) -> None:
+        """Wait for all reads to end, then report the first failure: none may write into the memory later.
+
+        Raises:
+            CheckpointError: if a read of the base failed.
+            ScratchError: if a read of written-back bytes failed.
+        """
+        failures = [future.exception() for future in self._futures]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+
+class SegmentLoader:
+    """Threads that read segments.
+
+    Args:
+        weights: The base checkpoint. Belongs to the caller.
+        layouts: Segments in visiting order.
+        scratch: Where written-back segments are; belongs to the caller.
+        threads: How many.
+    """
+
+    def __init__(
+        self,
+        weights: TensorReader,
+        layouts: Sequence[BlockLayout],
+        scratch: Scratch | None = None,
+        threads: int = READERS,
+    ) -> None:
+        self._weights = weights
+        self._layouts = layouts
+        self._scratch = scratch
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="zo2-read")
+
+    def load(self, segment: int, pages: torch.Tensor, views: Sequence[torch.Tensor]) -> Loading:
+        """Start filling a segment's memory and return at once.
+
+        Args:
+            segment: Which one.
+            pages: uint8, its memory in whole pages.
+            views: Of its parameters in that memory.
+        """
+        version = 0 if self._scratch is None else self._scratch.version(segment)
+        submit = self._pool.submit
+        if self._scratch is not None and version > 0:
+            starts = range(0, len(pages), CHUNK)
+            read = self._scratch.read
+            return Loading([submit(read, segment, pages[start : start + CHUNK], start) for start in starts], version)
+        futures: list[Future[None]] = []
+        for spec, view in zip(self._layouts[segment].parameters, views, strict=True):
+            step = CHUNK // spec.dtype.itemsize
+            starts = range(0, spec.numel, step)
+            futures += [submit(self._weights.read_into, spec.name, view[start : start + step], start) for start in starts]
+        return Loading(futures, 0)
+
+    def close(self) -> None:
+        """Drop reads that have not begun, and wait for the others."""
+        self._pool.shutdown(cancel_futures=True)

@@ -1,0 +1,81 @@
+"""Write segments back in the background once they lag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from zo2core.checkpoint import Scratch
+from zo2core.errors import OptionError
+
+
+class WriteBack:
+    """A thread that writes, and the rule of when.
+
+    Args:
+        scratch: Where to; None never writes. Belongs to this object.
+        every: A segment is written once it is this many versions ahead of its bytes on disk; None never writes.
+
+    Raises:
+        OptionError: if ``every`` is below 1, or there is nowhere to write to.
+    """
+
+    def __init__(self, scratch: Scratch | None, every: int | None) -> None:
+        if every is not None and (every < 1 or scratch is None):
+            raise OptionError(
+                "write_back_every",
+                found=f"{every!r}, {'no ' if scratch is None else ''}scratch directory",
+                expected="at least 1 and a directory to write to, or None to write nothing",
+                remedy="pass scratch=DIRECTORY, or leave write_back_every out",
+            )
+        self._scratch = scratch
+        self._every = every
+        self._under_way: dict[int, Future[None]] = {}
+        self._failure: BaseException | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="zo2-write")
+
+    def start_if_due(self, segment: int, pages: torch.Tensor, version: int, then: Callable[[], None]) -> None:
+        """Start writing a segment that lags far enough, and return at once.
+
+        Args:
+            segment: Which one.
+            pages: uint8, its memory in whole pages; unchanged until ``wait`` has returned.
+            version: Of its bytes.
+            then: Called in the writing thread when it is done.
+        """
+        if self._scratch is None or self._every is None or version - self._scratch.version(segment) < self._every:
+            return
+        future = self._pool.submit(self._scratch.write, segment, pages, version)
+        self._under_way[segment] = future
+        future.add_done_callback(lambda _: then())
+
+    def busy(self, segment: int) -> bool:
+        """Whether a segment is being written."""
+        future = self._under_way.get(segment)
+        return future is not None and not future.done()
+
+    def wait(self, segment: int) -> None:
+        """Wait until a segment's memory may change."""
+        future = self._under_way.pop(segment, None)
+        if future is not None:
+            self._failure = future.exception() or self._failure
+
+    def check(self) -> None:
+        """Report a write that failed, once.
+
+        Raises:
+            ScratchError: if one did.
+        """
+        for segment in [segment for segment, future in self._under_way.items() if future.done()]:
+            self.wait(segment)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Wait for writes under way. May be called twice."""
+        self._pool.shutdown()
+        if self._scratch is not None:
+            self._scratch.close()
