@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -11,8 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zo2adapters import MonolithicMeZO
-from zo2core import MeZOSGD, NonFiniteLossError, ZOEngine
+from zo2core import HostDevice, Journal, MeZOSGD, NonFiniteLossError, PinnedSource, StreamedSource, ZOEngine
+from zo2core.checkpoint import Scratch
+from zo2core.protocols import BlockModel, BlockSource
 from zo2core.types import Batch
+
+BETWEEN = ["nothing", "evaluate", "flush", "look", "reopen"]
 
 
 class Plan(NamedTuple):
@@ -23,7 +29,7 @@ class Plan(NamedTuple):
     weight_decay: float
     perturb_in_place: bool
     seeds: list[int]  # one a step
-    between: list[str]  # after each step: "nothing", "evaluate", "flush", "look"
+    between: list[str]  # after each step: what is done in BETWEEN
 
     def estimator(self) -> MeZOSGD:
         return MeZOSGD(
@@ -40,7 +46,7 @@ def plans(draw: st.DrawFn) -> Plan:
         weight_decay=draw(st.sampled_from([0.0, 0.1])),
         perturb_in_place=draw(st.booleans()),
         seeds=draw(st.lists(st.sampled_from([0, 1, 7, 999_999_999, 2**40]), min_size=steps, max_size=steps)),
-        between=draw(st.lists(st.sampled_from(["nothing", "evaluate", "flush", "look"]), min_size=steps, max_size=steps)),
+        between=draw(st.lists(st.sampled_from(BETWEEN), min_size=steps, max_size=steps)),
     )
 
 
@@ -59,8 +65,56 @@ def assert_same_parameters(engine: ZOEngine, whole: nn.Module) -> None:
     assert seen == set(reference)
 
 
-def assert_parity(engine: ZOEngine, whole: nn.Module, plan: Plan, batch: Batch) -> None:
-    """Run the plan on both and compare everything on the way."""
+class Storage(NamedTuple):
+    """Where the engine keeps its weights."""
+
+    buckets: int | None  # None: all blocks resident
+    write_back_every: int | None
+    keep_noise: bool
+
+    def engine(self, model: BlockModel, plan: Plan, run: Path) -> ZOEngine:
+        """An engine that goes on from whatever is in the run directory."""
+        journal = Journal(run / "journal.jsonl")
+        host_memory = HostDevice().host_memory
+        scratch = Scratch(run, model.layouts, journal.chain)
+        source: BlockSource
+        if self.buckets is None:
+            source = PinnedSource(
+                model.weights, model.layouts, host_memory, scratch=scratch, write_back_every=self.write_back_every
+            )
+        else:
+            source = StreamedSource(
+                model.weights,
+                model.layouts,
+                host_memory,
+                buckets=self.buckets,
+                scratch=scratch,
+                write_back_every=self.write_back_every,
+            )
+        return ZOEngine(model, plan.estimator(), source=source, journal=journal, keep_noise=self.keep_noise)
+
+
+storages = st.builds(
+    Storage,
+    buckets=st.sampled_from([None, 1, 2, 3]),
+    write_back_every=st.sampled_from([1, 2, 3, None]),
+    keep_noise=st.booleans(),
+)
+
+
+def assert_parity(make: Callable[[], ZOEngine], whole: nn.Module, plan: Plan, batch: Batch) -> ZOEngine:
+    """Run the plan on both and compare everything on the way.
+
+    Args:
+        make: Opens an engine on what the last one left.
+        whole: The model, monolithic.
+        plan: What is done.
+        batch: Of every step.
+
+    Returns:
+        The engine in use at the end; close it.
+    """
+    engine = make()
     mono = MonolithicMeZO(
         whole,
         lr=plan.lr,
@@ -89,4 +143,8 @@ def assert_parity(engine: ZOEngine, whole: nn.Module, plan: Plan, batch: Batch) 
             engine.flush()
         elif between == "look":
             assert_same_parameters(engine, whole)
+        elif between == "reopen":
+            engine.close()
+            engine = make()
     assert_same_parameters(engine, whole)
+    return engine

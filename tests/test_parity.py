@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import CONFIGS, DTYPES, batches, make_batch, save_model, small_config
-from parity import Plan, assert_parity, assert_same_bits, assert_same_parameters, plans
+from parity import Plan, Storage, assert_parity, assert_same_bits, assert_same_parameters, plans, storages
 from toy import ToyBlockModel, make_toy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -28,17 +28,17 @@ def load_whole(directory: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-@given(data=st.data(), dtype=st.sampled_from(DTYPES), plan=plans(), threads_from=THREADS_FROM)
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), plan=plans(), storage=storages, threads_from=THREADS_FROM)
 def test_trajectory_is_monolithic_mezo(
-    model_type: str, data: st.DataObject, dtype: torch.dtype, plan: Plan, threads_from: int
+    model_type: str, data: st.DataObject, dtype: torch.dtype, plan: Plan, storage: Storage, threads_from: int
 ) -> None:
     config = data.draw(CONFIGS[model_type])
     batch = data.draw(batches(config.vocab_size))
     with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.visit, "PARALLEL_FROM", threads_from):
         base = save_model(Path(folder, "base"), config, dtype, max_shard_size=data.draw(st.sampled_from(["5GB", "2KB"])))
         whole = load_whole(base)
-        with ZOEngine(open_checkpoint(base), plan.estimator()) as engine:
-            assert_parity(engine, whole, plan, batch)
+        run = Path(folder, "run")
+        with assert_parity(lambda: storage.engine(open_checkpoint(base), plan, run), whole, plan, batch) as engine:
             exported = Path(folder, "exported")
             engine.export(exported)
             loss = engine.evaluate([batch]).losses[0]
@@ -57,18 +57,31 @@ def test_trajectory_is_monolithic_mezo(
     tied=st.booleans(),
     dtype=st.sampled_from([*DTYPES, torch.float64]),
     plan=plans(),
+    storage=storages,
     lengths=st.lists(st.integers(2, 6), min_size=1, max_size=3),
     threads_from=THREADS_FROM,
 )
 def test_toy_of_plain_modules_has_parity(
-    vocab: int, width: int, layers: int, tied: bool, dtype: torch.dtype, plan: Plan, lengths: list[int], threads_from: int
+    vocab: int,
+    width: int,
+    layers: int,
+    tied: bool,
+    dtype: torch.dtype,
+    plan: Plan,
+    storage: Storage,
+    lengths: list[int],
+    threads_from: int,
 ) -> None:
     batch = make_batch(vocab, lengths)
     del batch["attention_mask"]
     with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.visit, "PARALLEL_FROM", threads_from):
-        model = ToyBlockModel(vocab, width, layers, tied=tied, dtype=dtype, file=Path(folder, "toy.safetensors"))
-        with ZOEngine(model, plan.estimator()) as engine:
-            assert_parity(engine, make_toy(vocab, width, layers, tied=tied, dtype=dtype), plan, batch)
+        file, run = Path(folder, "toy.safetensors"), Path(folder, "run")
+        whole = make_toy(vocab, width, layers, tied=tied, dtype=dtype)
+
+        def make() -> ZOEngine:
+            return storage.engine(ToyBlockModel(vocab, width, layers, tied=tied, dtype=dtype, file=file), plan, run)
+
+        assert_parity(make, whole, plan, batch).close()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,8 +89,7 @@ def test_tied_opt_keeps_parity_over_many_steps(dtype: torch.dtype, tmp_path: Pat
     base = save_model(tmp_path / "base", small_config("opt", tie_word_embeddings=True), dtype)
     batch = make_batch(40, [12, 7])
     plan = Plan(1e-2, 1e-3, 0.1, True, list(range(12)), ["nothing"] * 12)
-    with ZOEngine(open_checkpoint(base), plan.estimator()) as engine:
-        assert_parity(engine, load_whole(base), plan, batch)
+    assert_parity(lambda: ZOEngine(open_checkpoint(base), plan.estimator()), load_whole(base), plan, batch).close()
 
 
 def test_parameters_larger_than_a_piece_of_noise_keep_parity(tmp_path: Path) -> None:
@@ -86,8 +98,7 @@ def test_parameters_larger_than_a_piece_of_noise_keep_parity(tmp_path: Path) -> 
     base = save_model(tmp_path / "base", config)
     batch = make_batch(8194, [5])
     plan = Plan(1e-2, 1e-3, 0.1, True, [0, 0, 1, 2], ["nothing", "nothing", "flush", "nothing"])
-    with ZOEngine(open_checkpoint(base), plan.estimator()) as engine:
-        assert_parity(engine, load_whole(base), plan, batch)
+    assert_parity(lambda: ZOEngine(open_checkpoint(base), plan.estimator()), load_whole(base), plan, batch).close()
 
 
 def test_converted_dtype_is_what_from_pretrained_gives(tmp_path: Path) -> None:

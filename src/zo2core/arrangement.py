@@ -110,7 +110,7 @@ def arrange(
         ]
         return Arrangement(tuple(parts), buckets, keep_noise, budget)
 
-    choices = [(None, True), (None, False)]
+    choices: list[tuple[int | None, bool]] = [(None, True), (None, False)]
     choices += [(buckets, True) for buckets in range(len(blocks) - 1, 1, -1)]
     choices += [(buckets, False) for buckets in range(min(MOST_USEFUL_BUCKETS, len(blocks) - 1), 0, -1)]
     found = [counted(buckets, keep_noise=keep_noise) for buckets, keep_noise in choices]

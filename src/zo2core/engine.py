@@ -54,6 +54,8 @@ class ZOEngine:
             goes on from; without it blocks are never written, and a resumed run replays the whole journal.
         write_back_every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" weighs the
             measured speeds of noise and disk; None never writes.
+        keep_noise: Hold a segment's z from one evaluation to the next, in as much memory as its weights; False draws it
+            again. By default it is kept if that fits into ``memory``.
 
     Raises:
         OptionError: if an option is out of its range.
@@ -80,6 +82,7 @@ class ZOEngine:
         activation_bytes: int = 256 << 20,
         scratch: Path | str | None = None,
         write_back_every: int | Literal["auto"] | None = "auto",
+        keep_noise: bool | None = None,
     ) -> None:
         if batches_per_sweep < 1:
             raise OptionError(
@@ -110,7 +113,8 @@ class ZOEngine:
         )
         self._source = source or self._arranged_source(scratch, write_back_every)
         self._scheduler = (scheduler or SerialScheduler)(self._source, self._device)
-        keep_noise = self.arrangement is None or self.arrangement.keep_noise
+        if keep_noise is None:
+            keep_noise = self.arrangement is None or self.arrangement.keep_noise
         self._workspace = Workspace(model.layouts, self._device, self._noise, keep_noise=keep_noise)
         on_cpu = self._device.torch_device.type == "cpu"  # elsewhere one host thread issues the work of all
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb") if on_cpu else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import accumulate
 
 import torch
 
@@ -13,6 +14,12 @@ from zo2core.types import BlockLayout
 
 READERS = 4  # threads; one buffered reader does not reach a disk's rate
 CHUNK = 4 << 20  # bytes read at a time, so that all threads work on the segment that is needed first
+
+
+def portions(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Cut memory into pieces, one after the other."""
+    ends = list(accumulate(sizes))
+    return [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 class Loading:

@@ -10,7 +10,7 @@ import torch
 from zo2core.checkpoint import Scratch, whole_pages
 from zo2core.errors import ClosedError
 from zo2core.protocols import TensorReader
-from zo2core.sources.loader import Loading, SegmentLoader
+from zo2core.sources.loader import Loading, SegmentLoader, portions
 from zo2core.sources.writeback import WriteBack
 from zo2core.types import BlockLayout, Bucket
 
@@ -44,7 +44,7 @@ class PinnedSource:
         self._layouts = tuple(layouts)
         self._write_back = WriteBack(scratch, write_back_every)
         sizes = [whole_pages(layout.nbytes) for layout in self._layouts]
-        self._pages = list(host_memory(sum(sizes)).split(sizes))
+        self._pages = portions(host_memory(sum(sizes)), sizes)
         self._buckets: list[Bucket] = []
         for index, layout in enumerate(self._layouts):
             data = self._pages[index][: layout.nbytes]

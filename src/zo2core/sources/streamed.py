@@ -16,7 +16,7 @@ import torch
 from zo2core.checkpoint import Scratch, whole_pages
 from zo2core.errors import ClosedError, OptionError
 from zo2core.protocols import TensorReader
-from zo2core.sources.loader import Loading, SegmentLoader
+from zo2core.sources.loader import Loading, SegmentLoader, portions
 from zo2core.sources.writeback import WriteBack
 from zo2core.types import BlockLayout, Bucket
 
@@ -76,7 +76,8 @@ class StreamedSource:
         sizes = [whole_pages(layout.nbytes) for layout in self._layouts if layout.resident]
         largest = max((whole_pages(self._layouts[index].nbytes) for index in self._blocks), default=0)
         count = min(buckets, len(self._blocks))
-        memory = iter(host_memory(sum(sizes) + count * largest).split([*sizes, *[largest] * count]))
+        sizes += [largest] * count
+        memory = iter(portions(host_memory(sum(sizes)), sizes))
         self._resident = {index: _Slot(next(memory)) for index, layout in enumerate(self._layouts) if layout.resident}
         self._ring = [_Slot(pages) for pages in memory]
         self._at = 0  # position among the blocks of the one acquired last
