@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -14,20 +15,16 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from zo2adapters.checkpoint import open_checkpoint, resolve_directory
+from zo2adapters.convert import convert
 from zo2adapters.data import pad_token_id, read_dataset
 from zo2adapters.demo import run_demo
 from zo2adapters.hf import HFBlockModel
-from zo2adapters.trainer import (
-    Batching,
-    DtypeName,
-    Trainer,
-    TrainOptions,
-    evaluate_dataset,
-    load_tokenizer,
-    perplexity,
-)
+from zo2adapters.options import Batching, DtypeName, RunOptions, TrainOptions
+from zo2adapters.plan import plan
+from zo2adapters.run import JOURNAL, METRICS, RunDirectory
+from zo2adapters.trainer import Trainer, evaluate_dataset, load_tokenizer, perplexity
 from zo2adapters.verify import verify
-from zo2core import Journal, JournalError, ZO2Error, ZOEngine
+from zo2core import Journal, JournalError, OptionError, ZO2Error, ZOEngine
 from zo2core.checkpoint import require_unused
 
 
@@ -51,47 +48,106 @@ class Demo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TrainOptions):
+class Train(RunOptions):
     """Fine-tune all parameters of a checkpoint with zeroth-order steps, one block at a time."""
+
+    model: str | None = None
+    """Model directory with safetensors weights, or a hub id."""
+    data: Path | None = None
+    """JSONL file; each row has text, or prompt and completion (loss on the completion only), or messages."""
+    output: Path | None = None
+    """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. Must not exist or be empty."""
+    resume: Path | None = None
+    """Directory of a run to go on with, exactly as if it had not been interrupted; takes no other options."""
+
+    def options(self) -> TrainOptions:
+        """The run's options: those given, or those of the run to resume.
+
+        Raises:
+            OptionError: if some are missing, or given beside ``resume``.
+        """
+        if self.resume is not None:
+            if replace(self, resume=None) != Train():
+                raise OptionError(
+                    "resume",
+                    found="other options beside it",
+                    expected="none",
+                    remedy="a run keeps what it began with",
+                )
+            return RunDirectory.options(self.resume)
+        if self.model is None or self.data is None or self.output is None:
+            missing = [name for name in ("model", "data", "output") if getattr(self, name) is None]
+            raise OptionError(
+                f"--{missing[0]}", found="nothing", expected="a value, or --resume DIR", remedy="see zo2 train --help"
+            )
+        return TrainOptions(**{each.name: getattr(self, each.name) for each in fields(TrainOptions)})
 
     def run(self) -> None:
         """Train and say where the result is."""
-        with Trainer(self) as trainer:
+        options = self.options()
+        with Trainer(options, resume=self.resume is not None) as trainer:
             if trainer.truncated:
                 print(f"{trainer.truncated} rows were cut to the sequence length", file=sys.stderr)
+            print(trainer.storage(), file=sys.stderr)
             try:
                 exported = trainer.run()
             except KeyboardInterrupt:
-                journal = self.output / "journal.jsonl"
                 print(
-                    f"\nstopped after {trainer.engine.version} steps; to get the model of this moment:\n"
-                    f"  zo2 export --model {self.model} --dtype {self.dtype} --journal {journal} --output DIR",
+                    f"\nstopped after {trainer.engine.version} steps; to go on, or to get the model of this moment:\n"
+                    f"  zo2 train --resume {options.output}\n"
+                    f"  zo2 export --run {options.output} --output DIR",
                     file=sys.stderr,
                 )
                 raise
-        print(f"model: {exported}\nmetrics: {self.output / 'metrics.jsonl'}\njournal: {self.output / 'journal.jsonl'}")
+        print(f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: {options.output / JOURNAL}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _AtJournal:
-    model: str
+class _AtStep:
+    model: str | None = None
     """Base model directory with safetensors weights, or a hub id."""
     journal: Path | None = None
     """Journal of a run on that base: the weights are those after its last step. Without one: the base itself."""
+    run_directory: Annotated[Path | None, tyro.conf.arg(name="run")] = None
+    """Directory of a run: its base, dtype and journal."""
+    at: int | None = None
+    """Step of the journal to stop after; by default its last."""
     dtype: DtypeName = "auto"
     """Of the weights; with a journal, the one the run was made with."""
 
+    def resolved(self) -> _AtStep:
+        """The same with base, dtype and journal of the run filled in.
+
+        Raises:
+            OptionError: if neither or both are named.
+        """
+        if (self.model is None) == (self.run_directory is None) or (self.run_directory and self.journal):
+            raise OptionError(
+                "--model", found="neither or both", expected="either --model or --run", remedy="name one of the two"
+            )
+        if self.run_directory is None:
+            return self
+        options = RunDirectory.options(self.run_directory)
+        return replace(
+            self, model=options.model, dtype=options.dtype, journal=self.run_directory / JOURNAL, run_directory=None
+        )
+
+    def base(self) -> Path:
+        """The base model's directory."""
+        assert self.model is not None, "resolved"
+        return resolve_directory(self.model)
+
     def engine(self, model: HFBlockModel) -> ZOEngine:
-        """An engine at the journal's last step."""
+        """An engine at the step."""
         journal = Journal(self.journal)
         if self.journal is not None and journal.header is None:
             raise JournalError(self.journal, found="no journal", expected="a run's journal.jsonl", remedy="check the path")
-        return ZOEngine(model, None, journal=journal)
+        return ZOEngine(model, None, journal=journal if self.at is None else journal.until(self.at))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate(_AtJournal):
-    """Evaluate a model, or a base and a journal, on a JSONL file."""
+class Evaluate(_AtStep):
+    """Evaluate a model, or a run at any of its steps, on a JSONL file."""
 
     data: Path
     """JSONL file, as for training."""
@@ -99,10 +155,11 @@ class Evaluate(_AtJournal):
 
     def run(self) -> None:
         """Print loss and perplexity."""
-        tokenizer = load_tokenizer(resolve_directory(self.model))
-        model = open_checkpoint(self.model, dtype=self.dtype)
+        at = self.resolved()
+        tokenizer = load_tokenizer(at.base())
+        model = open_checkpoint(at.base(), dtype=at.dtype)
         dataset = read_dataset(self.data, tokenizer, sequence_length=self.batching.length_for(model))
-        with self.engine(model) as engine, tqdm(total=len(dataset), unit="row", file=sys.stderr) as bar:
+        with at.engine(model) as engine, tqdm(total=len(dataset), unit="row", file=sys.stderr) as bar:
             result = evaluate_dataset(
                 engine, dataset, batch_size=self.batching.batch_size, pad=pad_token_id(tokenizer), progress=bar.update
             )
@@ -112,8 +169,8 @@ class Evaluate(_AtJournal):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export(_AtJournal):
-    """Write the model that a base and a journal make, in the Hugging Face layout."""
+class Export(_AtStep):
+    """Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout."""
 
     output: Path
     """Directory to write; must not exist or be empty."""
@@ -121,9 +178,70 @@ class Export(_AtJournal):
     def run(self) -> None:
         """Replay and write."""
         require_unused(self.output)
-        with self.engine(open_checkpoint(self.model, dtype=self.dtype)) as engine:
+        at = self.resolved()
+        with at.engine(open_checkpoint(at.base(), dtype=at.dtype)) as engine:
             engine.export(self.output)
             print(f"{self.output}: the model after {engine.version} steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowJournal:
+    """Print what happened in a run, step by step."""
+
+    run_directory: tyro.conf.Positional[Path]
+    """Directory of the run."""
+    last: int | None = None
+    """Show so many steps only, the last ones."""
+
+    def run(self) -> None:
+        """Print header and steps."""
+        path = self.run_directory / JOURNAL
+        journal = Journal(path)
+        if journal.header is None:
+            raise JournalError(path, found="no journal", expected="a run's directory", remedy="check the path")
+        for key, value in journal.header.items():
+            print(f"{key:12s} {json.dumps(value)}")
+        updates = journal.updates[-self.last :] if self.last else journal.updates
+        print(f"{len(journal.updates)} steps\n{'step':>8s} {'loss':>12s} {'projected grad':>16s} {'lr':>10s}  seeds")
+        for update in updates:
+            grads = " ".join(f"{grad:16.6g}" for grad in update.projected_grads)
+            seeds = " ".join(str(seed) for seed in update.seeds)
+            print(f"{update.step:8d} {update.losses[0]:12.6f} {grads} {update.lr:10.3g}  {seeds}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Say what a run would take in memory, disk and time, without loading anything."""
+
+    model: str
+    """Model directory with safetensors weights, or a hub id."""
+    dtype: DtypeName = "auto"
+    """Of the weights; auto is the checkpoint's own."""
+    memory: str = "auto"
+    """Host memory the process may have in all, such as 6GiB; auto takes what is free."""
+    scratch: Path = Path()
+    """A directory on the disk that the run would be on."""
+    batching: Batching = field(default_factory=Batching)
+
+    def run(self) -> None:
+        """Print the table."""
+        model = open_checkpoint(resolve_directory(self.model), dtype=self.dtype)
+        tokens = self.batching.length_for(model)
+        print(plan(model, memory=self.memory, rows=self.batching.batch_size, tokens=tokens, scratch=self.scratch).table())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Turn pickled .bin shards into safetensors, one shard at a time; code in the pickles is not run."""
+
+    model: Path
+    """Model directory with pytorch_model*.bin."""
+    output: Path
+    """Directory to write; must not exist or be empty."""
+
+    def run(self) -> None:
+        """Convert."""
+        convert(self.model, self.output, report=print)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +293,9 @@ Command: TypeAlias = (
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[ShowJournal, tyro.conf.subcommand("journal")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[Convert, tyro.conf.subcommand("convert")]
 )
 
 
@@ -186,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    command: Demo | Train | Evaluate | Export | Verify = tyro.cli(
+    command: Demo | Train | Evaluate | Export | Verify | ShowJournal | Plan | Convert = tyro.cli(
         Command,
         prog="zo2",
         description="Zeroth-order fine-tuning of language models, block by block.",

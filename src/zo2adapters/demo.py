@@ -32,8 +32,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase,
 
 from zo2adapters.checkpoint import open_checkpoint
 from zo2adapters.data import collate, pad_token_id, read_dataset
+from zo2adapters.options import Batching, Optimization, TrainOptions
 from zo2adapters.schedules import Decay, LearningRate
-from zo2adapters.trainer import Batching, Optimization, Trainer, TrainOptions, load_tokenizer
+from zo2adapters.trainer import Trainer, load_tokenizer
 from zo2core import DataError, ZOEngine
 from zo2core.checkpoint import require_unused
 from zo2core.engine import labelled_tokens

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal, TypeAlias
+from typing import IO, Any
 
 import psutil
 from tqdm import tqdm
@@ -16,95 +16,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from zo2adapters.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.data import Dataset, collate, evaluation_batches, pad_token_id, read_dataset, training_batches
-from zo2adapters.hf import HFBlockModel
-from zo2adapters.schedules import Decay, LearningRate
-from zo2core import DataError, EvaluationResult, Journal, MeZOSGD, OptionError, StepResult, ZOEngine
+from zo2adapters.footprint import activation_bytes
+from zo2adapters.options import TrainOptions
+from zo2adapters.run import JOURNAL, METRICS, MODEL, RunDirectory
+from zo2core import DataError, EvaluationResult, Journal, OptionError, StepResult, ZOEngine
 from zo2core.checkpoint import require_unused
 from zo2core.types import Batch
-
-DEFAULT_LENGTH = 1024  # tokens, where the model takes as many
-
-DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimization:
-    """How the weights are moved."""
-
-    lr: float = 1e-6
-    """Peak learning rate. MeZO's range for full fine-tuning of OPT is 1e-7 to 1e-6; small models take more."""
-    zo_eps: float = 1e-3
-    """Perturbation scale: evaluations are made at the weights plus and minus zo_eps times a random direction."""
-    weight_decay: float = 0.0
-    """Weight decay of MeZO's update; biases and layer norms do not decay."""
-    perturb_in_place: bool = True
-    """MeZO's arithmetic bit for bit. Off: evaluations start from the weights and leave no rounding behind."""
-    decay: Decay = Decay.CONSTANT
-    """How the learning rate falls after the warm-up."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly."""
-
-    def estimator(self, steps: int) -> MeZOSGD:
-        """The estimator of a run of so many steps.
-
-        Raises:
-            OptionError: if a number is out of its range.
-        """
-        MeZOSGD(lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay)  # refuses a bad peak before it is scheduled
-        lr = LearningRate(peak=self.lr, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
-        return MeZOSGD(lr=lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=self.perturb_in_place)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batching:
-    """How rows become batches."""
-
-    batch_size: int = 16
-    """Rows a batch."""
-    sequence_length: int | None = None
-    """Longest row in tokens; longer ones are cut at the end. By default 1024, or what the model takes if that is less."""
-
-    def length_for(self, model: HFBlockModel) -> int:
-        """The longest row for a model.
-
-        Raises:
-            OptionError: if more was asked for than the model takes.
-        """
-        longest = getattr(model.config, "max_position_embeddings", None)
-        if self.sequence_length is None:
-            return min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)
-        if longest is not None and self.sequence_length > longest:
-            raise OptionError(
-                "sequence_length",
-                found=repr(self.sequence_length),
-                expected=f"at most {longest}, the longest sequence the model takes",
-                remedy="choose a shorter length",
-            )
-        return self.sequence_length
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """A fine-tuning run."""
-
-    model: str
-    """Model directory with safetensors weights, or a hub id."""
-    data: Path
-    """JSONL file; each row has text, or prompt and completion (loss on the completion only), or messages."""
-    output: Path
-    """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. Must not exist or be empty."""
-    evaluation: Path | None = None
-    """JSONL file to evaluate on, before the first step and after the last."""
-    evaluate_every: int | None = None
-    """Also evaluate every so many steps."""
-    steps: int = 1000
-    """Zeroth-order steps, each two forwards of one batch."""
-    seed: int = 0
-    """Of the order of rows and of the directions."""
-    dtype: DtypeName = "auto"
-    """Of the weights; auto is the checkpoint's own."""
-    optimization: Optimization = field(default_factory=Optimization)
-    batching: Batching = field(default_factory=Batching)
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -131,36 +48,69 @@ class Trainer:
 
     Args:
         options: Of the run.
+        resume: The run is in ``options.output`` already; it goes on where its journal ends.
         quiet: No progress bar.
 
     Raises:
-        ZO2Error: of the kind that fits, for whatever of the options cannot be used; the output directory is not created.
+        ZO2Error: of the kind that fits, for whatever of the options cannot be used; a new output directory is not left.
     """
 
-    def __init__(self, options: TrainOptions, *, quiet: bool = False) -> None:
+    def __init__(self, options: TrainOptions, *, resume: bool = False, quiet: bool = False) -> None:
         _require_at_least("steps", options.steps, 1)
         if options.evaluate_every is not None:
             _require_at_least("evaluate_every", options.evaluate_every, 1)
-        require_unused(options.output)
+        if not resume:
+            require_unused(options.output)
         self.options = options
         self._quiet = quiet
         estimator = options.optimization.estimator(options.steps)
         directory = resolve_directory(options.model)
         model = open_checkpoint(directory, dtype=options.dtype)
         tokenizer = load_tokenizer(directory)
-        length = options.batching.length_for(model)
+        batching = options.batching
+        length = batching.length_for(model)
         self._pad = pad_token_id(tokenizer)
         self._data = read_dataset(options.data, tokenizer, sequence_length=length)
         self._evaluation = (
             None if options.evaluation is None else read_dataset(options.evaluation, tokenizer, sequence_length=length)
         )
-        self._rows = training_batches(self._data, batch_size=options.batching.batch_size, seed=options.seed)
-        self.engine = ZOEngine(model, estimator, journal=Journal(options.output / "journal.jsonl"), seed=options.seed)
+        training_batches(self._data, batch_size=batching.batch_size, seed=options.seed)  # refuses a bad batch size
+        longest = max(len(row.input_ids) for row in [*self._data, *(self._evaluation or ())])
+        storage = options.storage
+        self._run = RunDirectory(options, resume=resume)
+        try:
+            self.engine = ZOEngine(
+                model,
+                estimator,
+                journal=Journal(options.output / JOURNAL),
+                seed=options.seed,
+                memory=storage.memory,
+                activation_bytes=activation_bytes(model.config, batching.batch_size, longest),
+                scratch=options.output,
+                write_back_every=None if storage.write_back_every == "never" else storage.write_back_every,
+                snapshot_every=storage.snapshot_every,
+            )
+        except BaseException:
+            if resume:
+                self._run.close()
+            else:
+                self._run.remove()
+            raise
 
     @property
     def truncated(self) -> int:
         """Training rows that were cut to the sequence length."""
         return self._data.truncated
+
+    def storage(self) -> str:
+        """Where the weights live, in words."""
+        arrangement, every = self.engine.arrangement, self.engine.write_back_every
+        assert arrangement is not None, "the engine chose its source"
+        where = (
+            "all blocks in memory" if arrangement.buckets is None else f"{arrangement.buckets} blocks in memory at a time"
+        )
+        written = "never written back" if every is None else f"written back every {every} steps"
+        return f"{where}, {written}; about {arrangement.nbytes / 2**30:.1f} of {arrangement.budget / 2**30:.1f} GiB"
 
     def run(self) -> Path:
         """Train, evaluate and export.
@@ -168,29 +118,45 @@ class Trainer:
         Returns:
             The exported model's directory.
         """
-        options = self.options
+        options, engine = self.options, self.engine
+        rows = training_batches(
+            self._data, batch_size=options.batching.batch_size, seed=options.seed, first_step=engine.version
+        )
+        evaluated = {row["step"] for row in self._run.metrics(engine.journal.updates) if "evaluation_loss" in row}
         with (
-            (options.output / "metrics.jsonl").open("w") as metrics,
-            tqdm(total=options.steps, unit="step", disable=self._quiet, file=sys.stderr, dynamic_ncols=True) as bar,
+            (options.output / METRICS).open("a") as metrics,
+            tqdm(
+                total=options.steps,
+                initial=engine.version,
+                unit="step",
+                disable=self._quiet,
+                file=sys.stderr,
+                dynamic_ncols=True,
+            ) as bar,
         ):
-            self._evaluate(metrics, bar)
-            for step in range(options.steps):
-                batch = collate(next(self._rows), pad_token_id=self._pad)
-                result = self.engine.step(batch)
+            while True:
+                if self._evaluation is not None and self._is_due(engine.version) and engine.version not in evaluated:
+                    self._evaluate(self._evaluation, metrics, bar)
+                if engine.version >= options.steps:
+                    break
+                batch = collate(next(rows), pad_token_id=self._pad)
+                result = engine.step(batch)
                 record = step_record(result, batch)
                 _write(metrics, record)
                 speed, memory = record["tokens_per_second"], record["rss_bytes"] / 1e9
                 bar.set_postfix_str(f"loss {result.loss:.4f}, {speed:.0f} tokens/s, {memory:.2f} GB", refresh=False)
                 bar.update()
-                every = options.evaluate_every
-                if step + 1 == options.steps or (every is not None and (step + 1) % every == 0):
-                    self._evaluate(metrics, bar)
-        self.engine.export(options.output / "model")
-        return options.output / "model"
+        exported = options.output / MODEL
+        if not exported.exists():
+            for left in options.output.glob(f".{MODEL}.partial-*"):  # of an export that was killed
+                shutil.rmtree(left)
+            engine.export(exported)
+        return exported
 
     def close(self) -> None:
-        """Close the engine. May be called twice."""
+        """Close the engine and let go of the directory. May be called twice."""
         self.engine.close()
+        self._run.close()
 
     def __enter__(self) -> Trainer:
         return self
@@ -198,10 +164,12 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _evaluate(self, metrics: IO[str], bar: tqdm[Any]) -> None:
-        if self._evaluation is None:
-            return
-        result = evaluate_dataset(self.engine, self._evaluation, batch_size=self.options.batching.batch_size, pad=self._pad)
+    def _is_due(self, version: int) -> bool:
+        every = self.options.evaluate_every
+        return version in (0, self.options.steps) or (every is not None and version % every == 0)
+
+    def _evaluate(self, dataset: Dataset, metrics: IO[str], bar: tqdm[Any]) -> None:
+        result = evaluate_dataset(self.engine, dataset, batch_size=self.options.batching.batch_size, pad=self._pad)
         _write(metrics, {"step": self.engine.version, "evaluation_loss": result.loss, "evaluation_seconds": result.seconds})
         bar.write(f"step {self.engine.version}: evaluation loss {result.loss:.4f}", file=sys.stderr)
 

@@ -54,6 +54,7 @@ class ZOEngine:
             goes on from; without it blocks are never written, and a resumed run replays the whole journal.
         write_back_every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" weighs the
             measured speeds of noise and disk; None never writes.
+        snapshot_every: No segment on disk is ever further behind than this: it bounds what a resumed run has to replay.
         keep_noise: Hold a segment's z from one evaluation to the next, in as much memory as its weights; False draws it
             again. By default it is kept if that fits into ``memory``.
 
@@ -82,6 +83,7 @@ class ZOEngine:
         activation_bytes: int = 256 << 20,
         scratch: Path | str | None = None,
         write_back_every: int | Literal["auto"] | None = "auto",
+        snapshot_every: int | None = None,
         keep_noise: bool | None = None,
     ) -> None:
         if batches_per_sweep < 1:
@@ -111,7 +113,7 @@ class ZOEngine:
                 "estimator": None if estimator is None else estimator.options,
             }
         )
-        self._source = source or self._arranged_source(scratch, write_back_every)
+        self._source = source or self._arranged_source(scratch, write_back_every, snapshot_every)
         self._scheduler = (scheduler or SerialScheduler)(self._source, self._device)
         if keep_noise is None:
             keep_noise = self.arrangement is None or self.arrangement.keep_noise
@@ -280,15 +282,18 @@ class ZOEngine:
             perturb_in_place=self._estimator is None or self._estimator.perturb_in_place,
         )
 
-    def _arranged_source(self, directory: Path | str | None, write_back_every: int | Literal["auto"] | None) -> BlockSource:
+    def _arranged_source(
+        self, directory: Path | str | None, every: int | Literal["auto"] | None, snapshot_every: int | None
+    ) -> BlockSource:
         assert self.arrangement is not None
         layouts = self._model.layouts
         scratch = None if directory is None else Scratch(Path(directory), layouts, self._journal.chain)
-        if scratch is not None and write_back_every == "auto":
+        if scratch is not None and every == "auto":
             replay = replay_seconds(self._noise, layouts)
-            write = sum(layout.nbytes for layout in layouts) / write_bytes_per_second(Path(scratch.directory))
-            write_back_every = write_back_interval(replay, write, resident=self.arrangement.buckets is None)
-        self.write_back_every = None if write_back_every == "auto" else write_back_every
+            write = sum(layout.nbytes for layout in layouts) / write_bytes_per_second(scratch.directory)
+            every = write_back_interval(replay, write, resident=self.arrangement.buckets is None)
+        limits = [limit for limit in (every, snapshot_every) if isinstance(limit, int)]
+        self.write_back_every = min(limits, default=None)
         return self.arrangement.source(
             self._model.weights,
             layouts,

@@ -1,0 +1,149 @@
+"""Options of a fine-tuning run, and how they are kept in its directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from zo2adapters.hf import HFBlockModel
+from zo2adapters.schedules import Decay, LearningRate
+from zo2core import MeZOSGD, OptionError
+
+DEFAULT_LENGTH = 1024  # tokens, where the model takes as many
+
+DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization:
+    """How the weights are moved."""
+
+    lr: float = 1e-6
+    """Peak learning rate. MeZO's range for full fine-tuning of OPT is 1e-7 to 1e-6; small models take more."""
+    zo_eps: float = 1e-3
+    """Perturbation scale: evaluations are made at the weights plus and minus zo_eps times a random direction."""
+    weight_decay: float = 0.0
+    """Weight decay of MeZO's update; biases and layer norms do not decay."""
+    perturb_in_place: bool = True
+    """MeZO's arithmetic bit for bit. Off: evaluations start from the weights and leave no rounding behind."""
+    decay: Decay = Decay.CONSTANT
+    """How the learning rate falls after the warm-up."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly."""
+
+    def estimator(self, steps: int) -> MeZOSGD:
+        """The estimator of a run of so many steps.
+
+        Raises:
+            OptionError: if a number is out of its range.
+        """
+        MeZOSGD(lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay)  # refuses a bad peak before it is scheduled
+        lr = LearningRate(peak=self.lr, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
+        return MeZOSGD(lr=lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=self.perturb_in_place)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batching:
+    """How rows become batches."""
+
+    batch_size: int = 16
+    """Rows a batch."""
+    sequence_length: int | None = None
+    """Longest row in tokens; longer ones are cut at the end. By default 1024, or what the model takes if that is less."""
+
+    def length_for(self, model: HFBlockModel) -> int:
+        """The longest row for a model.
+
+        Raises:
+            OptionError: if more was asked for than the model takes.
+        """
+        longest = getattr(model.config, "max_position_embeddings", None)
+        if self.sequence_length is None:
+            return min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)
+        if longest is not None and self.sequence_length > longest:
+            raise OptionError(
+                "sequence_length",
+                found=repr(self.sequence_length),
+                expected=f"at most {longest}, the longest sequence the model takes",
+                remedy="choose a shorter length",
+            )
+        return self.sequence_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Where the weights live."""
+
+    memory: str = "auto"
+    """Host memory the process may have in all, such as 6GiB; auto takes what is free. Blocks stream from disk if need be."""
+    write_back_every: int | Literal["auto", "never"] = "auto"
+    """A block is written to the run's scratch file once it is this many steps ahead of its bytes on disk; in between it is
+    replayed. auto weighs the measured speeds of noise and disk."""
+    snapshot_every: int | None = None
+    """No block on disk is ever further behind than this, so that a resumed run has at most so many steps to replay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a fine-tuning run can be told, apart from what it needs."""
+
+    evaluation: Path | None = None
+    """JSONL file to evaluate on, before the first step and after the last."""
+    evaluate_every: int | None = None
+    """Also evaluate every so many steps."""
+    steps: int = 1000
+    """Zeroth-order steps, each two forwards of one batch."""
+    seed: int = 0
+    """Of the order of rows and of the directions."""
+    dtype: DtypeName = "auto"
+    """Of the weights; auto is the checkpoint's own."""
+    optimization: Optimization = field(default_factory=Optimization)
+    batching: Batching = field(default_factory=Batching)
+    storage: Storage = field(default_factory=Storage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(RunOptions):
+    """A fine-tuning run."""
+
+    model: str
+    """Model directory with safetensors weights, or a hub id."""
+    data: Path
+    """JSONL file; each row has text, or prompt and completion (loss on the completion only), or messages."""
+    output: Path
+    """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. Must not exist or be empty."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; the run's own directory is left out, other paths are made absolute."""
+        values = dataclasses.asdict(self)
+        del values["output"]
+        if Path(self.model).is_dir():
+            values["model"] = str(Path(self.model).resolve())
+        for key in ("data", "evaluation"):
+            values[key] = None if values[key] is None else str(Path(values[key]).resolve())
+        return dict(json.loads(json.dumps(values, default=lambda value: value.value if isinstance(value, Enum) else value)))
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], output: Path) -> TrainOptions:
+        """Undo ``to_json``.
+
+        Raises:
+            OptionError, TypeError, ValueError, KeyError: if the values are not those of a run.
+        """
+        values = dict(values)
+        optimization = dict(values.pop("optimization"))
+        optimization["decay"] = Decay(optimization["decay"])
+        evaluation = values.pop("evaluation")
+        return cls(
+            output=output,
+            data=Path(values.pop("data")),
+            evaluation=None if evaluation is None else Path(evaluation),
+            optimization=Optimization(**optimization),
+            batching=Batching(**values.pop("batching")),
+            storage=Storage(**values.pop("storage")),
+            **values,
+        )

@@ -1,0 +1,166 @@
+"""What a run would take: host memory by part, disk, bytes moved and seconds a step, from headers and quick probes."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from zo2adapters.footprint import activation_bytes
+from zo2adapters.hf import HFBlockModel
+from zo2core import SequentialNoise
+from zo2core.arrangement import Arrangement, arrange
+from zo2core.probes import replay_seconds, write_back_interval, write_bytes_per_second
+from zo2core.sources.loader import CHUNK, READERS
+from zo2core.sources.streamed import READ_AHEAD
+from zo2core.types import ParameterSpec
+
+_PROBED = 48  # chunks read by the disk probe
+_ROUNDS = 3  # the best counts
+_PASSING = 1 + READ_AHEAD  # buckets that do not come to keep blocks from sweep to sweep
+
+# Note: Updates. Beside the replay, which one thread does, a second one draws and perturbs for the first evaluation; the walk
+# to the second one is shared. Measured on steps of OPT-125m and OPT-1.3B, that takes this share of a replay more.
+_WALK = 0.25
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run as it is expected to be."""
+
+    arrangement: Arrangement
+    model_bytes: int
+    write_back_every: int
+    scratch_bytes: int  # on disk, once everything was written back
+    read_bytes: int  # a step
+    written_bytes: int  # a step, on average
+    forward_seconds: float  # of a step's two forwards
+    update_seconds: float  # noise and arithmetic of a step
+    disk_seconds: float  # beside the other two
+
+    @property
+    def seconds(self) -> float:
+        """Expected seconds a step."""
+        return max(self.forward_seconds + self.update_seconds, self.disk_seconds)
+
+    def table(self) -> str:
+        """For people."""
+        buckets = self.arrangement.buckets
+        where = "all in memory" if buckets is None else f"streamed from disk through {buckets} buckets"
+        rows = [
+            ("blocks", where),
+            ("written back", f"every {self.write_back_every} steps"),
+            ("scratch on disk, at most", f"{self.scratch_bytes / 1e9:.2f} GB"),
+            ("read a step", f"{self.read_bytes / 1e9:.2f} GB"),
+            ("written a step", f"{self.written_bytes / 1e9:.2f} GB"),
+            ("two forwards", f"{self.forward_seconds:.2f} s"),
+            ("noise and arithmetic", f"{self.update_seconds:.2f} s"),
+            ("disk, beside them", f"{self.disk_seconds:.2f} s"),
+            ("expected a step", f"{self.seconds:.2f} s"),
+        ]
+        lines = [f"{name:26s} {value}" for name, value in rows]
+        return "\n".join(["host memory", self.arrangement.table(), "", *lines])
+
+
+def plan(model: HFBlockModel, *, memory: int | str = "auto", rows: int, tokens: int, scratch: Path) -> Plan:
+    """Plan a run of exact MeZO on the CPU. Nothing is loaded; the probes take a few seconds.
+
+    Args:
+        model: From ``open_checkpoint``.
+        memory: Host memory the process may have in all.
+        rows: Of a batch.
+        tokens: Of a row.
+        scratch: A directory on the disk to write back to.
+
+    Raises:
+        MemoryBudgetError: if no arrangement fits.
+        ScratchError: if the directory cannot be written to.
+        CheckpointError: if the checkpoint cannot be read.
+    """
+    layouts = model.layouts
+    activations = activation_bytes(model.config, rows, tokens)
+    arrangement = arrange(layouts, memory=memory, activation_bytes=activations)
+    model_bytes = sum(layout.nbytes for layout in layouts)
+    block_bytes = sum(layout.nbytes for layout in layouts if not layout.resident)
+    replay = replay_seconds(SequentialNoise(layouts), layouts)
+    write_rate = write_bytes_per_second(scratch)
+    streamed = arrangement.buckets is not None
+    every = write_back_interval(replay, model_bytes / write_rate, resident=not streamed)
+    read = written = 0
+    disk_seconds = 0.0
+    if arrangement.buckets is not None:
+        blocks = sum(not layout.resident for layout in layouts)
+        kept = max(arrangement.buckets - _PASSING, 0)
+        read = block_bytes * (blocks - kept) // blocks
+        written = model_bytes // every
+        disk_seconds = read / read_bytes_per_second(model) + written / write_rate
+    lag = (every + 1) / 2 if streamed else 1.0
+    draws = _WALK if arrangement.keep_noise else 1.0
+    return Plan(
+        arrangement=arrangement,
+        model_bytes=model_bytes,
+        write_back_every=every,
+        scratch_bytes=model_bytes + max(layout.nbytes for layout in layouts),
+        read_bytes=read,
+        written_bytes=written,
+        forward_seconds=2 * forward_seconds(model, rows * tokens),
+        update_seconds=replay * (lag + draws),
+        disk_seconds=disk_seconds,
+    )
+
+
+def forward_seconds(model: HFBlockModel, tokens: int) -> float:
+    """Seconds of one forward, from the rate of one of its own matrix products; attention scores are left out."""
+    block = next(layout for layout in model.layouts if not layout.resident)
+    matrix = max(block.parameters, key=lambda spec: spec.numel)
+    rate = _matmul_rate(matrix, tokens)
+    blocks = sum(spec.numel for layout in model.layouts if not layout.resident for spec in layout.parameters)
+    head = model.layouts[-1]
+    heads = sum(spec.numel for spec in (*head.parameters, *head.borrowed) if len(spec.shape) > 1)
+    return 2.0 * tokens * (blocks + heads) / rate
+
+
+def _matmul_rate(matrix: ParameterSpec, tokens: int) -> float:
+    """Floating-point operations a second of (tokens, in) x (in, out) in the matrix's dtype."""
+    rows, columns = matrix.shape[-2:]
+    inputs = torch.zeros(tokens, columns, dtype=matrix.dtype)
+    # Several, so that a weight comes from memory, as it does in a model, and not from the cache.
+    weights = [torch.zeros(rows, columns, dtype=matrix.dtype) for _ in range(3)]
+    with torch.inference_mode():
+        best = float("inf")
+        for _ in range(_ROUNDS):
+            began = time.perf_counter()
+            for weight in weights:
+                torch.nn.functional.linear(inputs, weight)
+            best = min(best, time.perf_counter() - began)
+    return 2.0 * tokens * rows * columns * len(weights) / best
+
+
+def read_bytes_per_second(model: HFBlockModel) -> float:
+    """Rate at which blocks come from the checkpoint, read as a source reads them.
+
+    Raises:
+        CheckpointError: if they cannot be read.
+    """
+    specs = [spec for layout in model.layouts if not layout.resident for spec in layout.parameters]
+    chunks: list[tuple[ParameterSpec, int]] = []
+    for spec in sorted(specs, key=lambda spec: -spec.numel):
+        step = CHUNK // spec.dtype.itemsize
+        chunks += [(spec, start) for start in range(0, spec.numel - step + 1, step)]
+        if len(chunks) >= _PROBED:
+            break
+    chunks = chunks[:_PROBED]
+    if not chunks:
+        return float("inf")  # smaller than one chunk: read in no time
+
+    def read(spec: ParameterSpec, start: int) -> None:
+        model.weights.read_into(spec.name, torch.empty(CHUNK // spec.dtype.itemsize, dtype=spec.dtype), start)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        began = time.perf_counter()
+        for future in [pool.submit(read, *chunk) for chunk in chunks]:
+            future.result()
+        return len(chunks) * CHUNK / (time.perf_counter() - began)

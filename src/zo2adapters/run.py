@@ -1,0 +1,194 @@
+"""A run's directory: options, journal, metrics, scratch and lock; what a run is resumed from.
+
+options.json    how the run was begun, and checksums of its data files
+journal.jsonl   every step taken: the run itself
+metrics.jsonl   one row a step and one an evaluation, for people and plots
+scratch.*       blocks written back
+lock            held by the process that works here
+model/          the exported model, at the end
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from zo2adapters.options import TrainOptions
+from zo2core import DataError, OptionError, OutputError, Update, ZO2Error
+from zo2core.checkpoint import require_unused
+
+OPTIONS = "options.json"
+METRICS = "metrics.jsonl"
+JOURNAL = "journal.jsonl"
+MODEL = "model"
+
+
+class RunDirectory:
+    """A run's directory, held by this process until closed.
+
+    Args:
+        options: Of the run; it lives in ``options.output``.
+        resume: It is there already.
+
+    Raises:
+        OutputError: if another process holds it, a new one is in use, or it cannot be written.
+        DataError: if a resumed run's data files have changed.
+    """
+
+    def __init__(self, options: TrainOptions, *, resume: bool) -> None:
+        self.path = options.output
+        self._lock: int | None = None
+        if not resume:
+            require_unused(self.path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            raise OutputError(
+                self.path,
+                found="a run that another process works on",
+                expected="a directory of one's own",
+                remedy="wait until that process has ended, or choose another directory",
+            ) from error
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        try:
+            files = [path.resolve() for path in (options.data, options.evaluation) if path is not None]
+            checksums = {str(path): _checksum(path) for path in files}
+            if resume:
+                _require_same_data(checksums, json.loads((self.path / OPTIONS).read_bytes())["checksums"])
+            else:
+                record = {
+                    "options": options.to_json(),
+                    "checksums": checksums,
+                }
+                _replace(self.path / OPTIONS, json.dumps(record, indent=2) + "\n")
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    def options(path: Path) -> TrainOptions:
+        """How a run was begun.
+
+        Raises:
+            OptionError: if the directory is none of a run.
+        """
+        try:
+            values = json.loads((path / OPTIONS).read_bytes())
+            return TrainOptions.from_json(values["options"], path)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, ZO2Error) as error:
+            raise OptionError(
+                "resume",
+                found=f"{path}: {error if str(error) else type(error).__name__}",
+                expected=f"the directory of a run, with {OPTIONS} as it was written",
+                remedy="name the directory that was the run's --output",
+            ) from error
+
+    def metrics(self, updates: Sequence[Update]) -> list[dict[str, Any]]:
+        """Bring the metrics in line with the journal: drop what it does not know, make up what was not written any more.
+
+        Returns:
+            The rows that count.
+        """
+        rows: list[dict[str, Any]] = []
+        path = self.path / METRICS
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # torn
+            rows.append(row)
+        steps = {row["step"]: row for row in rows if "loss" in row}
+        evaluations = {row["step"]: row for row in rows if "evaluation_loss" in row}
+        kept: list[dict[str, Any]] = []
+        for step in range(len(updates) + 1):
+            kept += [evaluations[step]] if step in evaluations else []
+            if step < len(updates):
+                kept.append(steps.get(step) or _row_of(updates[step]))
+        if kept or path.exists():
+            _replace(path, "".join(json.dumps(row) + "\n" for row in kept))
+        return kept
+
+    def remove(self) -> None:
+        """Take back a directory in which nothing was done."""
+        self.close()
+        for name in (OPTIONS, JOURNAL, "lock", "scratch.bin", "scratch.jsonl"):
+            (self.path / name).unlink(missing_ok=True)
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
+
+    def close(self) -> None:
+        """Let go of the lock. May be called twice."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _row_of(update: Update) -> dict[str, Any]:
+    """What the journal knows of a step; speed and memory are lost."""
+    return {
+        "step": update.step,
+        "loss": update.losses[0],
+        "losses": list(update.losses),
+        "projected_grads": list(update.projected_grads),
+        "lr": update.lr,
+    }
+
+
+def _checksum(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(
+            path, found=error.strerror or str(error), expected="a readable file", remedy="check the path"
+        ) from error
+
+
+def _require_same_data(now: dict[str, str], then: dict[str, str]) -> None:
+    for path, checksum in now.items():
+        if then.get(path) != checksum:
+            raise DataError(
+                path,
+                found=f"another content (sha256 {checksum[:12]})",
+                expected=f"what the run was begun with (sha256 {str(then.get(path))[:12]})",
+                remedy="restore the file, or begin a new run",
+            )
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    try:
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> OutputError:
+    return OutputError(
+        path,
+        found=error.strerror or str(error),
+        expected="a directory that can be written",
+        remedy="free space or choose another directory",
+    )

@@ -1,0 +1,166 @@
+"""A run's directory: going on as if nothing had happened, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from models import WORDS, save_model, save_tokenizer, small_config
+from safetensors.torch import load_file, save_file
+
+from zo2adapters.cli import main
+from zo2adapters.options import Batching, Optimization, Storage, TrainOptions
+from zo2adapters.run import RunDirectory
+from zo2adapters.schedules import Decay
+from zo2adapters.trainer import Trainer
+from zo2core import DataError, JournalError, OutputError
+
+STEPS = 6
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> TrainOptions:
+    base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=3))
+    save_tokenizer(base)
+    rows = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:] for other in WORDS[8:]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return TrainOptions(
+        model=str(base),
+        data=tmp_path / "rows.jsonl",
+        evaluation=tmp_path / "rows.jsonl",
+        evaluate_every=2,
+        output=tmp_path / "run",
+        steps=STEPS,
+        seed=3,
+        optimization=Optimization(lr=1e-2, decay=Decay.LINEAR, warmup_steps=2),
+        batching=Batching(batch_size=3),
+        storage=Storage(write_back_every=2),
+    )
+
+
+def finish(options: TrainOptions, *, resume: bool = False) -> None:
+    with Trainer(options, resume=resume, quiet=True) as trainer:
+        trainer.run()
+
+
+def interrupt_after(options: TrainOptions, steps: int) -> None:
+    """Train for some steps and end as a killed process does: nothing is flushed, exported or closed in order."""
+    with Trainer(options, quiet=True) as trainer:
+        step, taken = trainer.engine.step, 0
+
+        def counted(batch: dict[str, torch.Tensor]) -> object:
+            nonlocal taken
+            if taken == steps:
+                raise KeyboardInterrupt
+            taken += 1
+            return step(batch)
+
+        trainer.engine.step = counted  # type: ignore[assignment, method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run()
+
+
+def outcome(run: Path) -> dict[str, object]:
+    """Everything of a run that does not measure time."""
+    timed = {"tokens_per_second", "seconds", "rss_bytes", "evaluation_seconds", "bytes_moved", "tokens"}
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "journal": (run / "journal.jsonl").read_bytes(),
+        "weights": (run / "model" / "model.safetensors").read_bytes(),
+        "metrics": [{key: value for key, value in row.items() if key not in timed} for row in rows],
+    }
+
+
+@pytest.mark.parametrize("steps", range(STEPS))
+def test_a_run_resumed_at_any_step_ends_as_the_undisturbed_one(options: TrainOptions, steps: int, tmp_path: Path) -> None:
+    finish(options)
+    expected = outcome(options.output)
+    shutil.rmtree(options.output)
+    interrupt_after(options, steps)
+    resumed = RunDirectory.options(options.output)
+    assert resumed == options
+    finish(resumed, resume=True)
+    assert outcome(options.output) == expected
+
+
+def test_the_command_resumes_and_exports_any_past_step(
+    options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupt_after(options, 4)
+    run = str(options.output)
+    main(["export", "--run", run, "--at", "2", "--output", str(tmp_path / "two")])
+    main(["train", "--resume", run])
+    main(["export", "--run", run, "--output", str(tmp_path / "last")])
+    main(["journal", run, "--last", "2"])
+    printed = capsys.readouterr().out
+    assert f"{STEPS} steps" in printed
+    assert printed.splitlines()[-1].split()[0] == str(STEPS - 1)
+    weights = "model.safetensors"
+    assert (tmp_path / "last" / weights).read_bytes() == (options.output / "model" / weights).read_bytes()
+    shutil.rmtree(options.output)
+    interrupt_after(options, 2)
+    main(["export", "--run", run, "--output", str(tmp_path / "two again")])
+    assert (tmp_path / "two" / weights).read_bytes() == (tmp_path / "two again" / weights).read_bytes()
+
+
+def test_two_processes_cannot_share_a_run(options: TrainOptions) -> None:
+    with Trainer(options, quiet=True), pytest.raises(OutputError, match="another process"):
+        Trainer(options, resume=True, quiet=True)
+
+
+def test_changed_data_is_refused(options: TrainOptions) -> None:
+    interrupt_after(options, 1)
+    with options.data.open("a") as file:
+        file.write('{"text": "the dog"}\n')
+    with pytest.raises(DataError, match="another content"):
+        Trainer(options, resume=True, quiet=True)
+
+
+def test_another_base_or_other_options_are_refused_with_the_difference(options: TrainOptions) -> None:
+    interrupt_after(options, 1)
+    other = replace(options, optimization=Optimization(lr=1e-2, zo_eps=0.5))
+    with pytest.raises(JournalError, match=r"estimator\.zo_eps 0\.001.*estimator\.zo_eps 0\.5"):
+        Trainer(other, resume=True, quiet=True)
+    weights = load_file(Path(options.model) / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, Path(options.model) / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(JournalError, match="base"):
+        Trainer(options, resume=True, quiet=True)
+
+
+def test_a_run_that_could_not_begin_leaves_nothing(options: TrainOptions) -> None:
+    tiny = replace(options, storage=Storage(memory="1MB"))
+    with pytest.raises(Exception, match="smallest arrangement"):
+        Trainer(tiny, quiet=True)
+    assert not options.output.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--resume", "nowhere"], "expected the directory of a run"),
+        (["train", "--resume", "nowhere", "--steps", "3"], "other options beside it"),
+        (["train", "--model", "m"], "--data: found nothing"),
+        (["export", "--output", "o"], "either --model or --run"),
+        (["journal", "nowhere"], "no journal"),
+    ],
+)
+def test_what_the_commands_cannot_do_they_say(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_exporting_a_step_that_was_not_taken_is_refused(options: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:
+    interrupt_after(options, 2)
+    with pytest.raises(SystemExit):
+        main(["export", "--run", str(options.output), "--at", "3", "--output", "unused"])
+    assert "found 2 steps; expected at least 3" in capsys.readouterr().err
