@@ -1,0 +1,106 @@
+"""Memory: what there is, what is needed, and what is said when it is not enough."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from zo2core import BlockLayout, MemoryBudgetError, OptionError, ParameterSpec, SegmentKind
+from zo2core.arrangement import arrange
+from zo2core.budget import free_memory, parse_size, resident_memory
+
+MiB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("6GiB", 6 * 2**30), ("500MB", 500_000_000), ("1.5 GiB", 3 * 2**29), ("7K", 7 * 1024), ("64", 64), (4096, 4096)],
+)
+def test_sizes(text: str | int, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "6 apples", "-1GB", "0", "GiB", "1e9", "6gib", 0])
+def test_what_is_no_size_is_refused(text: str | int) -> None:
+    with pytest.raises(OptionError, match="6GiB"):
+        parse_size(text)
+
+
+def group(directory: Path, names: tuple[str, str], limit: str, usage: int, stat: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / names[0]).write_text(limit)
+    (directory / names[1]).write_text(str(usage))
+    (directory / "memory.stat").write_text(stat)
+
+
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+V2 = ("memory.max", "memory.current")
+
+
+def test_the_tightest_limit_counts_and_page_cache_is_free(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory,other:/a/b\n0::/x\n")
+    top = tmp_path / "sys/fs/cgroup/memory"
+    group(top, V1, str(2**62), 0, "")
+    group(top / "a", V1, str(100 * MiB), 60 * MiB, f"total_inactive_file {5 * MiB}\ntotal_active_file {5 * MiB}\n")
+    group(top / "a/b", V1, str(90 * MiB), 30 * MiB, "total_inactive_file 0\ntotal_active_file 0\n")
+    assert free_memory(root=tmp_path) == 50 * MiB  # the group above: 100 - 60 + 10
+    group(tmp_path / "sys/fs/cgroup/x", V2, str(64 * MiB), 60 * MiB, f"inactive_file {MiB}\nactive_file 0\n")
+    assert free_memory(root=tmp_path) == 5 * MiB
+    group(tmp_path / "sys/fs/cgroup/x", V2, "max", 60 * MiB, "inactive_file 0\n")
+    assert free_memory(root=tmp_path) == 50 * MiB
+
+
+def test_a_container_that_does_not_see_its_path_uses_the_top(tmp_path: Path) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/not/mounted\n")
+    group(tmp_path / "sys/fs/cgroup", V2, str(80 * MiB), 20 * MiB, "inactive_file 0\nactive_file 0\n")
+    assert free_memory(root=tmp_path) == 60 * MiB
+
+
+def test_without_control_groups_the_system_counts(tmp_path: Path) -> None:
+    assert free_memory(root=tmp_path) <= psutil.virtual_memory().total
+
+
+def layouts(blocks: int = 10) -> tuple[BlockLayout, ...]:
+    """Embedding and head of 8 MiB each, blocks of 16 MiB."""
+    sizes = [8, *[16] * blocks, 8]
+    kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * blocks, SegmentKind.HEAD]
+    specs = [ParameterSpec(f"p{i}", (size * MiB // 4,), torch.float32, i, True) for i, size in enumerate(sizes)]
+    return tuple(BlockLayout(spec.name, kind, (spec,)) for spec, kind in zip(specs, kinds, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("room", "buckets", "keep_noise"),
+    [
+        (16 + 160 + 16 + 16, None, True),  # resident segments, blocks, work, noise
+        (16 + 160 + 16, None, False),
+        (16 + 8 * 16 + 16 + 16 + 8, 8, True),
+        (16 + 3 * 16 + 16 + 16, 3, True),
+        (16 + 2 * 16 + 16 + 16, 2, True),
+        (16 + 2 * 16 + 16 + 7, 2, False),
+        (16 + 1 * 16 + 16, 1, False),
+    ],
+)
+def test_the_fastest_arrangement_that_fits_is_taken(room: int, buckets: int | None, keep_noise: bool) -> None:
+    reading = 16 * MiB
+    memory = resident_memory() + reading + 4 * MiB + room * MiB
+    found = arrange(layouts(), memory=memory, activation_bytes=2 * MiB)
+    assert (found.buckets, found.keep_noise) == (buckets, keep_noise)
+    assert found.nbytes <= found.budget
+
+
+def test_what_does_not_fit_is_added_up_part_by_part() -> None:
+    with pytest.raises(MemoryBudgetError) as info:
+        arrange(layouts(), memory=resident_memory() + 20 * MiB, activation_bytes=5 * MiB)
+    for part in ("this program", "activations", "embedding and head 0.02 GiB", "1 of 10 blocks", "work buffer 0.02 GiB"):
+        assert part in info.value.expected
+
+
+def test_auto_takes_what_is_free() -> None:
+    found = arrange(layouts(), activation_bytes=0)
+    assert found.buckets is None
+    assert found.keep_noise

@@ -1,0 +1,259 @@
+"""Streaming and writing back: bounded memory, reading ahead, and what is on disk when."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from zo2core import (
+    BlockLayout,
+    HostDevice,
+    OptionError,
+    ParameterSpec,
+    PinnedSource,
+    ScratchError,
+    SegmentKind,
+    StreamedSource,
+)
+from zo2core.checkpoint import Scratch, whole_pages
+from zo2core.protocols import BlockSource
+
+BLOCKS = 6
+
+
+def layouts() -> tuple[BlockLayout, ...]:
+    specs = [ParameterSpec(f"p{i}", (1000 + i,), torch.float32, i, True) for i in range(BLOCKS + 2)]
+    kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * BLOCKS, SegmentKind.HEAD]
+    return tuple(BlockLayout(spec.name, kind, (spec,)) for spec, kind in zip(specs, kinds, strict=True))
+
+
+class CountingWeights:
+    """A base that counts its reads, and can hold them up; parameter i is full of i."""
+
+    fingerprint = "counted"
+
+    def __init__(self) -> None:
+        self.reads: Counter[int] = Counter()
+        self.go = threading.Event()
+        self.go.set()
+
+    def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
+        assert self.go.wait(10)
+        self.reads[int(parameter[1:])] += 1
+        out.fill_(int(parameter[1:]))
+
+    def close(self) -> None:
+        pass
+
+
+def settled(source: BlockSource, condition: Callable[[], bool]) -> bool:
+    """Wait for what goes on in the background."""
+    end = time.monotonic() + 10
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+    return condition()
+
+
+def sweep(source: BlockSource, version: int) -> None:
+    for index in range(BLOCKS + 2):
+        bucket = source.acquire(index)
+        assert bucket.views[0][0].item() == index + 100 * bucket.version
+        bucket.views[0].fill_(index + 100 * version)
+        source.release(bucket, version)
+
+
+def make(weights: CountingWeights, buckets: int, scratch: Scratch | None = None, every: int | None = None) -> StreamedSource:
+    return StreamedSource(
+        weights, layouts(), HostDevice().host_memory, buckets=buckets, scratch=scratch, write_back_every=every
+    )
+
+
+def scratch_in(folder: Path, durable: Callable[[int], int | None] = lambda version: version) -> Scratch:
+    return Scratch(folder, layouts(), durable)
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 3, 5])
+def test_it_allocates_its_buckets_and_no_more(buckets: int) -> None:
+    asked: list[int] = []
+
+    def host_memory(nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        return HostDevice().host_memory(nbytes)
+
+    source = StreamedSource(CountingWeights(), layouts(), host_memory, buckets=buckets)
+    segments = layouts()
+    resident = whole_pages(segments[0].nbytes) + whole_pages(segments[-1].nbytes)
+    assert asked == [resident + buckets * max(whole_pages(layout.nbytes) for layout in segments[1:-1])]
+    source.close()
+
+
+def test_blocks_are_read_ahead_round_the_end_of_the_sweep() -> None:
+    weights = CountingWeights()
+    source = make(weights, 3)
+    source.release(source.acquire(2), 0)
+    assert settled(source, lambda: weights.reads[3] == 1 and weights.reads[4] == 1)
+    assert weights.reads[5] == 0, "two ahead, no more"
+    source.release(source.acquire(BLOCKS), 0)
+    assert settled(source, lambda: weights.reads[1] == 1), "the next sweep's first block"
+    source.close()
+
+
+def test_more_buckets_keep_blocks_from_sweep_to_sweep() -> None:
+    reads = {}
+    for buckets in (3, 4, 5, BLOCKS):
+        weights = CountingWeights()
+        source = make(weights, buckets)
+        for _ in range(10):
+            for index in range(BLOCKS + 2):
+                source.release(source.acquire(index), 0)
+                time.sleep(0.0005)  # what is read ahead comes in the meantime
+        source.close()
+        reads[buckets] = sum(weights.reads[index] for index in range(1, BLOCKS + 1))
+    assert reads[BLOCKS] == BLOCKS, "all fit: each is read once"
+    assert reads[3] > reads[4] > reads[5] > reads[BLOCKS]
+
+
+def test_resident_segments_are_read_once() -> None:
+    weights = CountingWeights()
+    source = make(weights, 1)
+    for version in range(1, 4):
+        sweep(source, version)
+    source.close()
+    assert weights.reads[0] == weights.reads[BLOCKS + 1] == 1
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("buckets", [None, 1, 3])
+def test_segments_are_written_once_they_lag_and_found_again(buckets: int | None, every: int, tmp_path: Path) -> None:
+    weights, written = CountingWeights(), scratch_in(tmp_path)
+    source: BlockSource = (
+        PinnedSource(weights, layouts(), HostDevice().host_memory, scratch=written, write_back_every=every)
+        if buckets is None
+        else make(weights, buckets, written, every)
+    )
+    for version in range(1, 8):
+        sweep(source, version)
+    source.close()
+    found = scratch_in(tmp_path)
+    for segment in range(BLOCKS + 2):
+        assert 7 - every < found.version(segment) <= 7
+    reopened = make(weights, 2, found, None)
+    for index in range(BLOCKS + 2):
+        bucket = reopened.acquire(index)
+        assert bucket.version == found.version(index)
+        assert bucket.views[0][-1].item() == index + 100 * bucket.version
+        reopened.release(bucket, bucket.version)
+    reopened.close()
+
+
+def test_without_a_lag_nothing_is_written(tmp_path: Path) -> None:
+    source = make(CountingWeights(), 1, scratch_in(tmp_path), None)
+    for version in range(1, 5):
+        sweep(source, version)
+    source.close()
+    assert all(scratch_in(tmp_path).version(segment) == 0 for segment in range(BLOCKS + 2))
+    assert (tmp_path / "scratch.bin").stat().st_blocks == 0
+
+
+def test_bytes_of_updates_the_journal_has_lost_do_not_count(tmp_path: Path) -> None:
+    source = make(CountingWeights(), 1, scratch_in(tmp_path), 1)
+    for version in (1, 2, 3):
+        sweep(source, version)
+    source.close()
+    shorter = scratch_in(tmp_path, lambda version: version if version <= 2 else None)
+    assert {shorter.version(segment) for segment in range(BLOCKS + 2)} == {0}
+    shorter.close()
+
+
+def test_bytes_of_another_run_do_not_count(tmp_path: Path) -> None:
+    source = make(CountingWeights(), 1, scratch_in(tmp_path), 1)
+    sweep(source, 1)
+    source.close()
+    other = scratch_in(tmp_path, lambda version: version + 1000)
+    assert {other.version(segment) for segment in range(BLOCKS + 2)} == {0}
+    other.close()
+
+
+def test_the_bytes_before_count_until_the_new_ones_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = scratch_in(tmp_path)
+    pages = HostDevice().host_memory(whole_pages(layouts()[1].nbytes))
+    scratch.write(1, pages.fill_(1), 1)
+
+    def broken(record: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(scratch._manifest, "append", broken)
+    with pytest.raises(ScratchError, match="Input/output error"):
+        scratch.write(1, pages.fill_(2), 2)
+    scratch.close()
+    again = scratch_in(tmp_path)
+    assert again.version(1) == 1
+    again.read(1, pages)
+    assert bool((pages == 1).all())
+    again.close()
+
+
+def test_blocks_are_written_after_the_journals_records(tmp_path: Path) -> None:
+    scratch = scratch_in(tmp_path, lambda version: version if version <= 4 else None)
+    pages = HostDevice().host_memory(whole_pages(layouts()[1].nbytes))
+    with pytest.raises(AssertionError, match="after the journal"):
+        scratch.write(1, pages, 5)
+    scratch.close()
+
+
+def test_a_write_that_failed_is_reported_and_the_blocks_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = scratch_in(tmp_path)
+    source = make(CountingWeights(), 1, scratch, 1)
+    data = scratch._data
+    write, failing = data.write, True
+
+    def sometimes(offset: int, view: memoryview) -> None:
+        if failing:
+            raise OSError(28, "No space left on device")
+        write(offset, view)
+
+    monkeypatch.setattr(data, "write", sometimes)
+    failures = 0
+    for version in range(1, 7):
+        failing = version < 3
+        try:
+            sweep(source, version)
+        except ScratchError:
+            failures += 1
+    assert failures >= 1
+    source.close()
+    assert {scratch_in(tmp_path).version(segment) for segment in range(BLOCKS + 2)} == {6}
+
+
+def test_a_block_is_never_changed_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every write waits until somebody asks for the same memory: what reaches the disk must be of one version."""
+    scratch = scratch_in(tmp_path)
+    source = make(CountingWeights(), 1, scratch, 1)
+    data = scratch._data
+    write = data.write
+
+    def slow(offset: int, view: memoryview) -> None:
+        time.sleep(0.002)
+        copy = bytes(view[:4000])
+        time.sleep(0.002)
+        assert copy == bytes(view[:4000])
+        write(offset, view)
+
+    monkeypatch.setattr(data, "write", slow)
+    for version in range(1, 6):
+        sweep(source, version)
+    source.close()
+
+
+@pytest.mark.parametrize(("buckets", "every"), [(0, None), (1, 0), (1, 1)])
+def test_impossible_options_are_refused(buckets: int, every: int | None) -> None:
+    with pytest.raises(OptionError):
+        make(CountingWeights(), buckets, None, every)

@@ -1,0 +1,114 @@
+"""Take training steps, or one evaluation sweep, on a checkpoint of any size; hold time and peak memory against `zo2 plan`.
+
+    python tools/bench_train.py /tmp/opt-13b --memory auto --rows 1 --tokens 64 --steps 2
+    python tools/bench_train.py /tmp/opt-175b --evaluate-only --rows 1 --tokens 16
+
+Prints a table and JSON. The peak is the kernel's count of this process's resident memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from zo2adapters import open_checkpoint
+from zo2adapters.footprint import activation_bytes
+from zo2adapters.plan import plan
+from zo2adapters.verify import random_batch
+from zo2core import Journal, MeZOSGD, ZOEngine
+from zo2core.budget import resident_memory
+
+
+def peak() -> int:
+    """Peak resident bytes so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
+    """Open, plan, run; bytes and seconds."""
+    imported = resident_memory()
+    began = time.perf_counter()
+    model = open_checkpoint(options.directory)
+    opened = {"seconds": time.perf_counter() - began, "peak_bytes": peak()}
+    planned = plan(model, memory=options.memory, rows=options.rows, tokens=options.tokens, scratch=run)
+    batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
+    found: dict[str, Any] = {
+        "directory": options.directory.name,
+        "dtype": str(model.layouts[0].parameters[0].dtype),
+        "rows": options.rows,
+        "tokens": options.tokens,
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "imported_bytes": imported,
+        "opened": opened,
+        "planned_bytes": planned.arrangement.nbytes,
+        "planned_seconds": planned.seconds,
+        "planned_parts": {
+            "forwards": planned.forward_seconds,
+            "updates": planned.update_seconds,
+            "disk": planned.disk_seconds,
+            "write_back_every": planned.write_back_every,
+            "buckets": planned.arrangement.buckets,
+            "keep_noise": planned.arrangement.keep_noise,
+        },
+    }
+    print(planned.table(), flush=True)
+    with ZOEngine(
+        model,
+        MeZOSGD(lr=1e-6, zo_eps=1e-3),
+        journal=Journal(run / "journal.jsonl"),
+        memory=options.memory,
+        activation_bytes=activation_bytes(model.config, options.rows, options.tokens),
+        scratch=None if options.evaluate_only or options.no_scratch else run,
+    ) as engine:
+        if options.evaluate_only:
+            result = engine.evaluate([batch])
+            found |= {"evaluation_seconds": result.seconds, "loss": result.loss}
+        else:
+            steps = [engine.step(batch) for _ in range(options.steps)]
+            seconds = [step.seconds for step in steps]
+            settled = seconds[2:] or seconds
+            found |= {
+                "step_seconds": seconds,
+                "settled_seconds": statistics.median(settled),
+                "losses": [step.loss for step in steps],
+                "write_back_every": engine.write_back_every,
+                "seconds_against_plan": statistics.median(settled) / planned.seconds,
+            }
+    found["peak_bytes"] = peak()
+    found["peak_against_plan"] = found["peak_bytes"] / planned.arrangement.nbytes
+    return found
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--memory", default="auto")
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--evaluate-only", action="store_true")
+    parser.add_argument("--no-scratch", action="store_true", help="never write back")
+    parser.add_argument("--folder", type=Path, default=None, help="for the run's files; a temporary one by default")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        found = bench(options, Path(folder))
+    print()
+    for key, value in found.items():
+        if key.endswith("_bytes"):
+            print(f"{key:24s} {value / 1e9:10.3f} GB")
+        elif isinstance(value, float):
+            print(f"{key:24s} {value:10.3f}")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Run a command inside a memory control group of a given size, swap off, and report its peak.
+
+    python tools/run_within.py 6GiB -- python tools/bench_train.py /tmp/opt-13b --steps 1
+
+Version 1 control groups, as root. The peak counts resident memory and page cache; the kernel kills what goes beyond.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from zo2core.budget import parse_size
+
+
+def main() -> None:
+    """Command line."""
+    if len(sys.argv) < 4 or sys.argv[2] != "--":
+        sys.exit(__doc__)
+    limit, command = parse_size(sys.argv[1]), sys.argv[3:]
+    group = Path("/sys/fs/cgroup/memory") / f"zo2-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.swappiness").write_text("0")
+        (group / "memory.limit_in_bytes").write_text(str(limit))
+
+        def join() -> None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        began = time.perf_counter()
+        code = subprocess.run(command, preexec_fn=join, check=False).returncode
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        peak = int((group / "memory.max_usage_in_bytes").read_text())
+        failures = int((group / "memory.failcnt").read_text())
+    finally:
+        for _ in range(50):
+            try:
+                group.rmdir()
+                break
+            except OSError:
+                time.sleep(0.1)  # the kernel is still letting go of the processes
+    report = {
+        "limit_bytes": limit,
+        "peak_bytes_with_cache": peak,
+        "times_at_limit": failures,
+        "swap_bytes": int(stat.get("swap", 0)),
+        "exit_status": code,
+        "seconds": time.perf_counter() - began,
+    }
+    print(json.dumps(report))
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
