@@ -132,8 +132,14 @@ def test_sequential_noise_is_torch_normal_from_one_seeded_generator(dtype: torch
 
 
 @pytest.mark.parametrize("sweeps", [1, 3])
-def test_sequential_noise_draws_over_a_jump_once_a_seed(sweeps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("jump", [True, False])
+def test_sequential_noise_goes_back_no_further_than_a_segments_start(
+    jump: bool, sweeps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     segments = layouts()
+    if not jump:  # five segments in registration order
+        specs = [ParameterSpec(f"p{i}", (100,), torch.float32, i, True) for i in range(10)]
+        segments = tuple(BlockLayout(f"{i}", SegmentKind.BLOCK, tuple(specs[2 * i : 2 * i + 2])) for i in range(5))
     noise = SequentialNoise(segments)
     drawn = 0
     normal_ = torch.Tensor.normal_
@@ -146,9 +152,9 @@ def test_sequential_noise_draws_over_a_jump_once_a_seed(sweeps: int, monkeypatch
     monkeypatch.setattr(torch.Tensor, "normal_", counted)
     for _ in range(sweeps):
         for layout in segments:
-            for _ in range(2):  # a segment's noise is drawn again without going back further than its start
+            for _ in range(2):
                 for spec in layout.parameters:
                     draw(noise, 11, spec)
-    once = sum(numel for numel, _ in SIZES)
-    skipped = 7 + 32768 + 9  # the head's, registered before block 0's
+    once = sum(spec.numel for layout in segments for spec in layout.parameters)
+    skipped = 7 + 32768 + 9 if jump else 0  # the head's, registered before block 0's, once
     assert drawn == 2 * sweeps * once + skipped

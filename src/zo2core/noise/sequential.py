@@ -30,7 +30,7 @@ class _Stream:
         self.generator.manual_seed(seed)
         self.position = (0, 0)  # place in drawing order, element: what the generator would draw next
         self.states = {0: self.generator.get_state()}  # place that a sweep jumps to -> state before it
-        self.run = (0, self.states[0])  # the same for the run being drawn
+        self.runs = dict(self.states)  # the same for the run being drawn and the one before it
         self.lock = threading.Lock()
 
 
@@ -97,11 +97,13 @@ class SequentialNoise:
         if following in self._jumps and following not in stream.states:
             stream.states[following] = stream.generator.get_state()
         elif following in self._starts:
-            stream.run = (following, stream.generator.get_state())
+            stream.runs[following] = stream.generator.get_state()
+            while len(stream.runs) > 2:
+                del stream.runs[next(iter(stream.runs))]
 
     def _seek(self, stream: _Stream, place: int, start: int) -> None:
         """Bring the generator to an element: from where it stands if that is nearest, else from a kept state."""
-        states = {**stream.states, stream.run[0]: stream.run[1]}
+        states = {**stream.states, **stream.runs}
         nearest = max(kept for kept in states if kept <= place)
         if not (nearest, 0) <= stream.position <= (place, start):
             stream.generator.set_state(states[nearest])
