@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zo2adapters import MonolithicMeZO
-from zo2core import HostDevice, Journal, MeZOSGD, NonFiniteLossError, PinnedSource, StreamedSource, ZOEngine
-from zo2core.checkpoint import Scratch
-from zo2core.protocols import BlockModel, BlockSource
+from zo2core import BlockLayout, Journal, MeZOSGD, NonFiniteLossError, ZOEngine
+from zo2core.arrangement import Arrangement, arrange
+from zo2core.protocols import BlockModel
 from zo2core.types import Batch
 
 BETWEEN = ["nothing", "evaluate", "flush", "look", "reopen"]
@@ -74,24 +76,19 @@ class Storage(NamedTuple):
 
     def engine(self, model: BlockModel, plan: Plan, run: Path) -> ZOEngine:
         """An engine that goes on from whatever is in the run directory."""
-        journal = Journal(run / "journal.jsonl")
-        host_memory = HostDevice().host_memory
-        scratch = Scratch(run, model.layouts, journal.chain)
-        source: BlockSource
-        if self.buckets is None:
-            source = PinnedSource(
-                model.weights, model.layouts, host_memory, scratch=scratch, write_back_every=self.write_back_every
-            )
-        else:
-            source = StreamedSource(
-                model.weights,
-                model.layouts,
-                host_memory,
-                buckets=self.buckets,
-                scratch=scratch,
+
+        def arranged(layouts: Sequence[BlockLayout], *, memory: int | str, **others: Any) -> Arrangement:
+            found = arrange(layouts, memory=memory, **others)
+            return replace(found, buckets=self.buckets, keep_noise=self.keep_noise)
+
+        with patch("zo2core.engine.arrange", arranged):
+            return ZOEngine(
+                model,
+                plan.estimator(),
+                journal=Journal(run / "journal.jsonl"),
+                scratch=run,
                 write_back_every=self.write_back_every,
             )
-        return ZOEngine(model, plan.estimator(), source=source, journal=journal, keep_noise=self.keep_noise)
 
 
 storages = st.builds(

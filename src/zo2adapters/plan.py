@@ -19,6 +19,7 @@ from zo2core.sources.streamed import READ_AHEAD
 from zo2core.types import ParameterSpec
 
 _PROBED = 48  # chunks read by the disk probe
+_PROBED_BYTES = 256 << 20  # of weights in the matrix probe: more than a cache
 _ROUNDS = 3  # the best counts
 _PASSING = 1 + READ_AHEAD  # buckets that do not come to keep blocks from sweep to sweep
 
@@ -126,9 +127,11 @@ def forward_seconds(model: HFBlockModel, tokens: int) -> float:
 def _matmul_rate(matrix: ParameterSpec, tokens: int) -> float:
     """Floating-point operations a second of (tokens, in) x (in, out) in the matrix's dtype."""
     rows, columns = matrix.shape[-2:]
-    inputs = torch.zeros(tokens, columns, dtype=matrix.dtype)
-    # Several, so that a weight comes from memory, as it does in a model, and not from the cache.
-    weights = [torch.zeros(rows, columns, dtype=matrix.dtype) for _ in range(3)]
+    rows = max(min(rows, _PROBED_BYTES // (2 * columns * matrix.dtype.itemsize)), 1)
+    inputs = torch.ones(tokens, columns, dtype=matrix.dtype)
+    # Filled, and many: a weight comes from memory, as it does in a model. Zeros would all lie on the system's one zero page.
+    count = min(max(_PROBED_BYTES // (rows * columns * matrix.dtype.itemsize), 1), 64)
+    weights = [torch.ones(rows, columns, dtype=matrix.dtype) for _ in range(count)]
     with torch.inference_mode():
         best = float("inf")
         for _ in range(_ROUNDS):
@@ -136,7 +139,7 @@ def _matmul_rate(matrix: ParameterSpec, tokens: int) -> float:
             for weight in weights:
                 torch.nn.functional.linear(inputs, weight)
             best = min(best, time.perf_counter() - began)
-    return 2.0 * tokens * rows * columns * len(weights) / best
+    return 2.0 * tokens * rows * columns * count / best
 
 
 def read_bytes_per_second(model: HFBlockModel) -> float:

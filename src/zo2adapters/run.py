@@ -72,7 +72,10 @@ class RunDirectory:
                 }
                 _replace(self.path / OPTIONS, json.dumps(record, indent=2) + "\n")
         except BaseException:
-            self.close()
+            if resume:
+                self.close()
+            else:
+                self.remove()
             raise
 
     @staticmethod
@@ -121,7 +124,7 @@ class RunDirectory:
     def remove(self) -> None:
         """Take back a directory in which nothing was done."""
         self.close()
-        for name in (OPTIONS, JOURNAL, "lock", "scratch.bin", "scratch.jsonl"):
+        for name in (OPTIONS, JOURNAL, "lock", "scratch.bin", "scratch.jsonl", "options.partial", "scratch.partial"):
             (self.path / name).unlink(missing_ok=True)
         if not any(self.path.iterdir()):
             self.path.rmdir()

@@ -19,7 +19,7 @@ from zo2adapters.data import Dataset, collate, evaluation_batches, pad_token_id,
 from zo2adapters.footprint import activation_bytes
 from zo2adapters.options import TrainOptions
 from zo2adapters.run import JOURNAL, METRICS, MODEL, RunDirectory
-from zo2core import DataError, EvaluationResult, Journal, OptionError, StepResult, ZOEngine
+from zo2core import DataError, EvaluationResult, Journal, OptionError, OutputError, StepResult, ZOEngine
 from zo2core.checkpoint import require_unused
 from zo2core.types import Batch
 
@@ -124,7 +124,7 @@ class Trainer:
         )
         evaluated = {row["step"] for row in self._run.metrics(engine.journal.updates) if "evaluation_loss" in row}
         with (
-            (options.output / METRICS).open("a") as metrics,
+            (options.output / METRICS).open("ab", buffering=0) as metrics,
             tqdm(
                 total=options.steps,
                 initial=engine.version,
@@ -168,7 +168,7 @@ class Trainer:
         every = self.options.evaluate_every
         return version in (0, self.options.steps) or (every is not None and version % every == 0)
 
-    def _evaluate(self, dataset: Dataset, metrics: IO[str], bar: tqdm[Any]) -> None:
+    def _evaluate(self, dataset: Dataset, metrics: IO[bytes], bar: tqdm[Any]) -> None:
         result = evaluate_dataset(self.engine, dataset, batch_size=self.options.batching.batch_size, pad=self._pad)
         _write(metrics, {"step": self.engine.version, "evaluation_loss": result.loss, "evaluation_seconds": result.seconds})
         bar.write(f"step {self.engine.version}: evaluation loss {result.loss:.4f}", file=sys.stderr)
@@ -218,9 +218,18 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def _write(file: IO[str], record: dict[str, Any]) -> None:
-    file.write(json.dumps(record) + "\n")
-    file.flush()
+def _write(file: IO[bytes], record: dict[str, Any]) -> None:
+    line = json.dumps(record).encode() + b"\n"
+    try:
+        while line:
+            line = line[file.write(line) :]
+    except OSError as error:
+        raise OutputError(
+            file.name,
+            found=error.strerror or str(error),
+            expected="a file that can be written",
+            remedy="free space and resume the run; nothing is lost, the journal is whole",
+        ) from error
 
 
 def _require_at_least(name: str, value: int, least: int) -> None:

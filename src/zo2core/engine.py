@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -55,8 +56,6 @@ class ZOEngine:
         write_back_every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" weighs the
             measured speeds of noise and disk; None never writes.
         snapshot_every: No segment on disk is ever further behind than this: it bounds what a resumed run has to replay.
-        keep_noise: Hold a segment's z from one evaluation to the next, in as much memory as its weights; False draws it
-            again. By default it is kept if that fits into ``memory``.
 
     Raises:
         OptionError: if an option is out of its range.
@@ -84,7 +83,6 @@ class ZOEngine:
         scratch: Path | str | None = None,
         write_back_every: int | Literal["auto"] | None = "auto",
         snapshot_every: int | None = None,
-        keep_noise: bool | None = None,
     ) -> None:
         if batches_per_sweep < 1:
             raise OptionError(
@@ -98,32 +96,36 @@ class ZOEngine:
         self._device = _device(device)
         self._noise = noise or SequentialNoise(model.layouts, self._device.torch_device)
         self._journal = journal or Journal()
-        self.arrangement: Arrangement | None = None  # of host memory; None for a source that was passed
-        self.write_back_every: int | None = None
-        if source is None:
-            on_host = self._device.torch_device.type == "cpu"
-            self.arrangement = arrange(
-                model.layouts, memory=memory, activation_bytes=activation_bytes, compute_on_host=on_host
+        with contextlib.ExitStack() as undo:  # an engine that cannot be made closes its parts, as a made one does
+            for part in (self._device, model.weights, self._journal):
+                undo.callback(part.close)
+            self.arrangement: Arrangement | None = None  # of host memory; None for a source that was passed
+            self.write_back_every: int | None = None
+            if source is None:
+                on_host = self._device.torch_device.type == "cpu"
+                self.arrangement = arrange(
+                    model.layouts, memory=memory, activation_bytes=activation_bytes, compute_on_host=on_host
+                )
+            self._journal.begin(
+                {
+                    "base": model.weights.fingerprint,
+                    "parameters": _digest(model),
+                    "noise": self._noise.name,
+                    "estimator": None if estimator is None else estimator.options,
+                }
             )
-        self._journal.begin(
-            {
-                "base": model.weights.fingerprint,
-                "parameters": _digest(model),
-                "noise": self._noise.name,
-                "estimator": None if estimator is None else estimator.options,
-            }
-        )
-        self._source = source or self._arranged_source(scratch, write_back_every, snapshot_every)
-        self._scheduler = (scheduler or SerialScheduler)(self._source, self._device)
-        if keep_noise is None:
+            self._source = source or self._arranged_source(scratch, write_back_every, snapshot_every)
+            undo.callback(self._source.close)
+            self._scheduler = (scheduler or SerialScheduler)(self._source, self._device)
             keep_noise = self.arrangement is None or self.arrangement.keep_noise
-        self._workspace = Workspace(model.layouts, self._device, self._noise, keep_noise=keep_noise)
-        on_cpu = self._device.torch_device.type == "cpu"  # elsewhere one host thread issues the work of all
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb") if on_cpu else None
-        self._seed = seed
-        self._batches_per_sweep = batches_per_sweep
-        self._closed = False
-        model.bind(self._workspace.parameters())
+            self._workspace = Workspace(model.layouts, self._device, self._noise, keep_noise=keep_noise)
+            on_cpu = self._device.torch_device.type == "cpu"  # elsewhere one host thread issues the work of all
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb") if on_cpu else None
+            self._seed = seed
+            self._batches_per_sweep = batches_per_sweep
+            self._closed = False
+            model.bind(self._workspace.parameters())
+            undo.pop_all()
 
     @property
     def version(self) -> int:
@@ -294,13 +296,18 @@ class ZOEngine:
             every = write_back_interval(replay, write, resident=self.arrangement.buckets is None)
         limits = [limit for limit in (every, snapshot_every) if isinstance(limit, int)]
         self.write_back_every = min(limits, default=None)
-        return self.arrangement.source(
-            self._model.weights,
-            layouts,
-            self._device.host_memory,
-            scratch=scratch,
-            write_back_every=self.write_back_every,
-        )
+        try:
+            return self.arrangement.source(
+                self._model.weights,
+                layouts,
+                self._device.host_memory,
+                scratch=scratch,
+                write_back_every=self.write_back_every,
+            )
+        except BaseException:
+            if scratch is not None:
+                scratch.close()
+            raise
 
     def _sweep(self, streams: Sequence[tuple[Evaluation | None, Batch]]) -> list[torch.Tensor]:
         visitor = self._visitor(streams)

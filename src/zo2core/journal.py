@@ -6,6 +6,7 @@ of), each further one an update. Floats are written so that reading gives the sa
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import zlib
@@ -124,6 +125,8 @@ class Journal:
         try:
             self._file.append(record)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.retract()  # a record that is there but not synced would count for a resumed run
             raise JournalError(
                 self._name,
                 found=error.strerror or str(error),

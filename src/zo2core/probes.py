@@ -60,6 +60,8 @@ def write_bytes_per_second(directory: Path) -> float:
         ScratchError: if it cannot be written to.
     """
     path = directory / f".probe-{os.getpid()}"
+    for left in directory.glob(".probe-*"):  # of a process that was killed
+        left.unlink(missing_ok=True)
     data = byte_view(memory := HostDevice().host_memory(_BYTES))
     memory.fill_(1)
     try:

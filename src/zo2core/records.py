@@ -39,6 +39,7 @@ class RecordFile:
         self._path = path
         self._descriptor: int | None = None
         self._end = 0  # bytes of whole records
+        self._failed = False  # an append did; beyond the end may stand a record, even a whole one
         self.loaded: list[Record] = []  # what the file held when it was opened
         if path.exists():
             self._load(path.read_bytes())
@@ -54,13 +55,25 @@ class RecordFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.ftruncate(self._descriptor, self._end)  # drops a torn record of this or an earlier attempt
-        done = 0
+        done, self._failed = 0, True
         while done < len(line):
             done += os.pwrite(self._descriptor, line[done:], self._end + done)
         os.fsync(self._descriptor)
         if self._end == 0:
             sync_path(self._path.parent)  # the file's name is durable, too
         self._end += len(line)
+        self._failed = False
+
+    def retract(self) -> None:
+        """Make sure that a record whose append failed does not count, not even for whoever reads the file later.
+
+        Raises:
+            OSError: if that failed; it may still count.
+        """
+        if self._failed and self._descriptor is not None:
+            os.ftruncate(self._descriptor, self._end)
+            os.fsync(self._descriptor)
+            self._failed = False
 
     def close(self) -> None:
         """Close the file. May be called twice."""

@@ -97,6 +97,7 @@ class Scratch:
         slot = min(self._free[segment])
         record = {"segment": segment, "slot": slot, "version": version, "chain": chain}
         try:
+            self._manifest.retract()  # a record that was written but not synced may name this slot for other bytes
             self._data.write(self._offsets[slot], byte_view(data))
             self._data.sync()
             self._manifest.append(record)
