@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from models import WORDS, save_model, save_tokenizer, small_config
+from safetensors.torch import load_file
 from transformers import MistralConfig
 
 from zo2adapters.cli import main
@@ -35,6 +38,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         head_dim=4,
     )
     save_model(tmp_path / "mistral", mistral)
+    (tmp_path / "pickled").mkdir()
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "pickled")
+    torch.save(load_file(tmp_path / "model" / "model.safetensors"), tmp_path / "pickled" / "pytorch_model.bin")
     rows = "\n".join(json.dumps({"prompt": "a b", "completion": f" c {word}"}) for word in WORDS[2:6])
     for name in ("train.jsonl", "eval.jsonl"):
         (tmp_path / name).write_text(rows + "\n")
@@ -53,7 +59,15 @@ def test_the_first_commands_are_targets_of_the_makefile() -> None:
 @pytest.mark.usefixtures("here")
 def test_commands_run_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
     commands = [line for block in blocks("sh")[1:] for line in block.splitlines()]
-    assert {shlex.split(command)[1] for command in commands} >= {"verify", "train", "evaluate", "export"}
+    assert {shlex.split(command)[1] for command in commands} >= {
+        "verify",
+        "train",
+        "evaluate",
+        "export",
+        "plan",
+        "journal",
+        "convert",
+    }
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == "zo2"
