@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], type[ZO2Error], str]] = {
         CheckpointError,
         "unquantised",
     ),
-    "pickled": (lambda d: (d / MODEL).rename(d / "pytorch_model.bin"), UnsupportedModelError, "save_pretrained"),
+    "pickled": (lambda d: (d / MODEL).rename(d / "pytorch_model.bin"), UnsupportedModelError, "zo2 convert"),
     "no weights": (lambda d: (d / MODEL).unlink(), CheckpointError, "no safetensors"),
     "truncated": (lambda d: (d / MODEL).write_bytes((d / MODEL).read_bytes()[:-1]), CheckpointError, "bytes"),
     "tensor missing": (

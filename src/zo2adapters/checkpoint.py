@@ -179,7 +179,7 @@ def _refuse_pickled(directory: Path) -> None:
             pickled[0],
             found="pickled weights",
             expected="safetensors",
-            remedy="convert once: AutoModelForCausalLM.from_pretrained(directory).save_pretrained(new_directory)",
+            remedy=f"convert it once: zo2 convert --model {directory} --output NEW",
         )
 
 
@@ -256,12 +256,14 @@ def _require_dtype(matched: Mapping[str, TensorEntry], dtype: torch.dtype) -> No
             )
 
 
+def companion_files(directory: Path) -> list[Path]:
+    """What a model directory holds beside the weights and their index: config, tokenizer, generation config."""
+    paths = [path for path in sorted(directory.iterdir()) if path.suffix in _COMPANIONS and path.is_file()]
+    return [path for path in paths if not path.name.endswith(".index.json")]
+
+
 def _companions(directory: Path, skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Path | bytes]:
-    files: dict[str, Path | bytes] = {
-        path.name: path
-        for path in sorted(directory.iterdir())
-        if path.suffix in _COMPANIONS and path.is_file() and not path.name.endswith(".index.json")
-    }
+    files: dict[str, Path | bytes] = {path.name: path for path in companion_files(directory)}
     config = json.loads((directory / "config.json").read_bytes())
     config.pop("torch_dtype", None)
     config.pop("auto_map", None)

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from zo2adapters.checkpoint import companion_files
 from zo2core import CheckpointError
 from zo2core.checkpoint import require_unused
 from zo2core.checkpoint.writer import new_directory, shard_names, write_index
@@ -25,7 +26,6 @@ from zo2core.checkpoint.writer import new_directory, shard_names, write_index
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
 
-_COMPANIONS = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer: what a model directory holds besides
 _ZIP = b"PK\x03\x04"  # how torch.save's files begin since PyTorch 1.6; older ones are bare pickles
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
 _DTYPES |= {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8, torch.int8}
@@ -186,9 +186,8 @@ def _own(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
 
 
 def _copy_companions(source: Path, destination: Path) -> None:
-    for path in sorted(source.iterdir()):
-        if path.suffix in _COMPANIONS and path.is_file() and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, destination / path.name)
+    for path in companion_files(source):
+        shutil.copyfile(path, destination / path.name)
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:

@@ -20,7 +20,7 @@ import torch
 from zo2core.arrangement import Arrangement, arrange
 from zo2core.checkpoint import Scratch, require_unused, write_checkpoint
 from zo2core.devices import CudaDevice, HostDevice
-from zo2core.errors import ClosedError, NonFiniteLossError, OptionError
+from zo2core.errors import BatchError, ClosedError, NonFiniteLossError, OptionError
 from zo2core.estimators import require_positive
 from zo2core.journal import Journal
 from zo2core.noise import SequentialNoise
@@ -208,6 +208,10 @@ class ZOEngine:
         if not losses:
             raise OptionError("batches", found="none", expected="at least one", remedy="pass batches to evaluate")
         total = sum(tokens)
+        if total == 0:
+            raise BatchError(
+                "batches", found="no labelled token", expected="at least one", remedy="pass labels that are not all -100"
+            )
         mean = math.fsum(loss * count for loss, count in zip(losses, tokens, strict=True)) / total
         return EvaluationResult(mean, tuple(losses), total, sweeps, time.perf_counter() - began)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
@@ -25,7 +26,7 @@ class HostDevice:
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Allocate anonymous memory of exactly this size, page-aligned. Pages take room once they are touched."""
-        return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+        return anonymous_memory(nbytes)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """The same as host memory: here they are one."""
@@ -40,3 +41,11 @@ class HostDevice:
 
     def close(self) -> None:
         """Nothing: memory goes with its tensors."""
+
+
+def anonymous_memory(nbytes: int) -> torch.Tensor:
+    """Page-aligned uint8 memory of exactly this size, in huge pages where there are some: fewer faults and misses."""
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
