@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -14,12 +15,14 @@ import pytest
 import torch
 from models import make_batch, save_model, small_config
 from parity import assert_same_bits
+from toy import ToyBlockModel
 
 import zo2core.kernels
 import zo2core.visit
 from zo2adapters import HFBlockModel, open_checkpoint
 from zo2core import (
     BatchError,
+    BusyError,
     ClosedError,
     Journal,
     JournalError,
@@ -195,7 +198,7 @@ def test_one_batchs_mean_is_the_models_own_loss(engine: ZOEngine) -> None:
 
 
 def test_evaluating_nothing_is_refused(engine: ZOEngine) -> None:
-    with pytest.raises(OptionError, match="batches"):
+    with pytest.raises(BatchError, match="batches"):
         engine.evaluate([])
 
 
@@ -288,3 +291,68 @@ def test_updates_are_replaced_never_edited() -> None:
     with pytest.raises(AttributeError):
         update.lr = 2.0  # type: ignore[misc]
     assert replace(update, lr=2.0).lr == 2.0
+
+
+def test_a_batch_without_labels_does_not_count(base: Path, tmp_path: Path) -> None:
+    model = ToyBlockModel(9, 4, 2, tied=False, dtype=torch.float32, file=tmp_path / "toy.safetensors")
+    batch = {key: value for key, value in make_batch(9, [5]).items() if key != "attention_mask"}
+    empty = {**batch, "labels": torch.full_like(batch["labels"], -100)}
+    with ZOEngine(model, MEZO) as engine:
+        assert engine.evaluate([batch, empty]).loss == engine.evaluate([batch]).loss
+        with pytest.raises(BatchError, match="no labelled token"):
+            engine.evaluate([empty])
+
+
+def test_the_engine_is_used_once_at_a_time(engine: ZOEngine) -> None:
+    engine.step(BATCH)
+    iterator = engine.parameters_now()
+    next(iterator)
+    for use in (lambda: engine.step(BATCH), lambda: engine.evaluate([BATCH]), engine.flush):
+        with pytest.raises(BusyError, match="close"):
+            use()
+    iterator.close()
+    assert engine.step(BATCH).step == 1
+
+
+def test_an_export_that_fails_lets_go_of_the_engine(
+    engine: ZOEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.step(BATCH)
+    before = weights(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", broken)
+        with pytest.raises(OutputError):
+            engine.export(tmp_path / "out")
+    assert_equal_weights(weights(engine), before)
+
+
+def broken(descriptor: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_numbers_of_other_libraries_are_journalled_as_python_reads_them(base: Path, tmp_path: Path) -> None:
+    estimator = MeZOSGD(lr=lambda step: np.float64(1e-2), zo_eps=np.float64(1e-3), weight_decay=np.float64(0.1))
+    with ZOEngine(open_checkpoint(base), estimator, journal=Journal(tmp_path / "journal.jsonl")) as engine:
+        engine.step(BATCH)
+    assert len(Journal(tmp_path / "journal.jsonl").updates) == 1
+
+
+def test_a_journal_has_one_writer(base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with ZOEngine(open_checkpoint(base), MEZO, journal=Journal(path)) as first:
+        first.step(BATCH)
+        with (
+            ZOEngine(open_checkpoint(base), MEZO, journal=Journal(path)) as second,
+            pytest.raises(JournalError, match="another"),
+        ):
+            second.step(BATCH)
+        first.step(BATCH)
+    assert len(Journal(path).updates) == 2
+
+
+def test_another_run_seed_is_another_run(base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    with ZOEngine(open_checkpoint(base), MEZO, journal=Journal(path)) as engine:
+        engine.step(BATCH)
+    with pytest.raises(JournalError, match="seed 0"):
+        ZOEngine(open_checkpoint(base), MEZO, journal=Journal(path), seed=7)

@@ -44,8 +44,10 @@ def allowed(of: str) -> set[str]:
         return GROUND | FLOOR | {of}
     if of in VISIT:
         return GROUND | FLOOR | VISIT
-    if of in CHOICES:
-        return GROUND | FLOOR | PARTS | VISIT
+    if of == "probes":
+        return GROUND | FLOOR | PARTS
+    if of == "arrangement":
+        return GROUND | FLOOR | PARTS | VISIT | CHOICES
     return GROUND | FLOOR | PARTS | VISIT | CHOICES | {"engine"}  # the engine and the package's face
 
 

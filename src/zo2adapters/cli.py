@@ -201,7 +201,9 @@ class ShowJournal:
             raise JournalError(path, found="no journal", expected="a run's directory", remedy="check the path")
         for key, value in journal.header.items():
             print(f"{key:12s} {json.dumps(value)}")
-        updates = journal.updates[-self.last :] if self.last else journal.updates
+        if self.last is not None and self.last < 1:
+            raise OptionError("last", found=repr(self.last), expected="at least 1", remedy="leave it out to see all")
+        updates = journal.updates if self.last is None else journal.updates[-self.last :]
         print(f"{len(journal.updates)} steps\n{'step':>8s} {'loss':>12s} {'projected grad':>16s} {'lr':>10s}  seeds")
         for update in updates:
             grads = " ".join(f"{grad:16.6g}" for grad in update.projected_grads)

@@ -84,7 +84,7 @@ class Storage:
     """A block is written to the run's scratch file once it is this many steps ahead of its bytes on disk; in between it is
     replayed. auto weighs the measured speeds of noise and disk."""
     snapshot_every: int | None = None
-    """No block on disk is ever further behind than this, so that a resumed run has at most so many steps to replay."""
+    """At most this many steps, one or two more after a crash, are there to replay for a resumed run."""
 
 
 @dataclass(frozen=True, kw_only=True)

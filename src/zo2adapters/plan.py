@@ -12,16 +12,15 @@ import torch
 from zo2adapters.footprint import activation_bytes
 from zo2adapters.hf import HFBlockModel
 from zo2core import SequentialNoise
-from zo2core.arrangement import Arrangement, arrange
+from zo2core.arrangement import MOST_USEFUL_BUCKETS, Arrangement, arrange
+from zo2core.checkpoint.scratch import scratch_bytes
 from zo2core.probes import replay_seconds, write_back_interval, write_bytes_per_second
 from zo2core.sources.loader import CHUNK, READERS
-from zo2core.sources.streamed import READ_AHEAD
 from zo2core.types import ParameterSpec
 
 _PROBED = 48  # chunks read by the disk probe
 _PROBED_BYTES = 256 << 20  # of weights in the matrix probe: more than a cache
 _ROUNDS = 3  # the best counts
-_PASSING = 1 + READ_AHEAD  # buckets that do not come to keep blocks from sweep to sweep
 
 # Note: Updates. Beside the replay, which one thread does, a second one draws and perturbs for the first evaluation; the walk
 # to the second one is shared. Measured on steps of OPT-125m and OPT-1.3B, that takes this share of a replay more.
@@ -90,13 +89,12 @@ def plan(model: HFBlockModel, *, memory: int | str = "auto", rows: int, tokens: 
     write_rate = write_bytes_per_second(scratch)
     streamed = arrangement.buckets is not None
     every = write_back_interval(replay, model_bytes / write_rate, resident=not streamed)
-    read = written = 0
+    read, written = 0, model_bytes // every
     disk_seconds = 0.0
     if arrangement.buckets is not None:
         blocks = sum(not layout.resident for layout in layouts)
-        kept = max(arrangement.buckets - _PASSING, 0)
+        kept = max(arrangement.buckets - MOST_USEFUL_BUCKETS, 0)
         read = block_bytes * (blocks - kept) // blocks
-        written = model_bytes // every
         disk_seconds = read / read_bytes_per_second(model) + written / write_rate
     lag = (every + 1) / 2 if streamed else 1.0
     draws = _WALK if arrangement.keep_noise else 1.0
@@ -104,7 +102,7 @@ def plan(model: HFBlockModel, *, memory: int | str = "auto", rows: int, tokens: 
         arrangement=arrangement,
         model_bytes=model_bytes,
         write_back_every=every,
-        scratch_bytes=model_bytes + max(layout.nbytes for layout in layouts),
+        scratch_bytes=scratch_bytes(layouts),
         read_bytes=read,
         written_bytes=written,
         forward_seconds=2 * forward_seconds(model, rows * tokens),

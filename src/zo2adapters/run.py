@@ -45,7 +45,9 @@ class RunDirectory:
         self.path = options.output
         self._lock: int | None = None
         if not resume:
-            require_unused(self.path)
+            require_new(self.path)
+        files = [path.resolve() for path in (options.data, options.evaluation) if path is not None]
+        checksums = {str(path): _checksum(path) for path in files}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -59,10 +61,9 @@ class RunDirectory:
                 remedy="wait until that process has ended, or choose another directory",
             ) from error
         except OSError as error:
+            self.close()
             raise _unwritable(self.path, error) from error
         try:
-            files = [path.resolve() for path in (options.data, options.evaluation) if path is not None]
-            checksums = {str(path): _checksum(path) for path in files}
             if resume:
                 _require_same_data(checksums, json.loads((self.path / OPTIONS).read_bytes())["checksums"])
             else:
@@ -123,11 +124,11 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Take back a directory in which nothing was done."""
-        self.close()
         for name in (OPTIONS, JOURNAL, "lock", "scratch.bin", "scratch.jsonl", "options.partial", "scratch.partial"):
             (self.path / name).unlink(missing_ok=True)
         if not any(self.path.iterdir()):
             self.path.rmdir()
+        self.close()
 
     def close(self) -> None:
         """Let go of the lock. May be called twice."""
@@ -142,6 +143,24 @@ class RunDirectory:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def require_new(path: Path) -> None:
+    """Refuse an output directory that is in use; take away what a process left that was killed before its run began.
+
+    Raises:
+        OutputError: naming the directory.
+    """
+    names = {each.name for each in path.iterdir()} if path.is_dir() else set()
+    if names and names <= {"lock", "options.partial"}:
+        try:
+            with (path / "lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody is about to begin here
+                for name in names:
+                    (path / name).unlink(missing_ok=True)
+        except OSError:
+            pass  # somebody is: the directory is in use
+    require_unused(path)
 
 
 def _row_of(update: Update) -> dict[str, Any]:

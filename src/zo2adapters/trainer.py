@@ -18,9 +18,8 @@ from zo2adapters.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.data import Dataset, collate, evaluation_batches, pad_token_id, read_dataset, training_batches
 from zo2adapters.footprint import activation_bytes
 from zo2adapters.options import TrainOptions
-from zo2adapters.run import JOURNAL, METRICS, MODEL, RunDirectory
+from zo2adapters.run import JOURNAL, METRICS, MODEL, RunDirectory, require_new
 from zo2core import DataError, EvaluationResult, Journal, OptionError, OutputError, StepResult, ZOEngine
-from zo2core.checkpoint import require_unused
 from zo2core.types import Batch
 
 
@@ -60,7 +59,7 @@ class Trainer:
         if options.evaluate_every is not None:
             _require_at_least("evaluate_every", options.evaluate_every, 1)
         if not resume:
-            require_unused(options.output)
+            require_new(options.output)
         self.options = options
         self._quiet = quiet
         estimator = options.optimization.estimator(options.steps)

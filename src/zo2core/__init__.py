@@ -4,6 +4,7 @@ from zo2core.devices import CudaDevice as CudaDevice
 from zo2core.devices import HostDevice as HostDevice
 from zo2core.engine import ZOEngine as ZOEngine
 from zo2core.errors import BatchError as BatchError
+from zo2core.errors import BusyError as BusyError
 from zo2core.errors import CheckpointError as CheckpointError
 from zo2core.errors import ClosedError as ClosedError
 from zo2core.errors import DataError as DataError

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import torch
 
 from zo2core.budget import free_memory, parse_size, resident_memory
 from zo2core.checkpoint import Scratch, whole_pages
 from zo2core.checkpoint.ranged import STAGING
-from zo2core.errors import MemoryBudgetError
-from zo2core.protocols import BlockSource, TensorReader
+from zo2core.errors import MemoryBudgetError, OptionError
+from zo2core.probes import replay_seconds, write_back_interval, write_bytes_per_second
+from zo2core.protocols import BlockModel, BlockSource, NoiseGenerator
 from zo2core.sources import PinnedSource, StreamedSource
 from zo2core.sources.loader import READERS
+from zo2core.sources.streamed import READ_AHEAD
 from zo2core.types import BlockLayout
 from zo2core.workspace import work_bytes
 
@@ -21,7 +25,7 @@ from zo2core.workspace import work_bytes
 # take in the meantime.
 AUTO_SHARE = 0.9  # of the free memory
 
-MOST_USEFUL_BUCKETS = 3  # for reading ahead; more only keep blocks
+MOST_USEFUL_BUCKETS = 1 + READ_AHEAD  # more only keep blocks
 
 
 @dataclass(frozen=True)
@@ -48,30 +52,81 @@ class Arrangement:
 
     def source(
         self,
-        weights: TensorReader,
-        layouts: Sequence[BlockLayout],
+        model: BlockModel,
+        noise: NoiseGenerator,
         host_memory: Callable[[int], torch.Tensor],
+        chain: Callable[[int], int | None],
         *,
-        scratch: Scratch | None,
-        write_back_every: int | None,
-    ) -> BlockSource:
-        """Build the source that this arrangement speaks of. See the sources for the arguments."""
-        if self.buckets is None:
-            return PinnedSource(weights, layouts, host_memory, scratch=scratch, write_back_every=write_back_every)
-        return StreamedSource(
-            weights,
-            layouts,
-            host_memory,
-            buckets=self.buckets,
-            scratch=scratch,
-            write_back_every=write_back_every,
-        )
+        scratch: Path | str | None,
+        write_back_every: int | Literal["auto"] | None,
+        snapshot_every: int | None,
+    ) -> tuple[BlockSource, int | None]:
+        """Build the source that this arrangement speaks of.
+
+        Args:
+            model: Whose segments.
+            noise: Whose speed an automatic lag is weighed against.
+            host_memory: Allocates: ``Device.host_memory``.
+            chain: Version to the journal's checksum.
+            scratch: Directory to write back to.
+            write_back_every: Versions that a segment may lag; "auto" measures.
+            snapshot_every: The same, at most.
+
+        Returns:
+            The source, and the lag it has; None if it never writes.
+
+        Raises:
+            ScratchError: if the directory cannot be written to.
+        """
+        layouts, every = model.layouts, write_back_every
+        if scratch is not None and every == "auto":
+            replay = replay_seconds(noise, layouts)
+            write = sum(layout.nbytes for layout in layouts) / write_bytes_per_second(Path(scratch))
+            every = write_back_interval(replay, write, resident=self.buckets is None)
+        lag = min((limit for limit in (every, snapshot_every) if isinstance(limit, int)), default=None)
+        opened = None if scratch is None else Scratch(Path(scratch), layouts, chain)
+        try:
+            if self.buckets is None:
+                return PinnedSource(model.weights, layouts, host_memory, scratch=opened, write_back_every=lag), lag
+            source = StreamedSource(
+                model.weights, layouts, host_memory, buckets=self.buckets, scratch=opened, write_back_every=lag
+            )
+        except BaseException:
+            if opened is not None:
+                opened.close()
+            raise
+        return source, lag
 
     def table(self) -> str:
         """The parts, one a line, and their sum."""
         rows = [*self.parts, Part("together", self.nbytes), Part("allowed", self.budget)]
         width = max(len(row.name) for row in rows)
         return "\n".join(f"{row.name:{width}s} {row.nbytes / 2**30:9.2f} GiB" for row in rows)
+
+
+def check_lags(
+    source: BlockSource | None,
+    scratch: Path | str | None,
+    write_back_every: int | Literal["auto"] | None,
+    snapshot_every: int | None,
+) -> None:
+    """Refuse lags that cannot be, and options that a source which was passed would not hear of.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    for name, value in (("write_back_every", write_back_every), ("snapshot_every", snapshot_every)):
+        if value is None or (name == "write_back_every" and value == "auto"):
+            continue
+        if not isinstance(value, int) or value < 1 or scratch is None:
+            raise OptionError(
+                name,
+                found=f"{value!r}{'' if scratch is not None else ' and no scratch directory'}",
+                expected="at least 1, with a scratch directory",
+                remedy="pass scratch=DIRECTORY, or leave the option out",
+            )
+    if source is not None and scratch is not None:
+        raise OptionError("scratch", found="a source as well", expected="one of both", remedy="give the source its scratch")
 
 
 def arrange(

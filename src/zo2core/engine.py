@@ -8,7 +8,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -17,14 +17,13 @@ from typing import Literal, Self
 
 import torch
 
-from zo2core.arrangement import Arrangement, arrange
-from zo2core.checkpoint import Scratch, require_unused, write_checkpoint
+from zo2core.arrangement import Arrangement, arrange, check_lags
+from zo2core.checkpoint import require_unused, write_checkpoint
 from zo2core.devices import CudaDevice, HostDevice
-from zo2core.errors import BatchError, ClosedError, NonFiniteLossError, OptionError
+from zo2core.errors import BatchError, BusyError, ClosedError, NonFiniteLossError, OptionError
 from zo2core.estimators import require_positive
 from zo2core.journal import Journal
 from zo2core.noise import SequentialNoise
-from zo2core.probes import replay_seconds, write_back_interval, write_bytes_per_second
 from zo2core.protocols import BlockModel, BlockSource, Device, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.schedulers import SerialScheduler
 from zo2core.types import Batch, Evaluation, EvaluationResult, ParameterSpec, StepResult, Update
@@ -55,7 +54,7 @@ class ZOEngine:
             goes on from; without it blocks are never written, and a resumed run replays the whole journal.
         write_back_every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" weighs the
             measured speeds of noise and disk; None never writes.
-        snapshot_every: No segment on disk is ever further behind than this: it bounds what a resumed run has to replay.
+        snapshot_every: Bounds what a resumed run has to replay: ``write_back_every`` is at most this.
 
     Raises:
         OptionError: if an option is out of its range.
@@ -91,14 +90,16 @@ class ZOEngine:
                 expected="at least 1",
                 remedy="leave it at its default",
             )
+        check_lags(source, scratch, write_back_every, snapshot_every)
         self._model = model
         self._estimator = estimator
         self._device = _device(device)
-        self._noise = noise or SequentialNoise(model.layouts, self._device.torch_device)
-        self._journal = journal or Journal()
+        self._noise = SequentialNoise(model.layouts, self._device.torch_device) if noise is None else noise
+        self._journal = Journal() if journal is None else journal
         with contextlib.ExitStack() as undo:  # an engine that cannot be made closes its parts, as a made one does
-            for part in (self._device, model.weights, self._journal):
-                undo.callback(part.close)
+            for part in (self._device, model.weights, self._journal, source):
+                if part is not None:
+                    undo.callback(part.close)
             self.arrangement: Arrangement | None = None  # of host memory; None for a source that was passed
             self.write_back_every: int | None = None
             if source is None:
@@ -112,11 +113,23 @@ class ZOEngine:
                     "parameters": _digest(model),
                     "noise": self._noise.name,
                     "estimator": None if estimator is None else estimator.options,
+                    "seed": None if estimator is None else seed,
                 }
             )
-            self._source = source or self._arranged_source(scratch, write_back_every, snapshot_every)
-            undo.callback(self._source.close)
-            self._scheduler = (scheduler or SerialScheduler)(self._source, self._device)
+            if source is None:
+                assert self.arrangement is not None
+                source, self.write_back_every = self.arrangement.source(
+                    model,
+                    self._noise,
+                    self._device.host_memory,
+                    self._journal.chain,
+                    scratch=scratch,
+                    write_back_every=write_back_every,
+                    snapshot_every=snapshot_every,
+                )
+                undo.callback(source.close)
+            self._source = source
+            self._scheduler = (SerialScheduler if scheduler is None else scheduler)(self._source, self._device)
             keep_noise = self.arrangement is None or self.arrangement.keep_noise
             self._workspace = Workspace(model.layouts, self._device, self._noise, keep_noise=keep_noise)
             on_cpu = self._device.torch_device.type == "cpu"  # elsewhere one host thread issues the work of all
@@ -124,6 +137,7 @@ class ZOEngine:
             self._seed = seed
             self._batches_per_sweep = batches_per_sweep
             self._closed = False
+            self._busy = False
             model.bind(self._workspace.parameters())
             undo.pop_all()
 
@@ -154,6 +168,7 @@ class ZOEngine:
             NonFiniteLossError: if a loss is not finite.
             OptionError: if the learning rate of this step, or the seed, is out of its range.
             JournalError: if the record cannot be written.
+            CheckpointError, ScratchError: if a block cannot be read, or could not be written back.
             In all cases the step was not taken: weights and journal are as before.
         """
         self._require_open()
@@ -206,13 +221,13 @@ class ZOEngine:
             tokens += [labelled_tokens(batch) for batch in chunk]
             sweeps += 1
         if not losses:
-            raise OptionError("batches", found="none", expected="at least one", remedy="pass batches to evaluate")
+            raise BatchError("batches", found="none", expected="at least one", remedy="pass batches to evaluate")
         total = sum(tokens)
         if total == 0:
             raise BatchError(
                 "batches", found="no labelled token", expected="at least one", remedy="pass labels that are not all -100"
             )
-        mean = math.fsum(loss * count for loss, count in zip(losses, tokens, strict=True)) / total
+        mean = math.fsum(loss * count for loss, count in zip(losses, tokens, strict=True) if count) / total
         return EvaluationResult(mean, tuple(losses), total, sweeps, time.perf_counter() - began)
 
     def flush(self) -> None:
@@ -220,7 +235,7 @@ class ZOEngine:
         self._require_open()
         self._sweep([])
 
-    def parameters_now(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def parameters_now(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield every parameter at the present version, one at a time, in visiting order.
 
         Yields:
@@ -228,6 +243,10 @@ class ZOEngine:
             asked for; copy it to keep it, and do not change it.
         """
         self._require_open()
+        with self._alone():
+            yield from self._parameters_now()
+
+    def _parameters_now(self) -> Iterator[tuple[str, torch.Tensor]]:
         visitor = self._visitor([])
         for index, layout in enumerate(self._model.layouts):
             bucket, version = self._source.acquire(index), None
@@ -256,17 +275,17 @@ class ZOEngine:
         self._require_open()
         require_unused(Path(directory))
         specs = [spec for layout in self._model.layouts for spec in layout.parameters]
-        write_checkpoint(Path(directory), specs, self.parameters_now(), self._model.companions)
+        with contextlib.closing(self.parameters_now()) as tensors:  # lets go of its bucket, also when writing fails
+            write_checkpoint(Path(directory), specs, tensors, self._model.companions)
 
     def close(self) -> None:
         """Stop all work, give memory, threads and descriptors back. May be called twice."""
         self._closed = True
-        if self._worker is not None:
-            self._worker.shutdown()
-        self._source.close()
-        self._device.close()
-        self._model.weights.close()
-        self._journal.close()
+        with contextlib.ExitStack() as parts:  # each is closed whatever the others do, last things first
+            for part in (self._journal, self._model.weights, self._device, self._source):
+                parts.callback(part.close)
+            if self._worker is not None:
+                parts.callback(self._worker.shutdown)
 
     def __enter__(self) -> Self:
         return self
@@ -275,6 +294,21 @@ class ZOEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if self._busy:
+            raise BusyError(
+                "ZOEngine",
+                found="an iteration over parameters_now() that has not ended",
+                expected="one use at a time",
+                remedy="exhaust the iterator or close() it first",
+            )
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
 
     def _visitor(self, streams: Sequence[tuple[Evaluation | None, Batch]]) -> SegmentVisitor:
         return SegmentVisitor(
@@ -288,35 +322,10 @@ class ZOEngine:
             perturb_in_place=self._estimator is None or self._estimator.perturb_in_place,
         )
 
-    def _arranged_source(
-        self, directory: Path | str | None, every: int | Literal["auto"] | None, snapshot_every: int | None
-    ) -> BlockSource:
-        assert self.arrangement is not None
-        layouts = self._model.layouts
-        scratch = None if directory is None else Scratch(Path(directory), layouts, self._journal.chain)
-        if scratch is not None and every == "auto":
-            replay = replay_seconds(self._noise, layouts)
-            write = sum(layout.nbytes for layout in layouts) / write_bytes_per_second(scratch.directory)
-            every = write_back_interval(replay, write, resident=self.arrangement.buckets is None)
-        limits = [limit for limit in (every, snapshot_every) if isinstance(limit, int)]
-        self.write_back_every = min(limits, default=None)
-        try:
-            return self.arrangement.source(
-                self._model.weights,
-                layouts,
-                self._device.host_memory,
-                scratch=scratch,
-                write_back_every=self.write_back_every,
-            )
-        except BaseException:
-            if scratch is not None:
-                scratch.close()
-            raise
-
     def _sweep(self, streams: Sequence[tuple[Evaluation | None, Batch]]) -> list[torch.Tensor]:
         visitor = self._visitor(streams)
         try:
-            with torch.inference_mode():
+            with self._alone(), torch.inference_mode():
                 self._scheduler.sweep(visitor, range(len(self._model.layouts)))
         finally:
             visitor.finish()
@@ -339,7 +348,7 @@ def labelled_tokens(batch: Batch) -> int:
 def _lr(estimator: ZOEstimator, step: int) -> float:
     value = estimator.lr(step) if callable(estimator.lr) else estimator.lr
     require_positive(f"lr at step {step}", value)
-    return value
+    return float(value)
 
 
 def _device(device: Device | str) -> Device:

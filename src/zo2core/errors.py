@@ -63,5 +63,9 @@ class NonFiniteLossError(ZO2Error):
     """A forward pass gave a loss that is not finite; the step was not taken."""
 
 
+class BusyError(ZO2Error):
+    """An engine was used while an iteration over its parameters was under way."""
+
+
 class ClosedError(ZO2Error):
     """A closed engine or source was used."""

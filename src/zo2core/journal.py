@@ -84,6 +84,7 @@ class Journal:
         """
         assert update.step == len(self._updates), "updates are appended in order"
         record = _encode(update)
+        _decode(record)  # refuses what could not be read back, before anything is written
         self._write(record)
         self._take_update(record)
 
@@ -183,14 +184,14 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _encode(update: Update) -> dict[str, Any]:
     return {
         "step": update.step,
-        "evaluations": [list(evaluation) for evaluation in update.evaluations],
-        "seeds": list(update.seeds),
-        "projected_grads": list(update.projected_grads),
-        "lr": update.lr,
-        "zo_eps": update.zo_eps,
-        "weight_decay": update.weight_decay,
-        "perturb_in_place": update.perturb_in_place,
-        "losses": list(update.losses),
+        "evaluations": [[int(seed), float(shift)] for seed, shift in update.evaluations],
+        "seeds": [int(seed) for seed in update.seeds],
+        "projected_grads": [float(grad) for grad in update.projected_grads],
+        "lr": float(update.lr),
+        "zo_eps": float(update.zo_eps),
+        "weight_decay": float(update.weight_decay),
+        "perturb_in_place": bool(update.perturb_in_place),
+        "losses": [float(loss) for loss in update.losses],
     }
 
 

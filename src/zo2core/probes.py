@@ -59,9 +59,7 @@ def write_bytes_per_second(directory: Path) -> float:
     Raises:
         ScratchError: if it cannot be written to.
     """
-    path = directory / f".probe-{os.getpid()}"
-    for left in directory.glob(".probe-*"):  # of a process that was killed
-        left.unlink(missing_ok=True)
+    path = directory / f".zo2-probe-{os.getpid()}"
     data = byte_view(memory := HostDevice().host_memory(_BYTES))
     memory.fill_(1)
     try:
@@ -76,7 +74,7 @@ def write_bytes_per_second(directory: Path) -> float:
                 best = min(best, time.perf_counter() - began)
         finally:
             file.close()
-            path.unlink()
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise ScratchError(
             directory,

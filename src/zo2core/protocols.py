@@ -169,7 +169,7 @@ class TensorReader(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the base weights; two bases of one fingerprint hold the same bytes."""
+        """Identifies the base weights, by samples of them: tells two bases apart unless somebody takes pains."""
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         """Fill memory with a range of one parameter. May be called from several threads.

@@ -6,6 +6,8 @@ torn last line is dropped, damage anywhere else is not.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import zlib
@@ -53,7 +55,7 @@ class RecordFile:
         line = to_line(record)
         if self._descriptor is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._descriptor = self._open_alone()
         os.ftruncate(self._descriptor, self._end)  # drops a torn record of this or an earlier attempt
         done, self._failed = 0, True
         while done < len(line):
@@ -63,6 +65,15 @@ class RecordFile:
             sync_path(self._path.parent)  # the file's name is durable, too
         self._end += len(line)
         self._failed = False
+
+    def _open_alone(self) -> int:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two writers would cut each other's records off
+        except OSError as error:
+            os.close(descriptor)
+            raise OSError(errno.EAGAIN, "a file that another engine writes") from error
+        return descriptor
 
     def retract(self) -> None:
         """Make sure that a record whose append failed does not count, not even for whoever reads the file later.

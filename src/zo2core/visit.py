@@ -65,6 +65,7 @@ class SegmentVisitor:
         self._workspace = workspace
         self._worker = worker
         self._updates = updates
+        self._present = len(updates)  # the list may grow while a visitor lives
         self._batches = [batch for _, batch in streams]
         self._groups = [
             (evaluation, [i for i, _ in members])
@@ -84,22 +85,22 @@ class SegmentVisitor:
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring a segment to the present version. See the contract."""
         if version not in self._replays:
-            self._replays[version] = [Replay(update) for update in self._updates[version:]]
+            self._replays[version] = [Replay(update) for update in self._updates[version : self._present]]
             self.seeds.update(seed for replay in self._replays[version] for seed in replay.seeds)
         replays = self._replays[version]
         self._stores[index] = store
         self._drawn = None
-        replayed = self._start_ahead(index, replays)
+        queue: SimpleQueue[_Piece] = SimpleQueue()
         try:
+            replayed = queue if self._start_ahead(index, replays, queue) else None
             for cell in self._workspace.segments[index]:
                 if cell.owner == index:
                     self._replay_parameter(cell, store[cell.position], replays, replayed)
         except BaseException:
-            if replayed is not None:
-                replayed.put(_Piece.LOST)
+            queue.put(_Piece.LOST)  # lets the second thread go, whether it was started or not
             self.finish()
             raise
-        return len(self._updates)
+        return self._present
 
     def evaluate(self, index: int, store: Store) -> None:
         """Run the segment's forwards. See the contract."""
@@ -121,18 +122,17 @@ class SegmentVisitor:
         if self._ahead is not None:
             wait([self._ahead])
 
-    def _start_ahead(self, index: int, replays: Sequence[Replay]) -> SimpleQueue[_Piece] | None:
-        """Have the second thread prepare the first evaluation; it is told of each replayed piece, in order."""
+    def _start_ahead(self, index: int, replays: Sequence[Replay], replayed: SimpleQueue[_Piece]) -> bool:
+        """Have the second thread, if that pays, prepare the first evaluation; it is told of each replayed piece."""
         first = self._groups[0][0] if self._groups else None
         if self._worker is None or first is None or first.shift == 0:
-            return None
+            return False
         if self._workspace.elements[index] < PARALLEL_FROM:
-            return None
+            return False
         if any(first.seed in replay.seeds for replay in replays):
-            return None  # one seed's generator in two places would start over for each piece
-        replayed: SimpleQueue[_Piece] = SimpleQueue()
+            return False  # one seed's generator in two places would start over for each piece
         self._ahead = self._worker.submit(self._prepare, index, first, replayed)
-        return replayed
+        return True
 
     def _prepare(self, index: int, evaluation: Evaluation, replayed: SimpleQueue[_Piece]) -> Evaluation | None:
         """Second thread: draw a direction and perturb along it, piece by piece, behind the replay."""

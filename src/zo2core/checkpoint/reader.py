@@ -29,7 +29,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 _STAGING = 1 << 20  # elements converted at a time where the checkpoint's dtype is not the one asked for
-_SAMPLE = 4096  # bytes of each tensor that enter the fingerprint
+_SAMPLE = 4096  # bytes, three times of each tensor, that enter the fingerprint
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
@@ -241,14 +241,25 @@ class SafetensorsReader:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over names, dtypes and shapes and the first 4 KiB of every tensor; where a tensor lies does not count."""
+        """SHA-256 over names, dtypes, shapes and 4 KiB each of every tensor's beginning, middle and end."""
         digest = hashlib.sha256()
         for name, entry in sorted(self._entries.items()):
             digest.update(json.dumps([name, entry.dtype, entry.shape]).encode())
-            sample = bytearray(min(_SAMPLE, entry.nbytes))
-            self._read(entry, 0, memoryview(sample))
-            digest.update(sample)
+            for sample in self.samples(entry):
+                digest.update(sample)
         return digest.hexdigest()
+
+    def samples(self, entry: TensorEntry) -> list[bytearray]:
+        """Bytes of a tensor's beginning, middle and end.
+
+        Raises:
+            CheckpointError: if they cannot be read.
+        """
+        size = min(_SAMPLE, entry.nbytes)
+        found = [bytearray(size) for _ in range(3)]
+        for sample, offset in zip(found, (0, (entry.nbytes - size) // 2, entry.nbytes - size), strict=True):
+            self._read(entry, offset, memoryview(sample))
+        return found
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         """Fill memory with a range of a tensor, converting to its dtype where the file holds another.
@@ -310,15 +321,8 @@ def same_samples(first: TensorEntry, second: TensorEntry) -> bool:
     """
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    size = min(_SAMPLE, first.nbytes)
     reader = SafetensorsReader({})
     try:
-        for offset in (0, (first.nbytes - size) // 2, first.nbytes - size):
-            samples = [bytearray(size), bytearray(size)]
-            for entry, sample in zip((first, second), samples, strict=True):
-                reader._read(entry, offset, memoryview(sample))
-            if samples[0] != samples[1]:
-                return False
+        return reader.samples(first) == reader.samples(second)
     finally:
         reader.close()
-    return True

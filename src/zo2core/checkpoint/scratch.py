@@ -19,7 +19,7 @@ import torch
 
 from zo2core.checkpoint.ranged import PAGE, RangedFile, byte_view
 from zo2core.errors import ScratchError
-from zo2core.records import DamagedRecordError, Record, RecordFile, to_line
+from zo2core.records import DamagedRecordError, Record, RecordFile, sync_path, to_line
 from zo2core.types import BlockLayout
 
 DATA = "scratch.bin"
@@ -51,7 +51,8 @@ class Scratch:
         self._sizes = [whole_pages(layout.nbytes) for layout in layouts]
         self._offsets: list[int] = []  # slot -> byte offset
         self._free: list[set[int]] = []  # segment -> slots it may use next; one set for all blocks
-        self.nbytes = self._lay_out(layouts)
+        self._lay_out(layouts)
+        self.nbytes = scratch_bytes(layouts)
         self._places: dict[int, _Place] = {}
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -113,7 +114,7 @@ class Scratch:
         self._data.close()
         self._manifest.close()
 
-    def _lay_out(self, layouts: Sequence[BlockLayout]) -> int:
+    def _lay_out(self, layouts: Sequence[BlockLayout]) -> None:
         """Place the slots: blocks share theirs and one to spare, a resident segment has two of its own."""
         end = 0
 
@@ -128,7 +129,6 @@ class Scratch:
         shared = slots(len(blocks) + 1, max(blocks, default=0))
         for size, layout in zip(self._sizes, layouts, strict=True):
             self._free.append(slots(2, size) if layout.resident else shared)
-        return end
 
     def _open_manifest(self) -> RecordFile:
         """Take over what is of this run, and write the manifest anew without the rest."""
@@ -141,14 +141,20 @@ class Scratch:
             loaded = []  # nothing is lost but time: the journal makes every version again
         if loaded and loaded[0] == header:
             found = {record["segment"]: record for record in loaded[1:]}
+        data = self.directory / DATA
+        size = data.stat().st_size if data.exists() else 0
         for segment, record in found.items():
-            if self._chain(record["version"]) == record["chain"]:
+            there = self._offsets[record["slot"]] + self._sizes[segment] <= size
+            if there and self._chain(record["version"]) == record["chain"]:
                 self._places[segment] = _Place(record["slot"], record["version"])
                 self._free[segment].discard(record["slot"])
         partial = path.with_suffix(".partial")
         live = [found[segment] for segment in sorted(self._places)]
+        # Durable before any slot is written: an older manifest that came back would name slots for other bytes.
         partial.write_bytes(b"".join(to_line(record) for record in [header, *live]))
+        sync_path(partial)
         partial.replace(path)
+        sync_path(self.directory)
         return RecordFile(path)
 
     def _failed(self, error: OSError | EOFError) -> ScratchError:
@@ -163,3 +169,10 @@ class Scratch:
 def whole_pages(nbytes: int) -> int:
     """Round a size in bytes up to pages."""
     return -(-nbytes // PAGE) * PAGE
+
+
+def scratch_bytes(layouts: Sequence[BlockLayout]) -> int:
+    """Most that a scratch file of these segments takes: a slot a block and one to spare, two for each resident segment."""
+    blocks = [whole_pages(layout.nbytes) for layout in layouts if not layout.resident]
+    resident = sum(whole_pages(layout.nbytes) for layout in layouts if layout.resident)
+    return (len(blocks) + 1) * max(blocks, default=0) + 2 * resident

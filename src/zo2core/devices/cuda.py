@@ -80,7 +80,7 @@ class CudaDevice:
         slot = self._slots.get(key)
         if slot is None or slot.numel() < layout.nbytes:
             slot = self._slots[key] = self.empty(layout.nbytes)
-        slot[: layout.nbytes].copy_(bucket.data, non_blocking=True)
+        slot[: layout.nbytes].copy_(bucket.data)  # waits: the bucket may be given back, and overwritten, at any time
         self._bytes_moved += layout.nbytes
         return layout.views(slot)
 

@@ -6,7 +6,8 @@ kernel's wider type. Operations that could contract into a fused multiply-add (`
 All tensors are 1-D, contiguous, of one dtype and one length.
 
 Note: Folding the shift. ``(k * z) * eps`` equals ``z * (k * eps)`` bit for bit when k is a power of two, because scaling
-by k is then exact on both sides of the rounding. All shifts of MeZO's walk (1 and -2) are; others take the literal way.
+by k is then exact on both sides of the rounding, if k is at least 1: halving a subnormal number rounds. All shifts of MeZO's
+walk (1 and -2) are such; others take the literal way.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def perturb(
         zo_eps: Perturbation scale.
         scratch: Overwritten; not any of the others.
     """
-    if math.frexp(shift)[0] in (0.5, -0.5):
+    if abs(shift) >= 1 and math.frexp(shift)[0] in (0.5, -0.5):
         torch.mul(z, shift * zo_eps, out=scratch)
     else:
         torch.mul(z, shift, out=scratch)

@@ -94,8 +94,9 @@ class SequentialNoise:
             return
         following = place + 1
         stream.position = (following, 0)
-        if following in self._jumps and following not in stream.states:
-            stream.states[following] = stream.generator.get_state()
+        if following in self._jumps:
+            if following not in stream.states:
+                stream.states[following] = stream.generator.get_state()
         elif following in self._starts:
             stream.runs[following] = stream.generator.get_state()
             while len(stream.runs) > 2:

@@ -26,10 +26,10 @@ class SerialScheduler:
         try:
             for position, index in enumerate(order):
                 bucket = self._source.acquire(index)
-                for following in order[position + 1 : position + 2]:
-                    self._source.prefetch(following)
                 version: int | None = None
                 try:
+                    for following in order[position + 1 : position + 2]:
+                        self._source.prefetch(following)
                     store = self._device.upload(bucket, self._source.layouts[index])
                     replayed = visitor.replay(index, store, bucket.version)
                     if replayed != bucket.version:

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 import torch
 
-from zo2core.checkpoint import Scratch
+from zo2core.checkpoint import Scratch, whole_pages
 from zo2core.protocols import TensorReader
 from zo2core.types import BlockLayout
 
@@ -81,6 +81,7 @@ class SegmentLoader:
             views: Of its parameters in that memory.
         """
         version = 0 if self._scratch is None else self._scratch.version(segment)
+        pages = pages[: whole_pages(self._layouts[segment].nbytes)]
         submit = self._pool.submit
         if self._scratch is not None and version > 0:
             starts = range(0, len(pages), CHUNK)

@@ -119,7 +119,7 @@ class StreamedSource:
             try:
                 slot.loading.wait()
             except BaseException:
-                slot.segment, slot.loading, slot.held = None, None, False
+                slot.segment, slot.held = None, False  # reads may go on if the wait was interrupted: whoever reuses it waits
                 raise
             slot.version, slot.loading = slot.loading.version, None
         layout = self._layouts[index]
@@ -135,7 +135,8 @@ class StreamedSource:
                 slot.segment = None
             else:
                 slot.version = version
-                self._write_back.start_if_due(bucket.segment, slot.pages, version, then=self._read_ahead)
+                pages = slot.pages[: whole_pages(self._layouts[bucket.segment].nbytes)]
+                self._write_back.start_if_due(bucket.segment, pages, version, then=self._read_ahead)
             self._read_ahead()
 
     def close(self) -> None:
