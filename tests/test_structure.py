@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
-GROUND = {"types", "errors", "records"}
+GROUND = {"types", "errors", "records", "memory"}
 FLOOR = {"protocols", "checkpoint", "journal", "kernels"}
 PARTS = {"sources", "devices", "schedulers", "noise", "estimators"}
 VISIT = {"walk", "workspace", "visit", "budget"}  # what the engine is made of

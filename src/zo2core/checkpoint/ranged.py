@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import threading
 from pathlib import Path
 
 import torch
 
+from zo2core.memory import anonymous_memory
+
 PAGE = 4096  # bytes; a multiple of the block size of the disks there are
-STAGING = 4 << 20  # bytes of the buffer of one thread
+STAGING = 6 << 20  # bytes of the buffer of one thread, in huge pages: a chunk and the pages it begins and ends in
 
 _thread = threading.local()
 
@@ -153,7 +154,7 @@ def _read_staged(descriptor: int, offset: int, out: memoryview) -> int:
 
 def _staging() -> memoryview:
     if not hasattr(_thread, "staging"):
-        _thread.staging = memoryview(mmap.mmap(-1, STAGING))
+        _thread.staging = memoryview(anonymous_memory(STAGING))[:STAGING]
     staging: memoryview = _thread.staging
     return staging
 

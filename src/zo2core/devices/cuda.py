@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from zo2core.devices.host import anonymous_memory
 from zo2core.errors import DeviceError
+from zo2core.memory import anonymous_memory
 from zo2core.protocols import Store
 from zo2core.types import BlockLayout, Bucket
 
@@ -58,7 +58,7 @@ class CudaDevice:
         Raises:
             DeviceError: if the memory cannot be locked.
         """
-        arena = anonymous_memory(max(nbytes, 1))
+        arena = torch.frombuffer(anonymous_memory(nbytes), dtype=torch.uint8)
         code = _cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0)
         if int(code) != 0:
             raise DeviceError(

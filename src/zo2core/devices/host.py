@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-
 import torch
 
+from zo2core.memory import anonymous_memory
 from zo2core.protocols import Store
 from zo2core.types import BlockLayout, Bucket
 
@@ -26,7 +24,7 @@ class HostDevice:
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Allocate anonymous memory of exactly this size, page-aligned. Pages take room once they are touched."""
-        return anonymous_memory(nbytes)
+        return torch.frombuffer(anonymous_memory(nbytes), dtype=torch.uint8)[:nbytes]
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """The same as host memory: here they are one."""
@@ -41,11 +39,3 @@ class HostDevice:
 
     def close(self) -> None:
         """Nothing: memory goes with its tensors."""
-
-
-def anonymous_memory(nbytes: int) -> torch.Tensor:
-    """Page-aligned uint8 memory of exactly this size, in huge pages where there are some: fewer faults and misses."""
-    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):  # a kernel, or a system, without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
