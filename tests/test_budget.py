@@ -11,6 +11,8 @@ import torch
 from zo2core import BlockLayout, MemoryBudgetError, OptionError, ParameterSpec, SegmentKind
 from zo2core.arrangement import arrange
 from zo2core.budget import free_memory, parse_size, resident_memory
+from zo2core.checkpoint.ranged import STAGING
+from zo2core.sources.loader import READERS
 
 MiB = 2**20
 
@@ -86,7 +88,7 @@ def layouts(blocks: int = 10) -> tuple[BlockLayout, ...]:
     ],
 )
 def test_the_fastest_arrangement_that_fits_is_taken(room: int, buckets: int | None, keep_noise: bool) -> None:
-    reading = 16 * MiB
+    reading = READERS * STAGING
     memory = resident_memory() + reading + 4 * MiB + room * MiB
     found = arrange(layouts(), memory=memory, activation_bytes=2 * MiB)
     assert (found.buckets, found.keep_noise) == (buckets, keep_noise)
