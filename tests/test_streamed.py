@@ -257,3 +257,38 @@ def test_a_block_is_never_changed_while_it_is_written(tmp_path: Path, monkeypatc
 def test_impossible_options_are_refused(buckets: int, every: int | None) -> None:
     with pytest.raises(OptionError):
         make(CountingWeights(), buckets, None, every)
+
+
+def test_a_scratch_file_that_was_removed_does_not_count(tmp_path: Path) -> None:
+    source = make(CountingWeights(), 1, scratch_in(tmp_path), 1)
+    sweep(source, 1)
+    source.close()
+    (tmp_path / "scratch.bin").unlink()
+    found = scratch_in(tmp_path)
+    assert {found.version(segment) for segment in range(BLOCKS + 2)} == {0}
+    found.close()
+
+
+def test_blocks_of_two_sizes_go_from_one_source_to_the_other(tmp_path: Path) -> None:
+    sizes = (10, 5, 200_000, 5, 10)
+    specs = [ParameterSpec(f"p{i}", (size,), torch.float32, i, True) for i, size in enumerate(sizes)]
+    kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * 3, SegmentKind.HEAD]
+    segments = tuple(BlockLayout(spec.name, kind, (spec,)) for spec, kind in zip(specs, kinds, strict=True))
+    memory = HostDevice().host_memory
+
+    def scratch() -> Scratch:
+        return Scratch(tmp_path, segments, lambda version: version)
+
+    pinned = PinnedSource(CountingWeights(), segments, memory, scratch=scratch(), write_back_every=1)
+    for index in (3, 1):  # the small ones: the file is shorter than the large one's slot
+        bucket = pinned.acquire(index)
+        bucket.views[0].fill_(-index)
+        pinned.release(bucket, 1)
+    pinned.close()
+    streamed = StreamedSource(CountingWeights(), segments, memory, buckets=2, scratch=scratch(), write_back_every=1)
+    for index in (1, 3):
+        bucket = streamed.acquire(index)
+        assert bucket.version == 1
+        assert bool((bucket.views[0] == -index).all())
+        streamed.release(bucket, 1)
+    streamed.close()
