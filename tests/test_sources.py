@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,9 @@ from zo2core import (
     StreamedSource,
 )
 from zo2core.checkpoint import SafetensorsReader, Scratch, parse_header, whole_pages
+from zo2core.checkpoint.ranged import PAGE
 from zo2core.protocols import BlockSource
+from zo2core.sources.loader import laid_out_as_on_disk
 
 Layouts = tuple[BlockLayout, ...]
 Make = Callable[[SafetensorsReader, Layouts, Path], BlockSource]
@@ -44,6 +47,16 @@ def streamed(weights: SafetensorsReader, layouts: Layouts, folder: Path) -> Bloc
     return StreamedSource(weights, layouts, host_memory)
 
 
+def in_place(weights: SafetensorsReader, layouts: Layouts, folder: Path) -> BlockSource:
+    return StreamedSource(weights, laid_out_as_on_disk(layouts, weights), host_memory)
+
+
+def in_place_written(weights: SafetensorsReader, layouts: Layouts, folder: Path) -> BlockSource:
+    layouts = laid_out_as_on_disk(layouts, weights)
+    scratch = scratch_in(folder, layouts)
+    return StreamedSource(weights, layouts, host_memory, buckets=1, scratch=scratch, write_back_every=1)
+
+
 def one_bucket(weights: SafetensorsReader, layouts: Layouts, folder: Path) -> BlockSource:
     return StreamedSource(weights, layouts, host_memory, buckets=1)
 
@@ -59,6 +72,8 @@ SOURCES: dict[str, Make] = {
     "pinned, written back": pinned_written,
     "streamed": streamed,
     "streamed, one bucket": one_bucket,
+    "streamed, laid out as on disk": in_place,
+    "streamed, laid out as on disk, written back": in_place_written,
     "streamed, one bucket, written back": streamed_written,
 }
 
@@ -111,7 +126,7 @@ def test_bytes_come_back_with_a_version_that_is_theirs(name: str, tmp_path: Path
             for spec, view in zip(source.layouts[index].parameters, bucket.views, strict=True):
                 assert torch.equal(view, tensors()[spec.name] * (bucket.version + 1))
                 view.copy_(tensors()[spec.name] * (version + 1))
-            drops = name in {"streamed", "streamed, one bucket"} and not source.layouts[index].resident
+            drops = name.startswith("streamed") and "written" not in name and not source.layouts[index].resident
             assert bucket.version == version - 1 or (drops and bucket.version == 0)
             source.release(bucket, version)
     source.close()
@@ -148,9 +163,29 @@ def test_views_are_the_buckets_bytes_and_aligned(make: Make, tmp_path: Path) -> 
         assert bucket.data.numel() == layout.nbytes
         for view in bucket.views:
             assert view.untyped_storage().data_ptr() == bucket.data.untyped_storage().data_ptr()
-            assert view.data_ptr() % 64 == 0
+            assert view.data_ptr() % (64 if layout.offsets is None else view.itemsize) == 0
         source.release(bucket, 0)
     source.close()
+
+
+def test_parameters_lie_as_far_from_a_pages_start_as_on_disk(tmp_path: Path) -> None:
+    weights, layouts = checkpoint(tmp_path)
+    source = StreamedSource(weights, laid_out_as_on_disk(layouts, weights), host_memory)
+    begin = {name: entry.start for name, entry in parse_header(tmp_path / "model.safetensors").items()}
+    for index, layout in enumerate(source.layouts):
+        bucket = source.acquire(index)
+        for spec, view in zip(layout.parameters, bucket.views, strict=True):
+            assert (view.data_ptr() - begin[spec.name]) % PAGE == 0
+        assert layout.nbytes < 2 * PAGE, "what follows on disk follows in the bucket"
+        source.release(bucket, 0)
+    source.close()
+
+
+def test_converted_parameters_are_packed(tmp_path: Path) -> None:
+    weights, layouts = checkpoint(tmp_path)
+    spec = replace(layouts[0].parameters[0], dtype=torch.float16)
+    (layout,) = laid_out_as_on_disk([replace(layouts[0], parameters=(spec,))], weights)
+    assert layout.offsets == (0,)
 
 
 @every_source
@@ -196,6 +231,9 @@ def test_opening_reads_no_weights(tmp_path: Path) -> None:
 
     class Counting:
         fingerprint = "counted"
+
+        def page_offset(self, spec: ParameterSpec) -> int | None:
+            return None
 
         def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
             reads.append(parameter)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,9 @@ class CountingWeights:
         self.reads: Counter[int] = Counter()
         self.go = threading.Event()
         self.go.set()
+
+    def page_offset(self, spec: ParameterSpec) -> int | None:
+        return None
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         assert self.go.wait(10)
@@ -178,6 +182,17 @@ def test_bytes_of_another_run_do_not_count(tmp_path: Path) -> None:
     other = scratch_in(tmp_path, lambda version: version + 1000)
     assert {other.version(segment) for segment in range(BLOCKS + 2)} == {0}
     other.close()
+
+
+def test_bytes_laid_out_otherwise_do_not_count(tmp_path: Path) -> None:
+    written = scratch_in(tmp_path)
+    written.write(1, HostDevice().host_memory(whole_pages(layouts()[1].nbytes)), 5)
+    written.close()
+    moved = [replace(layout, offsets=(0 if i != 1 else 8,)) for i, layout in enumerate(layouts())]
+    for there, version in ((layouts(), 5), (moved, 0)):
+        scratch = Scratch(tmp_path, there, lambda version: version)
+        assert scratch.version(1) == version
+        scratch.close()
 
 
 def test_the_bytes_before_count_until_the_new_ones_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

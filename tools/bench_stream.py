@@ -22,7 +22,7 @@ from zo2adapters import open_checkpoint
 from zo2core import HostDevice, StreamedSource
 from zo2core.budget import resident_memory
 from zo2core.checkpoint.ranged import byte_view
-from zo2core.sources.loader import CHUNK, READERS
+from zo2core.sources.loader import CHUNK, READERS, laid_out_as_on_disk
 
 SETTLE = 2.0  # seconds
 
@@ -55,7 +55,8 @@ def spread(values: list[float]) -> dict[str, float]:
 def bench(directory: Path, buckets: int, rounds: int, portion: int) -> dict[str, Any]:
     """Run both sides in turn, each time over the next blocks; rates in bytes a second."""
     model = open_checkpoint(directory)
-    source = StreamedSource(model.weights, model.layouts, HostDevice().host_memory, buckets=buckets)
+    layouts = laid_out_as_on_disk(model.layouts, model.weights)
+    source = StreamedSource(model.weights, layouts, HostDevice().host_memory, buckets=buckets)
     blocks = [index for index, layout in enumerate(model.layouts) if not layout.resident]
     paths = sorted(directory.glob("*.safetensors"))
 

@@ -223,13 +223,16 @@ class Plan:
     """Host memory the process may have in all, such as 6GiB; auto takes what is free."""
     scratch: Path = Path()
     """A directory on the disk that the run would be on."""
+    json: bool = False
+    """Print JSON instead of a table."""
     batching: Batching = field(default_factory=Batching)
 
     def run(self) -> None:
-        """Print the table."""
+        """Print the plan."""
         model = open_checkpoint(resolve_directory(self.model), dtype=self.dtype)
         tokens = self.batching.length_for(model)
-        print(plan(model, memory=self.memory, rows=self.batching.batch_size, tokens=tokens, scratch=self.scratch).table())
+        found = plan(model, memory=self.memory, rows=self.batching.batch_size, tokens=tokens, scratch=self.scratch)
+        print(found.to_json() if self.json else found.table())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,3 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

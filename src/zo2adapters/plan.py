@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from zo2adapters.footprint import activation_bytes
 from zo2adapters.hf import HFBlockModel
-from zo2core import SequentialNoise
+from zo2core import HostDevice, SequentialNoise
 from zo2core.arrangement import MOST_USEFUL_BUCKETS, Arrangement, arrange
 from zo2core.checkpoint.scratch import scratch_bytes
 from zo2core.probes import replay_seconds, write_back_interval, write_bytes_per_second
 from zo2core.sources.loader import CHUNK, READERS
-from zo2core.types import ParameterSpec
+from zo2core.types import ParameterSpec, aligned, flat_views
 
 _PROBED = 48  # chunks read by the disk probe
-_PROBED_BYTES = 256 << 20  # of weights in the matrix probe: more than a cache
+_PROBED_PRODUCTS = 100_000_000_000  # in a block's matrices, of the forward probe
 _ROUNDS = 3  # the best counts
 
 # Note: Updates. Beside the replay, which one thread does, a second one draws and perturbs for the first evaluation; the walk
@@ -45,6 +47,10 @@ class Plan:
     def seconds(self) -> float:
         """Expected seconds a step."""
         return max(self.forward_seconds + self.update_seconds, self.disk_seconds)
+
+    def to_json(self) -> str:
+        """For programs: the fields, bytes and seconds in all included."""
+        return json.dumps({**asdict(self), "nbytes": self.arrangement.nbytes, "seconds": self.seconds})
 
     def table(self) -> str:
         """For people."""
@@ -105,39 +111,43 @@ def plan(model: HFBlockModel, *, memory: int | str = "auto", rows: int, tokens: 
         scratch_bytes=scratch_bytes(layouts),
         read_bytes=read,
         written_bytes=written,
-        forward_seconds=2 * forward_seconds(model, rows * tokens),
+        forward_seconds=2 * forward_seconds(model, rows, tokens),
         update_seconds=replay * (lag + draws),
         disk_seconds=disk_seconds,
     )
 
 
-def forward_seconds(model: HFBlockModel, tokens: int) -> float:
-    """Seconds of one forward, from the rate of one of its own matrix products; attention scores are left out."""
-    block = next(layout for layout in model.layouts if not layout.resident)
-    matrix = max(block.parameters, key=lambda spec: spec.numel)
-    rate = _matmul_rate(matrix, tokens)
-    blocks = sum(spec.numel for layout in model.layouts if not layout.resident for spec in layout.parameters)
-    head = model.layouts[-1]
-    heads = sum(spec.numel for spec in (*head.parameters, *head.borrowed) if len(spec.shape) > 1)
-    return 2.0 * tokens * (blocks + heads) / rate
+def forward_seconds(model: HFBlockModel, rows: int, tokens: int) -> float:
+    """Seconds of one forward, from one of its own blocks run on a batch of this shape, or a part of it.
 
-
-def _matmul_rate(matrix: ParameterSpec, tokens: int) -> float:
-    """Floating-point operations a second of (tokens, in) x (in, out) in the matrix's dtype."""
-    rows, columns = matrix.shape[-2:]
-    rows = max(min(rows, _PROBED_BYTES // (2 * columns * matrix.dtype.itemsize)), 1)
-    inputs = torch.ones(tokens, columns, dtype=matrix.dtype)
-    # Filled, and many: a weight comes from memory, as it does in a model. Zeros would all lie on the system's one zero page.
-    count = min(max(_PROBED_BYTES // (rows * columns * matrix.dtype.itemsize), 1), 64)
-    weights = [torch.ones(rows, columns, dtype=matrix.dtype) for _ in range(count)]
+    Args:
+        model: Its modules are bound to one block's memory, filled with a constant; an engine binds them anew.
+        rows: Of a batch.
+        tokens: Of a row.
+    """
+    layout = next(layout for layout in model.layouts if not layout.resident)
+    numel = sum(spec.numel for spec in layout.parameters)
+    others = [spec for layout in model.layouts if layout.resident for spec in layout.parameters]
+    lazily = iter(flat_views(others, HostDevice().host_memory(sum(aligned(spec.nbytes) for spec in others))))
+    memory = HostDevice().host_memory(layout.nbytes)
+    parameters = {spec.name: view.view(spec.shape) for spec, view in zip(others, lazily, strict=True)}
+    for spec, view in zip(layout.parameters, layout.views(memory), strict=True):
+        parameters[spec.name] = view.fill_(0.01).view(spec.shape)
+    model.bind(parameters)
+    some = min(rows, max(_PROBED_PRODUCTS // (numel * tokens), 1))
+    few = min(tokens, max(_PROBED_PRODUCTS // (numel * some), 1))
+    ids = torch.ones(some, few, dtype=torch.long)
+    best = math.inf
     with torch.inference_mode():
-        best = float("inf")
+        activations = model.embed({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
         for _ in range(_ROUNDS):
             began = time.perf_counter()
-            for weight in weights:
-                torch.nn.functional.linear(inputs, weight)
+            model.block(0, activations)
             best = min(best, time.perf_counter() - began)
-    return 2.0 * tokens * rows * columns * count / best
+    head = model.layouts[-1]
+    heads = sum(spec.numel for spec in (*head.parameters, *head.borrowed) if len(spec.shape) > 1)
+    blocks = sum(spec.numel for layout in model.layouts if not layout.resident for spec in layout.parameters)
+    return best * (rows * tokens) / (some * few) * (blocks + heads) / numel
 
 
 def read_bytes_per_second(model: HFBlockModel) -> float:

@@ -16,7 +16,7 @@ from zo2core.errors import MemoryBudgetError, OptionError
 from zo2core.probes import replay_seconds, write_back_interval, write_bytes_per_second
 from zo2core.protocols import BlockModel, BlockSource, NoiseGenerator
 from zo2core.sources import PinnedSource, StreamedSource
-from zo2core.sources.loader import READERS
+from zo2core.sources.loader import READERS, laid_out_as_on_disk
 from zo2core.sources.streamed import READ_AHEAD
 from zo2core.types import BlockLayout
 from zo2core.workspace import work_bytes
@@ -79,6 +79,8 @@ class Arrangement:
             ScratchError: if the directory cannot be written to.
         """
         layouts, every = model.layouts, write_back_every
+        if self.buckets is not None:
+            layouts = laid_out_as_on_disk(layouts, model.weights)
         if scratch is not None and every == "auto":
             replay = replay_seconds(noise, layouts)
             write = sum(layout.nbytes for layout in layouts) / write_bytes_per_second(Path(scratch))

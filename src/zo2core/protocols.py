@@ -171,6 +171,9 @@ class TensorReader(Protocol):
     def fingerprint(self) -> str:
         """Identifies the base weights, by samples of them: tells two bases apart unless somebody takes pains."""
 
+    def page_offset(self, spec: ParameterSpec) -> int | None:
+        """Bytes from a page's start to a parameter on disk; None if it is not there as it is in memory."""
+
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         """Fill memory with a range of one parameter. May be called from several threads.
 

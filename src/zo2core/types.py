@@ -57,7 +57,7 @@ class SegmentKind(Enum):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How one segment's parameters lie in its bucket: one after the other, each aligned.
+    """How one segment's parameters lie in its bucket: one after the other, each aligned, unless told otherwise.
 
     Embedding and head are *resident*: their bytes stay reachable for the whole of a sweep, so that the head can borrow the
     embedding's tied weight.
@@ -67,6 +67,7 @@ class BlockLayout:
     kind: SegmentKind
     parameters: tuple[ParameterSpec, ...]  # owned: their bytes are in this segment's bucket
     borrowed: tuple[ParameterSpec, ...] = ()  # tied: used here, owned by an earlier resident segment
+    offsets: tuple[int, ...] | None = None  # bytes from the bucket's start to each owned parameter; None: packed
 
     @property
     def resident(self) -> bool:
@@ -76,18 +77,23 @@ class BlockLayout:
     @property
     def nbytes(self) -> int:
         """Bytes of the bucket, alignment included."""
-        return sum(aligned(spec.nbytes) for spec in self.parameters)
+        if self.offsets is None:
+            return sum(aligned(spec.nbytes) for spec in self.parameters)
+        return max((at + spec.nbytes for at, spec in zip(self.offsets, self.parameters, strict=True)), default=0)
 
     def views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Flat typed views of the owned parameters in a buffer.
 
         Args:
-            buffer: uint8, 1-D, at least ``nbytes`` long, aligned.
+            buffer: uint8, 1-D, at least ``nbytes`` long, page-aligned.
 
         Returns:
             One 1-D tensor a parameter, in the order of ``parameters``, sharing the buffer's memory.
         """
-        return tuple(flat_views(self.parameters, buffer))
+        if self.offsets is None:
+            return tuple(flat_views(self.parameters, buffer))
+        pairs = zip(self.offsets, self.parameters, strict=True)
+        return tuple(buffer[at : at + spec.nbytes].view(spec.dtype) for at, spec in pairs)
 
 
 def flat_views(specs: Sequence[ParameterSpec], buffer: torch.Tensor) -> Iterator[torch.Tensor]:

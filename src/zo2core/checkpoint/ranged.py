@@ -1,8 +1,9 @@
 """Byte ranges of files, past the page cache: direct I/O where the file system takes it, else buffered.
 
 A model that is read once a step would push everything else out of the page cache, and inside a memory limit the cache counts
-as the process's own. Direct I/O wants page-aligned offsets, lengths and addresses; what is not aligned goes through a small
-buffer of the calling thread. Where direct I/O is refused, buffered reads give their pages back.
+as the process's own. Direct I/O wants page-aligned offsets, lengths and addresses. Where memory lies as far from a page's
+start as its bytes do in the file, whole pages are read in place; the rest goes through a small buffer of the calling thread.
+Where direct I/O is refused, buffered reads give their pages back.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from zo2core.memory import anonymous_memory
 
 PAGE = 4096  # bytes; a multiple of the block size of the disks there are
 STAGING = 6 << 20  # bytes of the buffer of one thread, in huge pages: a chunk and the pages it begins and ends in
+IN_PLACE = 1 << 20  # bytes from which on reads of the two broken pages pay
 
 _thread = threading.local()
 
@@ -58,10 +60,7 @@ class RangedFile:
         """
         if self._takes_direct and self._direct is not None:
             try:
-                if _is_aligned(offset, out):
-                    done = _read_pages(self._direct, offset, out, at_least=len(out))
-                else:
-                    done = _read_staged(self._direct, offset, out)
+                done = _read_direct(self._direct, offset, out)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -134,6 +133,20 @@ def _address(view: memoryview) -> int:
 
 def _is_aligned(offset: int, view: memoryview) -> bool:
     return offset % PAGE == 0 and len(view) % PAGE == 0 and _address(view) % PAGE == 0
+
+
+def _read_direct(descriptor: int, offset: int, out: memoryview) -> int:
+    """Read whole pages in place if there are enough of them, the rest by way of the buffer; return how far it came."""
+    head = min(-offset % PAGE, len(out))
+    body = (len(out) - head) // PAGE * PAGE
+    if (_address(out) - offset) % PAGE != 0 or body < IN_PLACE:
+        return _read_staged(descriptor, offset, out)
+    done = _read_staged(descriptor, offset, out[:head])
+    if done == head:
+        done += _read_pages(descriptor, offset + done, out[done : head + body], at_least=body)
+    if done == head + body:
+        done += _read_staged(descriptor, offset + done, out[done:])
+    return done
 
 
 def _read_staged(descriptor: int, offset: int, out: memoryview) -> int:

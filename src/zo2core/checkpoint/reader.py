@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zo2core.checkpoint.ranged import RangedFile, byte_view
+from zo2core.checkpoint.ranged import PAGE, RangedFile, byte_view
 from zo2core.errors import CheckpointError, ClosedError
+from zo2core.types import ParameterSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -248,6 +249,12 @@ class SafetensorsReader:
             for sample in self.samples(entry):
                 digest.update(sample)
         return digest.hexdigest()
+
+    def page_offset(self, spec: ParameterSpec) -> int | None:
+        """Bytes from a page's start to a parameter in its shard; None if it is converted, or lies askew."""
+        entry = self._entries[spec.name]
+        offset = entry.start % PAGE
+        return offset if entry.torch_dtype == spec.dtype and offset % spec.dtype.itemsize == 0 else None
 
     def samples(self, entry: TensorEntry) -> list[bytearray]:
         """Bytes of a tensor's beginning, middle and end.

@@ -49,6 +49,7 @@ class Scratch:
         self.directory = directory
         self._chain = chain
         self._sizes = [whole_pages(layout.nbytes) for layout in layouts]
+        self._layout = [None if layout.offsets is None else list(layout.offsets) for layout in layouts]
         self._offsets: list[int] = []  # slot -> byte offset
         self._free: list[set[int]] = []  # segment -> slots it may use next; one set for all blocks
         self._lay_out(layouts)
@@ -133,7 +134,7 @@ class Scratch:
     def _open_manifest(self) -> RecordFile:
         """Take over what is of this run, and write the manifest anew without the rest."""
         path = self.directory / MANIFEST
-        header: Record = {"format": 1, "sizes": self._sizes, "chain": self._chain(0)}
+        header: Record = {"format": 1, "sizes": self._sizes, "offsets": self._layout, "chain": self._chain(0)}
         found: dict[int, Record] = {}
         try:
             loaded = RecordFile(path).loaded

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import torch
 
 from zo2core.checkpoint import Scratch, whole_pages
+from zo2core.checkpoint.ranged import PAGE
 from zo2core.protocols import TensorReader
-from zo2core.types import BlockLayout
+from zo2core.types import BlockLayout, aligned
 
 READERS = 4  # threads; one buffered reader does not reach a disk's rate
 CHUNK = 4 << 20  # bytes read at a time, so that all threads work on the segment that is needed first
@@ -20,6 +22,25 @@ def portions(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Cut memory into pieces, one after the other."""
     ends = list(accumulate(sizes))
     return [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def laid_out_as_on_disk(layouts: Sequence[BlockLayout], weights: TensorReader) -> tuple[BlockLayout, ...]:
+    """Give each parameter the place in its bucket at which pages of the disk can be read without a copy.
+
+    A parameter begins as far from a page's start as it does in its file. Tensors that follow each other there do so here.
+    """
+    return tuple(replace(layout, offsets=_offsets(layout, weights)) for layout in layouts)
+
+
+def _offsets(layout: BlockLayout, weights: TensorReader) -> tuple[int, ...]:
+    offsets: list[int] = []
+    end = 0
+    for spec in layout.parameters:
+        wanted = weights.page_offset(spec)
+        start = aligned(end) if wanted is None else end + (wanted - end) % PAGE
+        offsets.append(start)
+        end = start + spec.nbytes
+    return tuple(offsets)
 
 
 class Loading:
@@ -89,9 +110,10 @@ class SegmentLoader:
             return Loading([submit(read, segment, pages[start : start + CHUNK], start) for start in starts], version)
         futures: list[Future[None]] = []
         for spec, view in zip(self._layouts[segment].parameters, views, strict=True):
-            step = CHUNK // spec.dtype.itemsize
-            starts = range(0, spec.numel, step)
-            futures += [submit(self._weights.read_into, spec.name, view[start : start + step], start) for start in starts]
+            step, past = CHUNK // spec.dtype.itemsize, view.data_ptr() % PAGE // spec.dtype.itemsize
+            cuts = [0, *range(step - past, spec.numel, step), spec.numel]  # where pages begin
+            for start, stop in pairwise(cuts):
+                futures.append(submit(self._weights.read_into, spec.name, view[start:stop], start))
         return Loading(futures, 0)
 
     def close(self) -> None:
