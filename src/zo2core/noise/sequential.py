@@ -55,6 +55,7 @@ class SequentialNoise:
         self._jumps = {after for before, after in pairwise([-1, *visited]) if after != before + 1}
         starts = {min(places) for layout in layouts if (places := [self._places[spec.index] for spec in layout.parameters])}
         self._starts = starts | self._jumps
+        self._pieces: dict[int, list[tuple[int, int]]] = {}  # number of elements -> pieces: half a GB, listed for each of 175B
         self._streams: dict[int, _Stream] = {}
         self._streams_lock = threading.Lock()
 
@@ -65,10 +66,11 @@ class SequentialNoise:
 
     def pieces(self, parameter: ParameterSpec) -> list[tuple[int, int]]:
         """Cut a parameter into cache-sized pieces; on other devices than the CPU it is drawn in one."""
-        if self._device.type != "cpu":
-            return [(0, parameter.numel)]
-        starts = list(range(0, max(parameter.numel - 15, 1), PIECE))
-        return list(zip(starts, [*starts[1:], parameter.numel], strict=True))
+        numel = parameter.numel
+        if numel not in self._pieces:
+            starts = list(range(0, max(numel - 15, 1), PIECE)) if self._device.type == "cpu" else [0]
+            self._pieces[numel] = list(zip(starts, [*starts[1:], numel], strict=True))
+        return self._pieces[numel]
 
     def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:
         """Write a piece of one parameter's z. See the contract for the pieces that are allowed."""
