@@ -55,7 +55,7 @@ class SequentialNoise:
         self._jumps = {after for before, after in pairwise([-1, *visited]) if after != before + 1}
         starts = {min(places) for layout in layouts if (places := [self._places[spec.index] for spec in layout.parameters])}
         self._starts = starts | self._jumps
-        self._pieces: dict[int, list[tuple[int, int]]] = {}  # number of elements -> pieces: half a GB, listed for each of 175B
+        self._pieces: dict[int, list[tuple[int, int]]] = {}  # elements -> pieces; for each parameter of OPT-175B: half a GB
         self._streams: dict[int, _Stream] = {}
         self._streams_lock = threading.Lock()
 
