@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from zo2core.timeline import Event, Lane, Timeline
 from zo2core.types import Batch, BlockLayout, Bucket, Evaluation, ParameterSpec, Update
 
 Activations: TypeAlias = Any  # what a model hands from segment to segment; opaque to the core
@@ -21,8 +24,16 @@ class BlockSource(Protocol):
     def layouts(self) -> Sequence[BlockLayout]:
         """Segments in visiting order: embedding, blocks, head."""
 
-    def prefetch(self, index: int) -> None:
-        """Start bringing a segment into its bucket and return at once. A hint: it may be left out or repeated."""
+    @property
+    def capacity(self) -> int:
+        """How many blocks can be acquired at a time; embedding and head always can, besides."""
+
+    def prefetch(self, index: int) -> bool:
+        """Start bringing a segment into its bucket and return at once. A hint: it may be left out or repeated.
+
+        Returns:
+            Whether the bytes are there: ``acquire`` would not wait for a disk.
+        """
 
     def acquire(self, index: int) -> Bucket:
         """Wait for a segment's bucket. It belongs to the caller until released.
@@ -71,7 +82,16 @@ class Scheduler(Protocol):
     """In which order upload, compute and offload happen. All schedulers give the same bits."""
 
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
-        """Visit the segments once each, in this order. However it ends, every bucket has been released."""
+        """Visit the segments once each, in this order.
+
+        However it ends, every bucket has been released, but for what is brought in for the next sweep already.
+        """
+
+    def replayed(self, visitor: Visitor, index: int) -> AbstractContextManager[Bucket]:
+        """Bring one segment to the present version, and its bytes to its bucket, which is released at the end."""
+
+    def settle(self) -> None:
+        """Give back all buckets, with all that is newer on the device in them. The next sweep may begin as ever."""
 
 
 class ZOEstimator(Protocol):
@@ -137,6 +157,49 @@ class NoiseGenerator(Protocol):
         """Forget what was kept for all other seeds."""
 
 
+class Wait(Enum):
+    """Why something waits. Each name stands for one order that would be broken without it."""
+
+    UPLOADED = "replay changes a slot: after the upload into it"
+    REPLAYED = "an offload reads a slot: after the replay in it"
+    OFFLOADED = "an upload overwrites a slot: after the offload of what was in it"
+    EVALUATED = "an upload overwrites a slot: after the forwards that read what was in it"
+    RETURNED = "a bucket is released: after the offload into it"
+    SENT = "a bucket is released: after the upload from it"
+
+
+class Transfer(NamedTuple):
+    """A copy in flight. Whoever holds it keeps both buffers alive."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+    begun: Event
+    done: Event
+
+
+class Streams(Protocol):
+    """A device's queues of work: compute, uploads and offloads, each in its own order."""
+
+    def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]) -> Transfer:
+        """Start a copy and return at once.
+
+        Args:
+            lane: UPLOAD or OFFLOAD.
+            target: uint8, 1-D.
+            source: As long.
+            after: What the copy waits for, on the device.
+        """
+
+    def mark(self) -> Event:
+        """An event that passes once all compute issued so far is done."""
+
+    def order(self, event: Event, why: Wait) -> None:
+        """Let compute issued from now on begin after an event. The host does not wait."""
+
+    def wait(self, event: Event, why: Wait) -> None:
+        """Block the host until an event has passed: the only method that does."""
+
+
 class Device(Protocol):
     """Where segments are computed on."""
 
@@ -145,8 +208,16 @@ class Device(Protocol):
         """Of activations and of the work buffer."""
 
     @property
-    def bytes_moved(self) -> int:
-        """Bytes uploaded and offloaded since construction."""
+    def in_place(self) -> bool:
+        """Whether segments are computed on in their buckets: nothing is uploaded or offloaded."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """Where everybody notes what was done when, by this device's events."""
+
+    @property
+    def streams(self) -> Streams:
+        """Its queues of work."""
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Allocate an exact-size, page-aligned uint8 arena in host memory, as fast to copy from as the device allows."""
@@ -154,14 +225,8 @@ class Device(Protocol):
     def empty(self, nbytes: int) -> torch.Tensor:
         """Allocate uninitialised uint8 memory on the device."""
 
-    def upload(self, bucket: Bucket, layout: BlockLayout) -> Store:
-        """Make a bucket's parameters reachable on the device."""
-
-    def offload(self, store: Store, bucket: Bucket) -> None:
-        """Bring an uploaded store's bytes back to its bucket."""
-
     def close(self) -> None:
-        """Give all memory back; nobody uses it any more. May be called twice."""
+        """Wait for work in flight and give all memory back. May be called twice."""
 
 
 class TensorReader(Protocol):

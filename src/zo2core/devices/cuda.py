@@ -1,22 +1,101 @@
-"""A CUDA GPU as compute device: page-locked host memory of exact size, and copies in the order of one stream.
+"""A CUDA GPU as compute device: the only module that knows streams, events and page-locking.
 
 Not yet run on a GPU.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from zo2core.errors import DeviceError
 from zo2core.memory import anonymous_memory
-from zo2core.protocols import Store
-from zo2core.types import BlockLayout, Bucket
+from zo2core.protocols import Transfer, Wait
+from zo2core.timeline import Event, Lane, Timeline
+
+
+class _Clock:
+    """The host's clock, held against an event of the GPU once."""
+
+    def __init__(self) -> None:
+        self.origin = torch.cuda.Event(enable_timing=True)
+        self.origin.record()
+        self.origin.synchronize()
+        self.seconds = time.perf_counter()
+
+
+class CudaEvent:
+    """A point in a stream.
+
+    Args:
+        clock: Of the device.
+        stream: To record in, now.
+    """
+
+    def __init__(self, clock: _Clock, stream: torch.cuda.Stream) -> None:
+        self._clock = clock
+        self.recorded = torch.cuda.Event(enable_timing=True)
+        self.recorded.record(stream)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the stream has come here. Does not block."""
+        return self.recorded.query()
+
+    @property
+    def seconds(self) -> float:
+        """When it did."""
+        return self._clock.seconds + self._clock.origin.elapsed_time(self.recorded) / 1e3
+
+
+class CudaStreams:
+    """Three queues of one GPU.
+
+    Args:
+        index: Of the GPU.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        with torch.cuda.device(index):
+            self._lanes = {
+                Lane.UPLOAD: torch.cuda.Stream(),  # the copy engine towards the GPU works beside the kernels
+                Lane.OFFLOAD: torch.cuda.Stream(),  # there is a second one for the way back: both at once
+            }
+            self._clock = _Clock()
+
+    def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]) -> Transfer:
+        """Start a copy from or to page-locked memory. See the contract."""
+        stream = self._lanes[lane]
+        for event in after.values():
+            stream.wait_event(_recorded(event))
+        begun = CudaEvent(self._clock, stream)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return Transfer(target, source, begun, CudaEvent(self._clock, stream))
+
+    def mark(self) -> Event:
+        """A point in the stream that torch computes in."""
+        return CudaEvent(self._clock, torch.cuda.current_stream(self._index))
+
+    def order(self, event: Event, why: Wait) -> None:
+        """Let the stream that torch computes in wait. See the contract."""
+        torch.cuda.current_stream(self._index).wait_event(_recorded(event))
+
+    def wait(self, event: Event, why: Wait) -> None:
+        """Block the host. See the contract."""
+        _recorded(event).synchronize()
+
+    def drain(self) -> None:
+        """Wait for all work of the GPU."""
+        torch.cuda.synchronize(self._index)
 
 
 class CudaDevice:
-    """Uploads segments into memory on the GPU: one slot for all blocks, one for each resident segment.
+    """Memory and queues of one GPU.
 
     Args:
         index: Of the GPU.
@@ -35,9 +114,9 @@ class CudaDevice:
                 remedy="pass device='cpu', or install torch for CUDA",
             )
         self._torch_device = torch.device("cuda", index)
+        self._timeline = Timeline()
+        self._streams = CudaStreams(index)
         self._registered: list[torch.Tensor] = []
-        self._slots: dict[int | None, torch.Tensor] = {}  # resident segment, or None: the blocks' one
-        self._bytes_moved = 0
 
     @property
     def torch_device(self) -> torch.device:
@@ -45,9 +124,19 @@ class CudaDevice:
         return self._torch_device
 
     @property
-    def bytes_moved(self) -> int:
-        """Bytes uploaded and offloaded since construction."""
-        return self._bytes_moved
+    def in_place(self) -> bool:
+        """Never: kernels do not reach into host memory."""
+        return False
+
+    @property
+    def timeline(self) -> Timeline:
+        """What was done when, by the GPU's clock."""
+        return self._timeline
+
+    @property
+    def streams(self) -> CudaStreams:
+        """Compute, uploads and offloads."""
+        return self._streams
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Allocate page-locked memory of exactly this size.
@@ -74,27 +163,17 @@ class CudaDevice:
         """Allocate uninitialised memory on the GPU."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._torch_device)
 
-    def upload(self, bucket: Bucket, layout: BlockLayout) -> Store:
-        """Copy a bucket into its slot, whole."""
-        key = bucket.segment if layout.resident else None
-        slot = self._slots.get(key)
-        if slot is None or slot.numel() < layout.nbytes:
-            slot = self._slots[key] = self.empty(layout.nbytes)
-        slot[: layout.nbytes].copy_(bucket.data)  # waits: the bucket may be given back, and overwritten, at any time
-        self._bytes_moved += layout.nbytes
-        return layout.views(slot)
-
-    def offload(self, store: Store, bucket: Bucket) -> None:
-        """Copy a store's bytes back, parameter by parameter, and wait: the bucket may be read on return."""
-        for parameter, view in zip(store, bucket.views, strict=True):
-            view.copy_(parameter)
-            self._bytes_moved += view.nbytes
-
     def close(self) -> None:
-        """Unlock and give back all memory."""
-        self._slots.clear()
+        """Wait for the GPU and unlock all memory."""
+        if self._registered:
+            self._streams.drain()
         while self._registered:
             _cudart().cudaHostUnregister(self._registered.pop().data_ptr())
+
+
+def _recorded(event: Event) -> torch.cuda.Event:
+    assert isinstance(event, CudaEvent), "events of one device order the work of that device"
+    return event.recorded
 
 
 def _cudart() -> Any:

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from zo2core.memory import anonymous_memory
-from zo2core.protocols import Store
-from zo2core.types import BlockLayout, Bucket
+from zo2core.protocols import Transfer, Wait
+from zo2core.timeline import Event, Lane, Timeline, now
+
+
+class HostStreams:
+    """The host does everything itself, at once: nothing is ever in flight."""
+
+    def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]) -> Transfer:
+        """Copy. See the contract."""
+        begun = now()
+        target.copy_(source)
+        return Transfer(target, source, begun, now())
+
+    def mark(self) -> Event:
+        """The present moment."""
+        return now()
+
+    def order(self, event: Event, why: Wait) -> None:
+        """Nothing: events have passed when they are made."""
+
+    def wait(self, event: Event, why: Wait) -> None:
+        """Nothing: events have passed when they are made."""
 
 
 class HostDevice:
     """Computes on the buckets' own memory."""
+
+    def __init__(self) -> None:
+        self._timeline = Timeline()
+        self._streams = HostStreams()
 
     @property
     def torch_device(self) -> torch.device:
@@ -18,9 +44,19 @@ class HostDevice:
         return torch.device("cpu")
 
     @property
-    def bytes_moved(self) -> int:
-        """0: segments are computed on where they lie."""
-        return 0
+    def in_place(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def timeline(self) -> Timeline:
+        """What was done when."""
+        return self._timeline
+
+    @property
+    def streams(self) -> HostStreams:
+        """The host's own order of work."""
+        return self._streams
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Allocate anonymous memory of exactly this size, page-aligned. Pages take room once they are touched."""
@@ -29,13 +65,6 @@ class HostDevice:
     def empty(self, nbytes: int) -> torch.Tensor:
         """The same as host memory: here they are one."""
         return self.host_memory(nbytes)
-
-    def upload(self, bucket: Bucket, layout: BlockLayout) -> Store:
-        """The bucket itself."""
-        return bucket.views
-
-    def offload(self, store: Store, bucket: Bucket) -> None:
-        """Nothing: the store is the bucket."""
 
     def close(self) -> None:
         """Nothing: memory goes with its tensors."""

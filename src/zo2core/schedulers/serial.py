@@ -2,45 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from zo2core.protocols import BlockSource, Device, Visitor
+import torch
+
+from zo2core.protocols import BlockSource, Device, Store, Visitor, Wait
+from zo2core.timeline import Lane
 from zo2core.types import Bucket
 
 
 class SerialScheduler:
-    """Uploads, replays, evaluates and offloads segment by segment.
+    """Uploads, replays, offloads and evaluates segment by segment, and waits for each.
 
     Args:
         source: Where segments come from. Belongs to the caller.
-        device: Where they are computed on.
+        device: Where they are computed on. Belongs to the caller.
     """
 
     def __init__(self, source: BlockSource, device: Device) -> None:
         self._source = source
         self._device = device
+        self._layouts = source.layouts
+        blocks = max((layout.nbytes for layout in self._layouts if not layout.resident), default=0)
+        self._slot = None if device.in_place else device.empty(blocks)
+        self._residents = {
+            index: device.empty(layout.nbytes)
+            for index, layout in enumerate(self._layouts)
+            if layout.resident and not device.in_place
+        }
 
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
         held: list[tuple[Bucket, int | None]] = []  # resident segments stay acquired until the sweep has ended
         try:
-            for position, index in enumerate(order):
+            for index in order:
                 bucket = self._source.acquire(index)
                 version: int | None = None
                 try:
-                    for following in order[position + 1 : position + 2]:
-                        self._source.prefetch(following)
-                    store = self._device.upload(bucket, self._source.layouts[index])
+                    store = self._upload(bucket)
                     replayed = visitor.replay(index, store, bucket.version)
                     if replayed != bucket.version:
-                        self._device.offload(store, bucket)
+                        self._offload(bucket)
                     version = replayed
                     visitor.evaluate(index, store)
                 finally:
-                    if self._source.layouts[index].resident:
+                    if self._layouts[index].resident:
                         held.append((bucket, version))
                     else:
                         self._source.release(bucket, version)
         finally:
             for bucket, version in held:
                 self._source.release(bucket, version)
+
+    @contextmanager
+    def replayed(self, visitor: Visitor, index: int) -> Iterator[Bucket]:
+        """Bring one segment to the present version, and its bytes to its bucket. See the contract."""
+        bucket, version = self._source.acquire(index), None
+        try:
+            replayed = visitor.replay(index, self._upload(bucket), bucket.version)
+            if replayed != bucket.version:
+                self._offload(bucket)
+            version = replayed
+            yield bucket
+        finally:
+            self._source.release(bucket, version)
+
+    def settle(self) -> None:
+        """Nothing: no bucket is held between sweeps, and nothing newer is on the device."""
+
+    def _upload(self, bucket: Bucket) -> Store:
+        if self._device.in_place:
+            return bucket.views
+        layout = self._layouts[bucket.segment]
+        self._copy(Lane.UPLOAD, bucket, Wait.UPLOADED)
+        return layout.views(self._memory(bucket))
+
+    def _offload(self, bucket: Bucket) -> None:
+        if not self._device.in_place:
+            self._copy(Lane.OFFLOAD, bucket, Wait.RETURNED)
+
+    def _copy(self, lane: Lane, bucket: Bucket, why: Wait) -> None:
+        there, here = bucket.data, self._memory(bucket)
+        target, origin = (here, there) if lane is Lane.UPLOAD else (there, here)
+        streams = self._device.streams
+        transfer = streams.copy(lane, target, origin, {Wait.REPLAYED: streams.mark()})
+        name = self._layouts[bucket.segment].name
+        self._device.timeline.note(lane, name, transfer.begun, transfer.done, origin.numel())
+        streams.wait(transfer.done, why)
+
+    def _memory(self, bucket: Bucket) -> torch.Tensor:
+        memory = self._residents.get(bucket.segment, self._slot)
+        assert memory is not None
+        return memory[: len(bucket.data)]

@@ -59,13 +59,20 @@ class PinnedSource:
         """Segments in visiting order."""
         return self._layouts
 
-    def prefetch(self, index: int) -> None:
-        """Start reading a segment that was not read yet."""
+    @property
+    def capacity(self) -> int:
+        """All blocks at a time."""
+        return len(self._layouts)
+
+    def prefetch(self, index: int) -> bool:
+        """Start reading a segment that was not read yet. See the contract."""
         with self._lock:
             if self._loader is None:
                 raise ClosedError("PinnedSource", found="a closed source", expected="an open one", remedy="open it again")
             if index not in self._filled and index not in self._loading:
                 self._loading[index] = self._loader.load(index, self._pages[index], self._buckets[index].views)
+            there = index in self._filled or self._loading[index].done()
+        return there and not self._write_back.busy(index)
 
     def acquire(self, index: int) -> Bucket:
         """Wait until a segment is read. See the contract."""

@@ -89,14 +89,22 @@ class StreamedSource:
         """Segments in visiting order."""
         return self._layouts
 
-    def prefetch(self, index: int) -> None:
-        """Start reading a segment if that costs none that is needed sooner."""
+    @property
+    def capacity(self) -> int:
+        """As many blocks at a time as there are buckets for them."""
+        return len(self._ring)
+
+    def prefetch(self, index: int) -> bool:
+        """Start reading a segment if that costs none that is needed sooner. See the contract."""
         with self._lock:
             self._require_open()
-            if self._find(index) is None:
+            slot = self._find(index)
+            if slot is None:
                 slot = self._resident.get(index) or self._reusable(sooner_than=self._distance(index))
                 if slot is not None:
                     self._load(index, slot)
+            there = slot is not None and (slot.loading is None or slot.loading.done())
+        return there and not self._write_back.busy(index)
 
     def acquire(self, index: int) -> Bucket:
         """Wait until a segment is read. See the contract."""

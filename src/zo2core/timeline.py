@@ -1,0 +1,128 @@
+"""What was done when: the lanes of a sweep, as spans of time with the bytes they moved.
+
+A lane is something that does one kind of work at a time: the disk's reads, the uploads, replay and forwards, the offloads,
+the disk's writes. The slowest lane alone is the bound that a sweep cannot beat however well the lanes overlap.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+
+class Lane(Enum):
+    """What kind of work, and who does it."""
+
+    READ = "read"  # disk to host
+    UPLOAD = "upload"  # host to device
+    REPLAY = "replay"  # the device's arithmetic
+    EVALUATE = "evaluate"  # the device's perturbing and forwards
+    OFFLOAD = "offload"  # device to host
+    WRITE = "write"  # host to disk
+
+
+COMPUTE = (Lane.REPLAY, Lane.EVALUATE)  # one after the other: together they are one lane
+
+
+class Event(Protocol):
+    """A point in the order of work."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all work before it is done."""
+
+    @property
+    def seconds(self) -> float:
+        """When it passed, on the clock of ``time.perf_counter``; to be asked once it has."""
+
+
+class Passed(NamedTuple):
+    """An event that has passed: the host's clock."""
+
+    seconds: float
+    passed: bool = True
+
+
+def now() -> Passed:
+    """The host's clock as an event."""
+    return Passed(time.perf_counter())
+
+
+class Span(NamedTuple):
+    """One piece of work in a lane."""
+
+    lane: Lane
+    name: str
+    begun: Event
+    done: Event
+    nbytes: int  # moved
+
+
+class LaneUse(NamedTuple):
+    """How much of a stretch of time a lane was at work."""
+
+    busy_seconds: float
+    nbytes: int
+
+
+class Timeline:
+    """Spans, noted from any thread.
+
+    Args:
+        capacity: Spans that are kept; the oldest of more are dropped, so that nobody has to take them.
+    """
+
+    def __init__(self, capacity: int = 1 << 16) -> None:
+        self._spans: list[Span] = []
+        self._capacity = capacity
+        self._lock = threading.Lock()
+
+    def note(self, lane: Lane, name: str, begun: Event, done: Event, nbytes: int = 0) -> None:
+        """Add a piece of work, whose events may not have passed yet."""
+        with self._lock:
+            if len(self._spans) >= self._capacity:
+                del self._spans[: self._capacity // 2]
+            self._spans.append(Span(lane, name, begun, done, nbytes))
+
+    @contextmanager
+    def noted(self, lane: Lane, name: str, nbytes: int = 0) -> Iterator[None]:
+        """Note what the host does meanwhile."""
+        begun = now()
+        try:
+            yield
+        finally:
+            self.note(lane, name, begun, now(), nbytes)
+
+    def take(self) -> list[Span]:
+        """Hand over the spans that are done, and forget them."""
+        with self._lock:
+            taken = [span for span in self._spans if span.done.passed]
+            self._spans = [span for span in self._spans if not span.done.passed]
+        return taken
+
+
+def lane_uses(spans: Iterable[Span]) -> Mapping[Lane, LaneUse]:
+    """Each lane's busy time, work at once counted once, and its bytes."""
+    by_lane: dict[Lane, list[Span]] = {lane: [] for lane in Lane}
+    for span in spans:
+        by_lane[span.lane].append(span)
+    return {lane: LaneUse(busy_seconds(own), sum(span.nbytes for span in own)) for lane, own in by_lane.items()}
+
+
+def busy_seconds(spans: Iterable[Span]) -> float:
+    """Length of the union of some spans."""
+    total, reached = 0.0, float("-inf")
+    for begun, done in sorted((span.begun.seconds, span.done.seconds) for span in spans):
+        total += max(done - max(begun, reached), 0.0)
+        reached = max(reached, done)
+    return total
+
+
+def bound_seconds(uses: Mapping[Lane, LaneUse]) -> float:
+    """The time that the slowest lane alone takes; replay and forwards share one."""
+    compute = sum(uses[lane].busy_seconds for lane in COMPUTE)
+    return max(compute, *(use.busy_seconds for lane, use in uses.items() if lane not in COMPUTE))
