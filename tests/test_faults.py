@@ -453,6 +453,24 @@ for _name, _storage in WRITTEN.items():
     scenario(f"an unsynced record of a slot used again: {_name}", _storage)(stale_record)
 
 
+def unsynced_journal(storage: Storage, folder: Path) -> None:
+    """A resumed run counts no record that it could not sync: it writes no block back, and says why."""
+    run = fresh(folder)
+    with opened(storage, folder, run) as engine:
+        take_steps(engine, until=2)
+    with nothing_left():
+        rules = [Rule(Call.SYNC, JOURNAL, count=EVER, error=errno.EIO), Rule(Call.WRITE, "/scratch.", NEVER)]
+        with pytest.raises(JournalError, match="Input/output error"), opened(storage, folder, run):
+            pass
+        assert rules[0].hits == 1
+        assert rules[1].seen == 0
+    assert_resumable(storage, folder, run)
+
+
+for _name, _storage in WRITTEN.items():
+    scenario(f"a reopened journal cannot be synced: {_name}", _storage)(unsynced_journal)
+
+
 @scenario("reading ahead fails for a later block")
 def read_ahead_fails(folder: Path) -> None:
     """The failure waits for whoever needs the block; the blocks before it are visited."""
@@ -531,6 +549,8 @@ BEGINNINGS: dict[str, tuple[Callable[[], Rule], type[ZO2Error]]] = {
     "a manifest that cannot be written": (lambda: Rule(Call.WRITE, "/scratch.partial", error=errno.ENOSPC), ScratchError),
     "options that cannot be written": (lambda: Rule(Call.WRITE, "/options.partial", error=errno.ENOSPC), OutputError),
     "options that cannot be synced": (lambda: Rule(Call.SYNC, "/options.partial", error=errno.EIO), OutputError),
+    "a directory that cannot be synced": (lambda: Rule(Call.SYNC, "/room", error=errno.EIO), OutputError),
+    "options whose name cannot be synced": (lambda: Rule(Call.SYNC, "/run", 2, error=errno.EIO), OutputError),
 }
 for _name, (_rule, _kind) in BEGINNINGS.items():
     scenario(f"a run cannot begin: {_name}", _rule, _kind)(run_cannot_begin)

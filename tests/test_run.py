@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from zo2adapters.trainer import Trainer
 from zo2core import DataError, JournalError, OutputError
 
 STEPS = 6
+SHORT_BATCH = {"input_ids": torch.tensor([[3, 4, 6]]), "labels": torch.tensor([[3, 4, 6]])}
 
 
 @pytest.fixture
@@ -105,6 +109,38 @@ def test_the_command_resumes_and_exports_any_past_step(
     interrupt_after(options, 2)
     main(["export", "--run", run, "--output", str(tmp_path / "two again")])
     assert (tmp_path / "two" / weights).read_bytes() == (tmp_path / "two again" / weights).read_bytes()
+
+
+def test_names_are_durable_before_anything_is_built_on_them(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every directory made and file put in place is followed at once by a sync of the directory that its name is in."""
+    options = replace(options, output=options.output / "deep" / "run")
+    names: list[Path] = []  # made, not yet durable
+    made, synced = set(), os.fsync
+
+    def naming(real: Callable[..., None], path_at: int) -> Callable[..., None]:
+        def named(*args: Any, **kwargs: Any) -> None:
+            real(*args, **kwargs)
+            names.append(Path(args[path_at]))
+            made.add(Path(args[path_at]).name)
+
+        return named
+
+    def sync(descriptor: int) -> None:
+        synced(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        assert path.is_dir() or not names, f"{path.name} is synced before the names of {names}"
+        names[:] = [name for name in names if name.parent != path]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", naming(os.mkdir, 0))
+        patch.setattr(os, "replace", naming(os.replace, 1))
+        patch.setattr(os, "fsync", sync)
+        with Trainer(options, quiet=True) as trainer:
+            trainer.engine.step(SHORT_BATCH)
+        with Trainer(options, resume=True, quiet=True) as trainer:
+            trainer._run.metrics(trainer.engine.journal.updates)
+    assert not names
+    assert made >= {"run", "deep", "options.json", "metrics.jsonl", "scratch.jsonl"}
 
 
 def test_two_processes_cannot_share_a_run(options: TrainOptions) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Self
 from zo2adapters.options import TrainOptions
 from zo2core import DataError, OptionError, OutputError, Update, ZO2Error
 from zo2core.checkpoint import require_unused
+from zo2core.records import make_directory, sync_path
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"
@@ -49,7 +50,7 @@ class RunDirectory:
         files = [path.resolve() for path in (options.data, options.evaluation) if path is not None]
         checksums = {str(path): _checksum(path) for path in files}
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path)
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -61,6 +62,8 @@ class RunDirectory:
                 remedy="wait until that process has ended, or choose another directory",
             ) from error
         except OSError as error:
+            if not resume and self.path.is_dir():
+                self.remove()
             self.close()
             raise _unwritable(self.path, error) from error
         try:
@@ -196,6 +199,7 @@ def _require_same_data(now: dict[str, str], then: dict[str, str]) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
+    """Give a file another content: on return the new one is durable, before that the old one counts."""
     partial = path.with_suffix(".partial")
     try:
         with partial.open("w") as file:
@@ -203,6 +207,7 @@ def _replace(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+        sync_path(path.parent)
     except OSError as error:
         raise _unwritable(path, error) from error
 
