@@ -37,6 +37,7 @@ from zo2adapters.run import RunDirectory
 from zo2adapters.trainer import Trainer
 from zo2core import CheckpointError, Journal, JournalError, OutputError, ScratchError, ZO2Error, ZOEngine
 from zo2core.arrangement import Arrangement, arrange
+from zo2core.probes import write_bytes_per_second
 
 STEPS = 4
 SECONDS = 60  # until a scenario counts as hung; the longest takes two or three
@@ -451,6 +452,17 @@ def stale_record(storage: Storage, folder: Path) -> None:
 
 for _name, _storage in WRITTEN.items():
     scenario(f"an unsynced record of a slot used again: {_name}", _storage)(stale_record)
+
+
+@scenario("the disk is measured where direct transfers are refused")
+def measured_buffered(folder: Path) -> None:
+    """The file that is measured with has no name, and is opened a second time all the same."""
+    run = fresh(folder)
+    with nothing_left():
+        rule = Rule(Call.WRITE | Call.ONLY_DIRECT, "(deleted)", count=EVER, error=errno.EINVAL)
+        assert write_bytes_per_second(run) > 0
+        assert rule.hits > 0
+    assert not list(run.iterdir())
 
 
 def unsynced_journal(storage: Storage, folder: Path) -> None:
