@@ -20,7 +20,7 @@ from zo2adapters.options import Batching, Optimization, Storage, TrainOptions
 from zo2adapters.run import RunDirectory
 from zo2adapters.schedules import Decay
 from zo2adapters.trainer import Trainer
-from zo2core import DataError, JournalError, OutputError
+from zo2core import DataError, JournalError, OptionError, OutputError
 
 STEPS = 6
 SHORT_BATCH = {"input_ids": torch.tensor([[3, 4, 6]]), "labels": torch.tensor([[3, 4, 6]])}
@@ -156,6 +156,24 @@ def test_changed_data_is_refused(options: TrainOptions) -> None:
         Trainer(options, resume=True, quiet=True)
 
 
+@pytest.mark.parametrize("change", ["a word's number", "the padding", "the end of a row"])
+def test_another_tokenizer_is_refused_with_the_difference(options: TrainOptions, change: str) -> None:
+    interrupt_after(options, 1)
+    base, before = Path(options.model), {path: path.read_bytes() for path in options.output.iterdir()}
+    words = [*WORDS[:8], WORDS[9], WORDS[8], WORDS[10]] if change == "a word's number" else WORDS
+    save_tokenizer(base, words, pad="<unk>" if change == "the padding" else "<pad>")
+    if change == "the end of a row":
+        save_tokenizer(base, eos="<unk>")
+    with pytest.raises(DataError, match="tokenizer of") as info:
+        Trainer(options, resume=True, quiet=True)
+    said = {"a word's number": "data sha256", "the padding": "padding 0", "the end of a row": "evaluation sha256"}
+    assert said[change] in info.value.expected
+    assert ("padding" in info.value.found) == (change == "the padding")
+    assert {path: path.read_bytes() for path in options.output.iterdir()} == before, "nothing was changed"
+    save_tokenizer(base)
+    finish(options, resume=True)
+
+
 def test_another_base_or_other_options_are_refused_with_the_difference(options: TrainOptions) -> None:
     interrupt_after(options, 1)
     other = replace(options, optimization=Optimization(lr=1e-2, zo_eps=0.5))
@@ -165,6 +183,17 @@ def test_another_base_or_other_options_are_refused_with_the_difference(options: 
     weights["model.norm.weight"][0] += 1
     save_file(weights, Path(options.model) / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(JournalError, match="base"):
+        Trainer(options, resume=True, quiet=True)
+
+
+@pytest.mark.parametrize("key", ["checksums", "tokens"])
+def test_a_resumed_run_without_its_checksums_is_refused(options: TrainOptions, key: str) -> None:
+    interrupt_after(options, 1)
+    path = options.output / "options.json"
+    values = json.loads(path.read_bytes())
+    del values[key]
+    path.write_text(json.dumps(values))
+    with pytest.raises(OptionError, match=r"with options\.json as it was written"):
         Trainer(options, resume=True, quiet=True)
 
 

@@ -1,6 +1,6 @@
 """A run's directory: options, journal, metrics, scratch and lock; what a run is resumed from.
 
-options.json    how the run was begun, and checksums of its data files
+options.json    how the run was begun, checksums of its data files and of the tokens they became
 journal.jsonl   every step taken: the run itself
 metrics.jsonl   one row a step and one an evaluation, for people and plots
 scratch.*       blocks written back
@@ -10,11 +10,12 @@ model/          the exported model, at the end
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -35,14 +36,16 @@ class RunDirectory:
 
     Args:
         options: Of the run; it lives in ``options.output``.
+        tokens: What the data files became by the tokenizer, as JSON values by name.
         resume: It is there already.
 
     Raises:
         OutputError: if another process holds it, a new one is in use, or it cannot be written.
-        DataError: if a resumed run's data files have changed.
+        OptionError: if a resumed one is none of a run.
+        DataError: if a resumed run's data files have changed, or become other tokens.
     """
 
-    def __init__(self, options: TrainOptions, *, resume: bool) -> None:
+    def __init__(self, options: TrainOptions, tokens: Mapping[str, object], *, resume: bool) -> None:
         self.path = options.output
         self._lock: int | None = None
         if not resume:
@@ -68,12 +71,13 @@ class RunDirectory:
             raise _unwritable(self.path, error) from error
         try:
             if resume:
-                _require_same_data(checksums, json.loads((self.path / OPTIONS).read_bytes())["checksums"])
+                with _refusing_damage(self.path):
+                    record = json.loads((self.path / OPTIONS).read_bytes())
+                    checksums_then, tokens_then = dict(record["checksums"]), dict(record["tokens"])
+                _require_same_data(checksums, checksums_then)
+                _require_same_tokens(options.model, dict(tokens), tokens_then)
             else:
-                record = {
-                    "options": options.to_json(),
-                    "checksums": checksums,
-                }
+                record = {"options": options.to_json(), "checksums": checksums, "tokens": dict(tokens)}
                 _replace(self.path / OPTIONS, json.dumps(record, indent=2) + "\n")
         except BaseException:
             if resume:
@@ -89,16 +93,9 @@ class RunDirectory:
         Raises:
             OptionError: if the directory is none of a run.
         """
-        try:
+        with _refusing_damage(path):
             values = json.loads((path / OPTIONS).read_bytes())
             return TrainOptions.from_json(values["options"], path)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, ZO2Error) as error:
-            raise OptionError(
-                "resume",
-                found=f"{path}: {error if str(error) else type(error).__name__}",
-                expected=f"the directory of a run, with {OPTIONS} as it was written",
-                remedy="name the directory that was the run's --output",
-            ) from error
 
     def metrics(self, updates: Sequence[Update]) -> list[dict[str, Any]]:
         """Bring the metrics in line with the journal: drop what it does not know, make up what was not written any more.
@@ -166,6 +163,19 @@ def require_new(path: Path) -> None:
     require_unused(path)
 
 
+@contextlib.contextmanager
+def _refusing_damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, ZO2Error) as error:
+        raise OptionError(
+            "resume",
+            found=f"{path}: {error if str(error) else type(error).__name__}",
+            expected=f"the directory of a run, with {OPTIONS} as it was written",
+            remedy="name the directory that was the run's --output",
+        ) from error
+
+
 def _row_of(update: Update) -> dict[str, Any]:
     """What the journal knows of a step; speed and memory are lost."""
     return {
@@ -196,6 +206,17 @@ def _require_same_data(now: dict[str, str], then: dict[str, str]) -> None:
                 expected=f"what the run was begun with (sha256 {str(then.get(path))[:12]})",
                 remedy="restore the file, or begin a new run",
             )
+
+
+def _require_same_tokens(model: str, now: dict[str, object], then: dict[str, object]) -> None:
+    names = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
+    if names:
+        raise DataError(
+            f"tokenizer of {model}",
+            found="; ".join(f"{name} {now.get(name)}" for name in names),
+            expected="; ".join(f"{name} {then.get(name)}" for name in names) + ", as when the run was begun",
+            remedy="restore the tokenizer's files and the versions of tokenizers and transformers, or begin a new run",
+        )
 
 
 def _replace(path: Path, text: str) -> None:
