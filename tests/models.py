@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,9 @@ def batches(draw: st.DrawFn, vocab_size: int) -> dict[str, torch.Tensor]:
     return make_batch(vocab_size, lengths, seed=draw(st.integers(0, 9)), left=draw(st.booleans()))
 
 
-def save_tokenizer(directory: Path) -> None:
-    """Lay a tokenizer of ``WORDS`` beside a model."""
-    tokenizer = Tokenizer(tokenizer_models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+def save_tokenizer(directory: Path, words: Sequence[str] = WORDS, *, pad: str = "<pad>", eos: str = "</s>") -> None:
+    """Lay a tokenizer of whole words beside a model."""
+    tokenizer = Tokenizer(tokenizer_models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast: Any = PreTrainedTokenizerFast  # its constructor is untyped
-    fast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>").save_pretrained(directory)
+    fast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos).save_pretrained(directory)

@@ -385,3 +385,18 @@ def test_evaluation_batches_and_read_dataset_refuse_sizes_out_of_range(data_file
         evaluation_batches(numbered(3), batch_size=0)
     with pytest.raises(OptionError, match="sequence_length"):
         read(data_file, {"text": "The sky"}, length=1)
+
+
+def test_a_digest_tells_rows_boundaries_and_prompts_apart() -> None:
+    def dataset(*rows: tuple[list[int], int]) -> Dataset:
+        return Dataset(tuple(TokenizedRow(array("i", ids), prompt, 1) for ids, prompt in rows), 0)
+
+    sets = [
+        dataset(([1, 2], 0), ([3, 4], 0)),
+        dataset(([1, 2, 3], 0), ([4], 0)),
+        dataset(([1, 2], 1), ([3, 4], 0)),
+        dataset(([3, 4], 0), ([1, 2], 0)),
+        dataset(([1, 2], 0), ([3, 5], 0)),
+    ]
+    assert len({each.digest() for each in sets}) == len(sets)
+    assert sets[0].digest() == dataset(([1, 2], 0), ([3, 4], 0)).digest()

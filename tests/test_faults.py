@@ -37,6 +37,7 @@ from zo2adapters.run import RunDirectory
 from zo2adapters.trainer import Trainer
 from zo2core import CheckpointError, Journal, JournalError, OutputError, ScratchError, ZO2Error, ZOEngine
 from zo2core.arrangement import Arrangement, arrange
+from zo2core.probes import write_bytes_per_second
 
 STEPS = 4
 SECONDS = 60  # until a scenario counts as hung; the longest takes two or three
@@ -346,7 +347,10 @@ def count_calls(fault: Fault, storage: Storage, folder: Path) -> int:
 
 
 def one_call_fails(fault: Fault, storage: Storage, folder: Path) -> None:
-    """One call, whichever, fails, and what failed is repeated; or the run is closed there and resumed."""
+    """One call, whichever, fails, and what failed is repeated; or the run is closed there and resumed.
+
+    A read may have failed ahead of its need: then it is repeated without a word.
+    """
     calls = count_calls(fault, storage, folder)
     if not calls:
         assert storage.buckets is None, "a resident source reads nothing back"
@@ -372,6 +376,25 @@ def one_call_fails(fault: Fault, storage: Storage, folder: Path) -> None:
                     for seed in PLAN.seeds:
                         engine.step(BATCH, seed=seed)
             assert_resumable(storage, folder, run)
+    assert reported > 0 or fault.calls is Call.READ
+
+
+def reads_fail_until_reported(fault: Fault, storage: Storage, folder: Path) -> None:
+    """The disk breaks at a read, and is mended as soon as that is reported: nothing of it is heard a second time."""
+    reported = 0
+    for nth in some(count_calls(fault, storage, folder)):
+        run = fresh(folder)
+        with nothing_left(), opened(storage, folder, run) as engine:
+            Rule(fault.calls, fault.path, nth, EVER, error=fault.error)
+            try:
+                take_steps(engine)
+                trajectory(engine, run, [])
+            except fault.kinds:
+                reported += 1
+            clear()  # if nothing was reported, only what was read ahead at the end failed
+            take_steps(engine)
+            assert_undisturbed(trajectory(engine, run, []), folder)
+        assert_resumable(storage, folder, run)
     assert reported > 0
 
 
@@ -401,6 +424,8 @@ for _turn, ((_fault_name, _fault), (_name, _storage)) in enumerate(product(FAULT
     if _storage.write_back_every is not None or _fault.path in (CHECKPOINT, JOURNAL):
         scenario(f"once {_fault_name}: {_name}", _fault, _storage)(one_call_fails)
         scenario(f"ever {_fault_name}: {_name}", _fault, _storage, long_only=_turn % 3 > 0)(every_call_fails)
+        if _fault.calls is Call.READ and (_fault.path == CHECKPOINT or _storage.buckets is not None):
+            scenario(f"until reported {_fault_name}: {_name}", _fault, _storage)(reads_fail_until_reported)
 
 
 def torn_then_full(storage: Storage, folder: Path) -> None:
@@ -453,9 +478,38 @@ for _name, _storage in WRITTEN.items():
     scenario(f"an unsynced record of a slot used again: {_name}", _storage)(stale_record)
 
 
+@scenario("the disk is measured where direct transfers are refused")
+def measured_buffered(folder: Path) -> None:
+    """The file that is measured with has no name, and is opened a second time all the same."""
+    run = fresh(folder)
+    with nothing_left():
+        rule = Rule(Call.WRITE | Call.ONLY_DIRECT, "(deleted)", count=EVER, error=errno.EINVAL)
+        assert write_bytes_per_second(run) > 0
+        assert rule.hits > 0
+    assert not list(run.iterdir())
+
+
+def unsynced_journal(storage: Storage, folder: Path) -> None:
+    """A resumed run counts no record that it could not sync: it writes no block back, and says why."""
+    run = fresh(folder)
+    with opened(storage, folder, run) as engine:
+        take_steps(engine, until=2)
+    with nothing_left():
+        rules = [Rule(Call.SYNC, JOURNAL, count=EVER, error=errno.EIO), Rule(Call.WRITE, "/scratch.", NEVER)]
+        with pytest.raises(JournalError, match="Input/output error"), opened(storage, folder, run):
+            pass
+        assert rules[0].hits == 1
+        assert rules[1].seen == 0
+    assert_resumable(storage, folder, run)
+
+
+for _name, _storage in WRITTEN.items():
+    scenario(f"a reopened journal cannot be synced: {_name}", _storage)(unsynced_journal)
+
+
 @scenario("reading ahead fails for a later block")
 def read_ahead_fails(folder: Path) -> None:
-    """The failure waits for whoever needs the block; the blocks before it are visited."""
+    """It is tried again when the block is needed; only if that fails, too, it is reported, once."""
     for buckets in (2, 3):
         storage, run = Storage(buckets, None, keep_noise=True), fresh(folder)
         with nothing_left(), opened(storage, folder, run) as engine:
@@ -466,9 +520,8 @@ def read_ahead_fails(folder: Path) -> None:
             assert rule.hits > 0
             assert last not in str(info.value), "the first failure is the first segment's"
             clear()
-            errors = take_steps(engine, [CheckpointError])
-            assert len(errors) <= buckets, "what was read ahead failed, too, and says so when it is asked for"
-            assert_undisturbed(trajectory(engine, run, errors), folder)
+            take_steps(engine)  # what was read ahead failed, too, and is read again
+            assert_undisturbed(trajectory(engine, run, []), folder)
 
 
 @scenario("closing while reads and writes fail")
@@ -531,6 +584,8 @@ BEGINNINGS: dict[str, tuple[Callable[[], Rule], type[ZO2Error]]] = {
     "a manifest that cannot be written": (lambda: Rule(Call.WRITE, "/scratch.partial", error=errno.ENOSPC), ScratchError),
     "options that cannot be written": (lambda: Rule(Call.WRITE, "/options.partial", error=errno.ENOSPC), OutputError),
     "options that cannot be synced": (lambda: Rule(Call.SYNC, "/options.partial", error=errno.EIO), OutputError),
+    "a directory that cannot be synced": (lambda: Rule(Call.SYNC, "/room", error=errno.EIO), OutputError),
+    "options whose name cannot be synced": (lambda: Rule(Call.SYNC, "/run", 2, error=errno.EIO), OutputError),
 }
 for _name, (_rule, _kind) in BEGINNINGS.items():
     scenario(f"a run cannot begin: {_name}", _rule, _kind)(run_cannot_begin)
@@ -559,7 +614,7 @@ RUNNING: dict[str, Callable[[], Rule]] = {
     "the metrics' disk is full": lambda: Rule(Call.WRITE, "/metrics.jsonl", 2, EVER, error=errno.ENOSPC),
     "the model's disk is full": lambda: Rule(Call.WRITE, ".model.partial", 2, EVER, error=errno.ENOSPC),
     "the model cannot be synced": lambda: Rule(Call.SYNC, ".model.partial", error=errno.EIO),
-    "the checkpoint cannot be read": lambda: Rule(Call.READ, CHECKPOINT, 9, error=errno.EIO),
+    "the checkpoint cannot be read": lambda: Rule(Call.READ, CHECKPOINT, 9, EVER, error=errno.EIO),
 }
 for _name, _rule in RUNNING.items():
     scenario(f"a run breaks off: {_name}", _rule)(run_breaks_off)

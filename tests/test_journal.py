@@ -141,3 +141,43 @@ def test_a_failed_append_leaves_the_journal_as_it_was(tmp_path: Path, monkeypatc
     journal.close()
     assert path.read_bytes().startswith(before)
     assert list(Journal(path).updates) == [simple(step) for step in range(4)]
+
+
+def test_a_reopened_journal_is_durable_before_a_version_of_it_counts_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    written(path)
+    real, synced = os.fsync, list[str]()
+
+    def sync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    journal = Journal(path)  # whose last record nobody may have synced
+    assert list(journal.updates) == [simple(step) for step in range(3)]
+    assert synced == [], "reading changes nothing"
+    assert journal.chain(3) is not None
+    assert synced == [str(path), str(tmp_path)]
+    assert journal.chain(2) is not None
+    journal.append(simple(3))
+    assert journal.chain(4) is not None
+    assert synced == [str(path), str(tmp_path), str(path)]
+    journal.close()
+
+
+def test_a_reopened_journal_that_cannot_be_synced_vouches_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path / "journal.jsonl")
+    journal = Journal(tmp_path / "journal.jsonl")
+
+    def broken(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", broken)
+        with pytest.raises(JournalError, match="Input/output error"):
+            journal.chain(3)
+    assert journal.chain(3) is not None

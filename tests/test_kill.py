@@ -52,7 +52,7 @@ class Setup(NamedTuple):
 
     buckets: int | None  # None: all blocks resident
     keep_noise: bool
-    write_back_every: int | Literal["never"]
+    write_back_every: int | Literal["auto", "never"]
     snapshot_every: int | None = None
 
 
@@ -386,6 +386,17 @@ def test_writes_cut_in_half_are_made_up_for(
         if not killed:
             assert_ended_as(run, reference)
             shutil.rmtree(run)
+    server.attempt(run, setup)
+    assert_ended_as(run, reference)
+
+
+@pytest.mark.parametrize("buckets", [None, 1])
+def test_a_run_killed_while_it_measures_the_disk_leaves_nothing(
+    server: Server, buckets: int | None, reference: dict[str, object], tmp_path: Path
+) -> None:
+    setup, run = Setup(buckets, True, "auto"), tmp_path / "run"
+    for call in range(1, 12):  # at each start, a little later: among them are all calls of the probe
+        assert server.attempt(run, setup, kill_at=call, moment="middle").killed
     server.attempt(run, setup)
     assert_ended_as(run, reference)
 

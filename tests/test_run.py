@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +20,10 @@ from zo2adapters.options import Batching, Optimization, Storage, TrainOptions
 from zo2adapters.run import RunDirectory
 from zo2adapters.schedules import Decay
 from zo2adapters.trainer import Trainer
-from zo2core import DataError, JournalError, OutputError
+from zo2core import DataError, JournalError, OptionError, OutputError
 
 STEPS = 6
+SHORT_BATCH = {"input_ids": torch.tensor([[3, 4, 6]]), "labels": torch.tensor([[3, 4, 6]])}
 
 
 @pytest.fixture
@@ -107,6 +111,38 @@ def test_the_command_resumes_and_exports_any_past_step(
     assert (tmp_path / "two" / weights).read_bytes() == (tmp_path / "two again" / weights).read_bytes()
 
 
+def test_names_are_durable_before_anything_is_built_on_them(options: TrainOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every directory made and file put in place is followed at once by a sync of the directory that its name is in."""
+    options = replace(options, output=options.output / "deep" / "run")
+    names: list[Path] = []  # made, not yet durable
+    made, synced = set(), os.fsync
+
+    def naming(real: Callable[..., None], path_at: int) -> Callable[..., None]:
+        def named(*args: Any, **kwargs: Any) -> None:
+            real(*args, **kwargs)
+            names.append(Path(args[path_at]))
+            made.add(Path(args[path_at]).name)
+
+        return named
+
+    def sync(descriptor: int) -> None:
+        synced(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        assert path.is_dir() or not names, f"{path.name} is synced before the names of {names}"
+        names[:] = [name for name in names if name.parent != path]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", naming(os.mkdir, 0))
+        patch.setattr(os, "replace", naming(os.replace, 1))
+        patch.setattr(os, "fsync", sync)
+        with Trainer(options, quiet=True) as trainer:
+            trainer.engine.step(SHORT_BATCH)
+        with Trainer(options, resume=True, quiet=True) as trainer:
+            trainer._run.metrics(trainer.engine.journal.updates)
+    assert not names
+    assert made >= {"run", "deep", "options.json", "metrics.jsonl", "scratch.jsonl"}
+
+
 def test_two_processes_cannot_share_a_run(options: TrainOptions) -> None:
     with Trainer(options, quiet=True), pytest.raises(OutputError, match="another process"):
         Trainer(options, resume=True, quiet=True)
@@ -120,6 +156,24 @@ def test_changed_data_is_refused(options: TrainOptions) -> None:
         Trainer(options, resume=True, quiet=True)
 
 
+@pytest.mark.parametrize("change", ["a word's number", "the padding", "the end of a row"])
+def test_another_tokenizer_is_refused_with_the_difference(options: TrainOptions, change: str) -> None:
+    interrupt_after(options, 1)
+    base, before = Path(options.model), {path: path.read_bytes() for path in options.output.iterdir()}
+    words = [*WORDS[:8], WORDS[9], WORDS[8], WORDS[10]] if change == "a word's number" else WORDS
+    save_tokenizer(base, words, pad="<unk>" if change == "the padding" else "<pad>")
+    if change == "the end of a row":
+        save_tokenizer(base, eos="<unk>")
+    with pytest.raises(DataError, match="tokenizer of") as info:
+        Trainer(options, resume=True, quiet=True)
+    said = {"a word's number": "data sha256", "the padding": "padding 0", "the end of a row": "evaluation sha256"}
+    assert said[change] in info.value.expected
+    assert ("padding" in info.value.found) == (change == "the padding")
+    assert {path: path.read_bytes() for path in options.output.iterdir()} == before, "nothing was changed"
+    save_tokenizer(base)
+    finish(options, resume=True)
+
+
 def test_another_base_or_other_options_are_refused_with_the_difference(options: TrainOptions) -> None:
     interrupt_after(options, 1)
     other = replace(options, optimization=Optimization(lr=1e-2, zo_eps=0.5))
@@ -129,6 +183,17 @@ def test_another_base_or_other_options_are_refused_with_the_difference(options: 
     weights["model.norm.weight"][0] += 1
     save_file(weights, Path(options.model) / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(JournalError, match="base"):
+        Trainer(options, resume=True, quiet=True)
+
+
+@pytest.mark.parametrize("key", ["checksums", "tokens"])
+def test_a_resumed_run_without_its_checksums_is_refused(options: TrainOptions, key: str) -> None:
+    interrupt_after(options, 1)
+    path = options.output / "options.json"
+    values = json.loads(path.read_bytes())
+    del values[key]
+    path.write_text(json.dumps(values))
+    with pytest.raises(OptionError, match=r"with options\.json as it was written"):
         Trainer(options, resume=True, quiet=True)
 
 

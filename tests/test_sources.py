@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +23,11 @@ from zo2core import (
 )
 from zo2core.checkpoint import SafetensorsReader, Scratch, parse_header, whole_pages
 from zo2core.checkpoint.ranged import PAGE
-from zo2core.protocols import BlockSource
+from zo2core.protocols import BlockSource, TensorReader
 from zo2core.sources.loader import laid_out_as_on_disk
 
 Layouts = tuple[BlockLayout, ...]
-Make = Callable[[SafetensorsReader, Layouts, Path], BlockSource]
+Make = Callable[[TensorReader, Layouts, Path], BlockSource]
 
 host_memory = HostDevice().host_memory
 
@@ -35,33 +36,33 @@ def scratch_in(folder: Path, layouts: Layouts) -> Scratch:
     return Scratch(folder / "run", layouts, chain=lambda version: version)
 
 
-def pinned(weights: SafetensorsReader, layouts: Layouts, folder: Path) -> BlockSource:
+def pinned(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
     return PinnedSource(weights, layouts, host_memory)
 
 
-def pinned_written(weights: SafetensorsReader, layouts: Layouts, folder: Path) -> BlockSource:
+def pinned_written(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
     return PinnedSource(weights, layouts, host_memory, scratch=scratch_in(folder, layouts), write_back_every=1)
 
 
-def streamed(weights: SafetensorsReader, layouts: Layouts, folder: Path) -> BlockSource:
+def streamed(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
     return StreamedSource(weights, layouts, host_memory)
 
 
-def in_place(weights: SafetensorsReader, layouts: Layouts, folder: Path) -> BlockSource:
+def in_place(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
     return StreamedSource(weights, laid_out_as_on_disk(layouts, weights), host_memory)
 
 
-def in_place_written(weights: SafetensorsReader, layouts: Layouts, folder: Path) -> BlockSource:
+def in_place_written(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
     layouts = laid_out_as_on_disk(layouts, weights)
     scratch = scratch_in(folder, layouts)
     return StreamedSource(weights, layouts, host_memory, buckets=1, scratch=scratch, write_back_every=1)
 
 
-def one_bucket(weights: SafetensorsReader, layouts: Layouts, folder: Path) -> BlockSource:
+def one_bucket(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
     return StreamedSource(weights, layouts, host_memory, buckets=1)
 
 
-def streamed_written(weights: SafetensorsReader, layouts: Layouts, folder: Path) -> BlockSource:
+def streamed_written(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
     scratch = scratch_in(folder, layouts)
     return StreamedSource(weights, layouts, host_memory, buckets=1, scratch=scratch, write_back_every=1)
 
@@ -200,6 +201,51 @@ def test_a_failed_read_is_reported_by_acquire_and_can_be_repeated(make: Make, tm
         source.acquire(3)
     path.write_bytes(whole)
     assert torch.equal(contents(source, 3)["p4"], tensors()["p4"])
+    source.close()
+
+
+class BrokenWeights:
+    """A base whose reads fail as long as it is broken."""
+
+    def __init__(self, weights: TensorReader) -> None:
+        self._weights = weights
+        self.fingerprint = weights.fingerprint
+        self.broken = True
+        self.attempts = 0
+        self.attempted = threading.Event()
+
+    def page_offset(self, spec: ParameterSpec) -> int | None:
+        return self._weights.page_offset(spec)
+
+    def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
+        if parameter == "p4":
+            broken = self.broken
+            self.attempts += 1
+            self.attempted.set()
+            if broken:
+                raise CheckpointError("p4", found="no bytes", expected="some", remedy="mend it")
+        self._weights.read_into(parameter, out, start)
+
+    def close(self) -> None:
+        self._weights.close()
+
+
+@every_source
+@pytest.mark.parametrize("mended", [True, False])
+def test_what_failed_ahead_of_its_need_is_read_once_more(make: Make, mended: bool, tmp_path: Path) -> None:
+    whole, layouts = checkpoint(tmp_path)
+    weights = BrokenWeights(whole)
+    source = make(weights, layouts, tmp_path)
+    source.prefetch(3)
+    assert weights.attempted.wait(10)
+    weights.broken = not mended
+    if not mended:
+        with pytest.raises(CheckpointError, match="p4"):
+            source.acquire(3)
+        assert weights.attempts == 2, "in advance, and when it was needed"
+        weights.broken = False
+    assert torch.equal(contents(source, 3)["p4"], tensors()["p4"])
+    assert weights.attempts == (2 if mended else 3)
     source.close()
 
 

@@ -50,6 +50,14 @@ class Dataset:
     def __iter__(self) -> Iterator[TokenizedRow]:
         return iter(self.rows)
 
+    def digest(self) -> str:
+        """SHA-256 over what the rows become as batches: tokens, and which of them are without loss."""
+        digest = hashlib.sha256()
+        for row in self.rows:
+            digest.update(b"%d %d\n" % (len(row.input_ids), row.prompt_length))
+            digest.update(row.input_ids)
+        return digest.hexdigest()
+
 
 def read_dataset(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase, *, sequence_length: int) -> Dataset:
     """Read and tokenise a JSONL file whose rows follow the conventions of TRL's SFTTrainer.

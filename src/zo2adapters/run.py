@@ -1,6 +1,6 @@
 """A run's directory: options, journal, metrics, scratch and lock; what a run is resumed from.
 
-options.json    how the run was begun, and checksums of its data files
+options.json    how the run was begun, checksums of its data files and of the tokens they became
 journal.jsonl   every step taken: the run itself
 metrics.jsonl   one row a step and one an evaluation, for people and plots
 scratch.*       blocks written back
@@ -10,11 +10,12 @@ model/          the exported model, at the end
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +23,7 @@ from typing import Any, Self
 from zo2adapters.options import TrainOptions
 from zo2core import DataError, OptionError, OutputError, Update, ZO2Error
 from zo2core.checkpoint import require_unused
+from zo2core.records import make_directory, sync_path
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"
@@ -34,14 +36,16 @@ class RunDirectory:
 
     Args:
         options: Of the run; it lives in ``options.output``.
+        tokens: What the data files became by the tokenizer, as JSON values by name.
         resume: It is there already.
 
     Raises:
         OutputError: if another process holds it, a new one is in use, or it cannot be written.
-        DataError: if a resumed run's data files have changed.
+        OptionError: if a resumed one is none of a run.
+        DataError: if a resumed run's data files have changed, or become other tokens.
     """
 
-    def __init__(self, options: TrainOptions, *, resume: bool) -> None:
+    def __init__(self, options: TrainOptions, tokens: Mapping[str, object], *, resume: bool) -> None:
         self.path = options.output
         self._lock: int | None = None
         if not resume:
@@ -49,7 +53,7 @@ class RunDirectory:
         files = [path.resolve() for path in (options.data, options.evaluation) if path is not None]
         checksums = {str(path): _checksum(path) for path in files}
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_directory(self.path)
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -61,16 +65,19 @@ class RunDirectory:
                 remedy="wait until that process has ended, or choose another directory",
             ) from error
         except OSError as error:
+            if not resume and self.path.is_dir():
+                self.remove()
             self.close()
             raise _unwritable(self.path, error) from error
         try:
             if resume:
-                _require_same_data(checksums, json.loads((self.path / OPTIONS).read_bytes())["checksums"])
+                with _refusing_damage(self.path):
+                    record = json.loads((self.path / OPTIONS).read_bytes())
+                    checksums_then, tokens_then = dict(record["checksums"]), dict(record["tokens"])
+                _require_same_data(checksums, checksums_then)
+                _require_same_tokens(options.model, dict(tokens), tokens_then)
             else:
-                record = {
-                    "options": options.to_json(),
-                    "checksums": checksums,
-                }
+                record = {"options": options.to_json(), "checksums": checksums, "tokens": dict(tokens)}
                 _replace(self.path / OPTIONS, json.dumps(record, indent=2) + "\n")
         except BaseException:
             if resume:
@@ -86,16 +93,9 @@ class RunDirectory:
         Raises:
             OptionError: if the directory is none of a run.
         """
-        try:
+        with _refusing_damage(path):
             values = json.loads((path / OPTIONS).read_bytes())
             return TrainOptions.from_json(values["options"], path)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, ZO2Error) as error:
-            raise OptionError(
-                "resume",
-                found=f"{path}: {error if str(error) else type(error).__name__}",
-                expected=f"the directory of a run, with {OPTIONS} as it was written",
-                remedy="name the directory that was the run's --output",
-            ) from error
 
     def metrics(self, updates: Sequence[Update]) -> list[dict[str, Any]]:
         """Bring the metrics in line with the journal: drop what it does not know, make up what was not written any more.
@@ -163,6 +163,19 @@ def require_new(path: Path) -> None:
     require_unused(path)
 
 
+@contextlib.contextmanager
+def _refusing_damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, ZO2Error) as error:
+        raise OptionError(
+            "resume",
+            found=f"{path}: {error if str(error) else type(error).__name__}",
+            expected=f"the directory of a run, with {OPTIONS} as it was written",
+            remedy="name the directory that was the run's --output",
+        ) from error
+
+
 def _row_of(update: Update) -> dict[str, Any]:
     """What the journal knows of a step; speed and memory are lost."""
     return {
@@ -195,7 +208,19 @@ def _require_same_data(now: dict[str, str], then: dict[str, str]) -> None:
             )
 
 
+def _require_same_tokens(model: str, now: dict[str, object], then: dict[str, object]) -> None:
+    names = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
+    if names:
+        raise DataError(
+            f"tokenizer of {model}",
+            found="; ".join(f"{name} {now.get(name)}" for name in names),
+            expected="; ".join(f"{name} {then.get(name)}" for name in names) + ", as when the run was begun",
+            remedy="restore the tokenizer's files and the versions of tokenizers and transformers, or begin a new run",
+        )
+
+
 def _replace(path: Path, text: str) -> None:
+    """Give a file another content: on return the new one is durable, before that the old one counts."""
     partial = path.with_suffix(".partial")
     try:
         with partial.open("w") as file:
@@ -203,6 +228,7 @@ def _replace(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
+        sync_path(path.parent)
     except OSError as error:
         raise _unwritable(path, error) from error
 

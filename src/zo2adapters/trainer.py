@@ -76,7 +76,7 @@ class Trainer:
         training_batches(self._data, batch_size=batching.batch_size, seed=options.seed)  # refuses a bad batch size
         longest = max(len(row.input_ids) for row in [*self._data, *(self._evaluation or ())])
         storage = options.storage
-        self._run = RunDirectory(options, resume=resume)
+        self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
             self.engine = ZOEngine(
                 model,
@@ -162,6 +162,15 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _tokens(self) -> dict[str, object]:
+        """What the run trains and evaluates on, beyond the files' own bytes."""
+        found: dict[str, object] = {"padding": self._pad}
+        for name, dataset in (("data", self._data), ("evaluation", self._evaluation)):
+            if dataset is not None:
+                found[f"{name} tokens"] = sum(len(row.input_ids) for row in dataset)
+                found[f"{name} sha256"] = dataset.digest()
+        return found
 
     def _is_due(self, version: int) -> bool:
         every = self.options.evaluate_every

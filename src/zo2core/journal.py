@@ -110,9 +110,24 @@ class Journal:
     def chain(self, version: int) -> int | None:
         """A checksum over header and updates 0..version-1: tells whether bytes of a version belong to this run.
 
+        Asking makes the journal durable, as far as it goes: bytes of a version may be written once its checksum is known.
+
         Returns:
             The checksum; None if the journal is shorter.
+
+        Raises:
+            JournalError: if an existing file cannot be synced.
         """
+        if self._file is not None:
+            try:
+                self._file.settle()
+            except OSError as error:
+                raise JournalError(
+                    self._name,
+                    found=error.strerror or str(error),
+                    expected="a file that can be synced",
+                    remedy="mend the disk; blocks are written back only after the journal",
+                ) from error
         return self._chain[version] if 0 <= version < len(self._chain) else None
 
     def close(self) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import os
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,22 +60,21 @@ def write_bytes_per_second(directory: Path) -> float:
     Raises:
         ScratchError: if it cannot be written to.
     """
-    path = directory / f".zo2-probe-{os.getpid()}"
     data = byte_view(memory := HostDevice().host_memory(_BYTES))
     memory.fill_(1)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = RangedFile(path, writable=True)
-        try:
+        # A file without a name is gone with the process, however that ends. Its descriptor's path opens it again.
+        with (
+            tempfile.TemporaryFile(dir=directory) as unnamed,
+            contextlib.closing(RangedFile(Path(f"/proc/self/fd/{unnamed.fileno()}"), writable=True)) as file,
+        ):
             best = math.inf
             for _ in range(_ROUNDS):
                 began = time.perf_counter()
                 file.write(0, data)
                 file.sync()
                 best = min(best, time.perf_counter() - began)
-        finally:
-            file.close()
-            path.unlink(missing_ok=True)
     except OSError as error:
         raise ScratchError(
             directory,

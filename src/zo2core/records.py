@@ -42,6 +42,7 @@ class RecordFile:
         self._descriptor: int | None = None
         self._end = 0  # bytes of whole records
         self._failed = False  # an append did; beyond the end may stand a record, even a whole one
+        self._settled = False  # the file's name is durable, and so is what an earlier process wrote
         self.loaded: list[Record] = []  # what the file held when it was opened
         if path.exists():
             self._load(path.read_bytes())
@@ -54,15 +55,16 @@ class RecordFile:
         """
         line = to_line(record)
         if self._descriptor is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_directory(self._path.parent)
             self._descriptor = self._open_alone()
         os.ftruncate(self._descriptor, self._end)  # drops a torn record of this or an earlier attempt
         done, self._failed = 0, True
         while done < len(line):
             done += os.pwrite(self._descriptor, line[done:], self._end + done)
         os.fsync(self._descriptor)
-        if self._end == 0:
-            sync_path(self._path.parent)  # the file's name is durable, too
+        if not self._settled:
+            sync_path(self._path.parent)
+        self._settled = True
         self._end += len(line)
         self._failed = False
 
@@ -74,6 +76,17 @@ class RecordFile:
             os.close(descriptor)
             raise OSError(errno.EAGAIN, "a file that another engine writes") from error
         return descriptor
+
+    def settle(self) -> None:
+        """Make the records that were loaded durable: whoever wrote the last one may have been killed before its sync.
+
+        Raises:
+            OSError: if that failed.
+        """
+        if not self._settled and self._end > 0:
+            sync_path(self._path)
+            sync_path(self._path.parent)
+            self._settled = True
 
     def retract(self) -> None:
         """Make sure that a record whose append failed does not count, not even for whoever reads the file later.
@@ -109,6 +122,18 @@ def to_line(record: Record) -> bytes:
     """A record's bytes in the file."""
     raw = json.dumps(record, allow_nan=False, separators=(",", ":")).encode()
     return b"%08x %s\n" % (zlib.crc32(raw), raw)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory, if it is not there, and what is missing above it; on return their names are durable.
+
+    Raises:
+        OSError: if the system refuses.
+    """
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_path(each.parent)
 
 
 def sync_path(path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from zo2core.checkpoint.ranged import PAGE, RangedFile, byte_view
 from zo2core.errors import ScratchError
-from zo2core.records import DamagedRecordError, Record, RecordFile, sync_path, to_line
+from zo2core.records import DamagedRecordError, Record, RecordFile, make_directory, sync_path, to_line
 from zo2core.types import BlockLayout
 
 DATA = "scratch.bin"
@@ -43,6 +43,7 @@ class Scratch:
 
     Raises:
         ScratchError: if the files cannot be opened.
+        JournalError: if the journal cannot be made durable.
     """
 
     def __init__(self, directory: Path, layouts: Sequence[BlockLayout], chain: Callable[[int], int | None]) -> None:
@@ -56,7 +57,7 @@ class Scratch:
         self.nbytes = scratch_bytes(layouts)
         self._places: dict[int, _Place] = {}
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            make_directory(directory)
             self._manifest = self._open_manifest()
             self._data = RangedFile(directory / DATA, writable=True)
         except OSError as error:

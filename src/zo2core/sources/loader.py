@@ -58,6 +58,10 @@ class Loading:
         """Wait for all reads to end, whatever became of them."""
         wait(self._futures)
 
+    def failed(self) -> bool:
+        """Wait for all reads to end, and say whether one failed."""
+        return any([future.exception() is not None for future in self._futures])
+
     def wait(self) -> None:
         """Wait for all reads to end, then report the first failure: none may write into the memory later.
 

@@ -76,11 +76,15 @@ class PinnedSource:
 
     def acquire(self, index: int) -> Bucket:
         """Wait until a segment is read. See the contract."""
+        ahead = index in self._loading
         self.prefetch(index)
         self._write_back.wait(index)
         self._write_back.check()
         if index in self._loading:
             loading = self._loading.pop(index)
+            if ahead and loading.failed():  # then, when nobody needed it; what counts is whether it fails now
+                self.prefetch(index)
+                loading = self._loading.pop(index)
             loading.wait()
             self._filled.add(index)
             self._buckets[index] = self._buckets[index]._replace(version=loading.version)

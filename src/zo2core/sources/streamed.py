@@ -118,6 +118,7 @@ class StreamedSource:
                 self._at = self._blocks.index(index)
             if slot is not None:
                 slot.held = True
+        ahead = slot is not None
         if slot is None:
             slot = self._emptied(index)
             with self._lock:
@@ -125,6 +126,10 @@ class StreamedSource:
         self._read_ahead()
         if slot.loading is not None:
             try:
+                if ahead and slot.loading.failed():  # then, when nobody needed it; what counts is whether it fails now
+                    with self._lock:
+                        self._require_open()
+                        self._load(index, slot)
                 slot.loading.wait()
             except BaseException:
                 slot.segment, slot.held = None, False  # reads may go on if the wait was interrupted: whoever reuses it waits
