@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from zo2adapters.hf import HFBlockModel
 from zo2adapters.schedules import Decay, LearningRate
-from zo2core import MeZOSGD, OptionError
+from zo2core import MeZOSGD, MultiQueryRGE, OptionError
 
 DEFAULT_LENGTH = 1024  # tokens, where the model takes as many
 
@@ -32,6 +32,9 @@ class Optimization:
     """MeZO's arithmetic bit for bit. Off: evaluations start from the weights and leave no rounding behind."""
     decay: Decay = Decay.CONSTANT
     """How the learning rate falls after the warm-up."""
+    queries: int = 1
+    """Directions a step: each costs two more forwards, but no block is moved once more. Every direction's update takes
+    lr / queries."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly."""
 
@@ -41,9 +44,20 @@ class Optimization:
         Raises:
             OptionError: if a number is out of its range.
         """
-        MeZOSGD(lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay)  # refuses a bad peak before it is scheduled
+        estimator = MeZOSGD(  # refuses a bad peak before it is scheduled
+            lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=self.perturb_in_place
+        )
         lr = LearningRate(peak=self.lr, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
-        return MeZOSGD(lr=lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=self.perturb_in_place)
+        if self.queries == 1:
+            return replace(estimator, lr=lr)
+        require_at_least("queries", self.queries, 1)
+        return MultiQueryRGE(
+            lr=lr,
+            zo_eps=self.zo_eps,
+            weight_decay=self.weight_decay,
+            perturb_in_place=self.perturb_in_place,
+            q=self.queries,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +110,7 @@ class RunOptions:
     evaluate_every: int | None = None
     """Also evaluate every so many steps."""
     steps: int = 1000
-    """Zeroth-order steps, each two forwards of one batch."""
+    """Zeroth-order steps, each two forwards of one batch a query."""
     seed: int = 0
     """Of the order of rows and of the directions."""
     dtype: DtypeName = "auto"
@@ -147,3 +161,13 @@ class TrainOptions(RunOptions):
             storage=Storage(**values.pop("storage")),
             **values,
         )
+
+
+def require_at_least(name: str, value: int, least: int) -> None:
+    """Refuse a number that is too small.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    if value < least:
+        raise OptionError(name, found=repr(value), expected=f"at least {least}", remedy=f"raise {name}")

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from zo2adapters.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.data import Dataset, collate, evaluation_batches, pad_token_id, read_dataset, training_batches
 from zo2adapters.footprint import activation_bytes
-from zo2adapters.options import TrainOptions
+from zo2adapters.options import TrainOptions, require_at_least
 from zo2adapters.run import JOURNAL, METRICS, MODEL, RunDirectory, require_new
-from zo2core import DataError, EvaluationResult, Journal, OptionError, OutputError, StepResult, ZOEngine
+from zo2core import DataError, EvaluationResult, Journal, OutputError, StepResult, ZOEngine
 from zo2core.types import Batch
 
 
@@ -55,9 +55,9 @@ class Trainer:
     """
 
     def __init__(self, options: TrainOptions, *, resume: bool = False, quiet: bool = False) -> None:
-        _require_at_least("steps", options.steps, 1)
+        require_at_least("steps", options.steps, 1)
         if options.evaluate_every is not None:
-            _require_at_least("evaluate_every", options.evaluate_every, 1)
+            require_at_least("evaluate_every", options.evaluate_every, 1)
         if not resume:
             require_new(options.output)
         self.options = options
@@ -229,8 +229,3 @@ def _write(file: IO[bytes], record: dict[str, Any]) -> None:
             expected="a file that can be written",
             remedy="free space and resume the run; nothing is lost, the journal is whole",
         ) from error
-
-
-def _require_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise OptionError(name, found=repr(value), expected=f"at least {least}", remedy=f"raise {name}")

@@ -193,7 +193,7 @@ class ZOEngine:
             losses=update.losses,
             projected_grads=update.projected_grads,
             seeds=update.seeds,
-            lr=lr,
+            lr=update.lr,
             seconds=time.perf_counter() - began,
             bytes_moved=self._device.bytes_moved - moved,
         )

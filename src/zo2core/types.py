@@ -154,7 +154,7 @@ class StepResult(NamedTuple):
     losses: tuple[float, ...]  # one an evaluation
     projected_grads: tuple[float, ...]  # one a probe
     seeds: tuple[int, ...]  # one a probe
-    lr: float
+    lr: float  # applied to each probe, as the journal has it
     seconds: float  # wall time
     bytes_moved: int  # uploads plus offloads; 0 where the device computes on the buckets themselves
 
