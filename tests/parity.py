@@ -31,9 +31,9 @@ class Plan(NamedTuple):
     zo_eps: float
     weight_decay: float
     perturb_in_place: bool
-    queries: int  # directions a step; 0 is MeZO's own estimator
     seeds: list[int]  # of the first direction, one a step
     between: list[str]  # after each step: what is done in BETWEEN
+    queries: int = 0  # directions a step; 0 is MeZO's own estimator
 
     def estimator(self) -> MeZOSGD:
         plain = MeZOSGD(
@@ -55,9 +55,9 @@ def plans(draw: st.DrawFn) -> Plan:
         zo_eps=draw(st.sampled_from([1e-3, 0.01, 0.3])),
         weight_decay=draw(st.sampled_from([0.0, 0.1])),
         perturb_in_place=draw(st.booleans()),
-        queries=draw(st.integers(0, 3)),
         seeds=draw(st.lists(st.sampled_from([0, 1, 7, 999_999_999, 2**40]), min_size=steps, max_size=steps)),
         between=draw(st.lists(st.sampled_from(BETWEEN), min_size=steps, max_size=steps)),
+        queries=draw(st.integers(0, 3)),
     )
 
 

@@ -145,6 +145,8 @@ def test_verify_names_the_first_difference(
         (["--batch-size", "0"], "batch_size"),
         (["--sequence-length", "13"], "at most 12"),
         (["--queries", "0"], "queries"),
+        (["--micro-batch-size", "0"], "micro_batch_size"),
+        (["--activation-memory", "much"], "size such as"),
         (["--warmup-steps", "6"], "warmup_steps"),
         (["--evaluate-every", "0"], "evaluate_every"),
         (["--model", "/nowhere"], "no directory"),

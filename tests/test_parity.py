@@ -88,7 +88,7 @@ def test_toy_of_plain_modules_has_parity(
 def test_tied_opt_keeps_parity_over_many_steps(dtype: torch.dtype, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("opt", tie_word_embeddings=True), dtype)
     batch = make_batch(40, [12, 7])
-    plan = Plan(1e-2, 1e-3, 0.1, True, 0, list(range(12)), ["nothing"] * 12)
+    plan = Plan(1e-2, 1e-3, 0.1, True, list(range(12)), ["nothing"] * 12)
     assert_parity(lambda: ZOEngine(open_checkpoint(base), plan.estimator()), load_whole(base), plan, batch).close()
 
 
@@ -97,7 +97,7 @@ def test_parameters_larger_than_a_piece_of_noise_keep_parity(tmp_path: Path) -> 
     config = small_config("opt", vocab_size=8194, hidden_size=4, word_embed_proj_dim=4, num_attention_heads=1)
     base = save_model(tmp_path / "base", config)
     batch = make_batch(8194, [5])
-    plan = Plan(1e-2, 1e-3, 0.1, True, 2, [0, 0, 1, 2], ["nothing", "nothing", "flush", "nothing"])
+    plan = Plan(1e-2, 1e-3, 0.1, True, [0, 0, 1, 2], ["nothing", "nothing", "flush", "nothing"], 2)
     assert_parity(lambda: ZOEngine(open_checkpoint(base), plan.estimator()), load_whole(base), plan, batch).close()
 
 

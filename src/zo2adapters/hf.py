@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from zo2adapters.batch import check_batch
+from zo2adapters.footprint import forward_bytes
 from zo2core import BlockLayout, ParameterSpec, SegmentKind, UnsupportedModelError
 from zo2core.protocols import TensorReader
 from zo2core.types import Batch
@@ -169,6 +170,11 @@ class HFBlockModel:
             self._recorder.final = None
         assert isinstance(loss, torch.Tensor)
         return loss
+
+    def forward_bytes(self, batch: Batch) -> int:
+        """By formula. See the contract."""
+        rows, tokens = batch["input_ids"].shape
+        return forward_bytes(self.config, rows, tokens)
 
 
 class _ParametersOnMeta(TorchFunctionMode):

@@ -66,6 +66,8 @@ class Batching:
 
     batch_size: int = 16
     """Rows a batch."""
+    micro_batch_size: int | None = None
+    """Rows that run at a time, where a whole batch does not fit: each block serves all pieces in its one visit."""
     sequence_length: int | None = None
     """Longest row in tokens; longer ones are cut at the end. By default 1024, or what the model takes if that is less."""
 
@@ -99,6 +101,9 @@ class Storage:
     replayed. auto weighs the measured speeds of noise and disk."""
     snapshot_every: int | None = None
     """At most this many steps, one or two more after a crash, are there to replay for a resumed run."""
+    activation_memory: str | None = None
+    """Of the memory, set aside for activations, such as 1GiB: an evaluation takes as many batches a sweep as fit in there.
+    By default what a step takes."""
 
 
 @dataclass(frozen=True, kw_only=True)

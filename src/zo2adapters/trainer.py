@@ -20,6 +20,7 @@ from zo2adapters.footprint import activation_bytes
 from zo2adapters.options import TrainOptions, require_at_least
 from zo2adapters.run import JOURNAL, METRICS, MODEL, RunDirectory, require_new
 from zo2core import DataError, EvaluationResult, Journal, OutputError, StepResult, ZOEngine
+from zo2core.budget import parse_size
 from zo2core.types import Batch
 
 
@@ -73,9 +74,22 @@ class Trainer:
         self._evaluation = (
             None if options.evaluation is None else read_dataset(options.evaluation, tokenizer, sequence_length=length)
         )
+        if batching.micro_batch_size is not None:
+            require_at_least("micro_batch_size", batching.micro_batch_size, 1)
         training_batches(self._data, batch_size=batching.batch_size, seed=options.seed)  # refuses a bad batch size
         longest = max(len(row.input_ids) for row in [*self._data, *(self._evaluation or ())])
         storage = options.storage
+        activations = (
+            activation_bytes(
+                model.config,
+                batching.batch_size,
+                longest,
+                streams=2 * options.optimization.queries,
+                micro_rows=batching.micro_batch_size,
+            )
+            if storage.activation_memory is None
+            else parse_size(storage.activation_memory)
+        )
         self._run = RunDirectory(options, resume=resume)
         try:
             self.engine = ZOEngine(
@@ -84,7 +98,8 @@ class Trainer:
                 journal=Journal(options.output / JOURNAL),
                 seed=options.seed,
                 memory=storage.memory,
-                activation_bytes=activation_bytes(model.config, batching.batch_size, longest),
+                activation_bytes=activations,
+                micro_batch_size=batching.micro_batch_size,
                 scratch=options.output,
                 write_back_every=None if storage.write_back_every == "never" else storage.write_back_every,
                 snapshot_every=storage.snapshot_every,
@@ -170,7 +185,8 @@ class Trainer:
     def _evaluate(self, dataset: Dataset, metrics: IO[bytes], bar: tqdm[Any]) -> None:
         result = evaluate_dataset(self.engine, dataset, batch_size=self.options.batching.batch_size, pad=self._pad)
         _write(metrics, {"step": self.engine.version, "evaluation_loss": result.loss, "evaluation_seconds": result.seconds})
-        bar.write(f"step {self.engine.version}: evaluation loss {result.loss:.4f}", file=sys.stderr)
+        sweeps = f"{result.sweeps} sweep{'s' if result.sweeps > 1 else ''}"
+        bar.write(f"step {self.engine.version}: evaluation loss {result.loss:.4f}, {sweeps}", file=sys.stderr)
 
 
 def evaluate_dataset(

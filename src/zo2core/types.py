@@ -163,7 +163,7 @@ class EvaluationResult(NamedTuple):
     """What an evaluation reports."""
 
     loss: float  # mean over labelled tokens
-    losses: tuple[float, ...]  # one a batch, as the model gave them
+    losses: tuple[float, ...]  # one a batch
     tokens: int  # labelled tokens
     sweeps: int
     seconds: float  # wall time
