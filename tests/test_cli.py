@@ -146,6 +146,7 @@ def test_verify_names_the_first_difference(
         (["--sequence-length", "13"], "at most 12"),
         (["--queries", "0"], "queries"),
         (["--micro-batch-size", "0"], "micro_batch_size"),
+        (["--loss-chunk", "0"], "loss_chunk"),
         (["--activation-memory", "much"], "size such as"),
         (["--warmup-steps", "6"], "warmup_steps"),
         (["--evaluate-every", "0"], "evaluate_every"),

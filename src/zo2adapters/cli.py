@@ -256,7 +256,8 @@ class Plan:
 
     def run(self) -> None:
         """Print the table."""
-        model = open_checkpoint(resolve_directory(self.model), dtype=self.dtype)
+        directory = resolve_directory(self.model)
+        model = open_checkpoint(directory, dtype=self.dtype, loss_chunk=self.batching.loss_chunk)
         tokens = self.batching.length_for(model)
         planned = plan(
             model,

@@ -68,6 +68,9 @@ class Batching:
     """Rows a batch."""
     micro_batch_size: int | None = None
     """Rows that run at a time, where a whole batch does not fit: each block serves all pieces in its one visit."""
+    loss_chunk: int | None = None
+    """Labelled tokens whose logits are in memory at a time; by default all of a batch's. The loss is the same but for the
+    order of its sum."""
     sequence_length: int | None = None
     """Longest row in tokens; longer ones are cut at the end. By default 1024, or what the model takes if that is less."""
 

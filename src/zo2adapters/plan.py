@@ -90,7 +90,7 @@ def plan(
         CheckpointError: if the checkpoint cannot be read.
     """
     layouts = model.layouts
-    activations = activation_bytes(model.config, rows, tokens, micro_rows=micro_rows)
+    activations = activation_bytes(model.config, rows, tokens, micro_rows=micro_rows, loss_chunk=model.loss_chunk)
     arrangement = arrange(layouts, memory=memory, activation_bytes=activations)
     model_bytes = sum(layout.nbytes for layout in layouts)
     block_bytes = sum(layout.nbytes for layout in layouts if not layout.resident)

@@ -65,9 +65,9 @@ class Trainer:
         self._quiet = quiet
         estimator = options.optimization.estimator(options.steps)
         directory = resolve_directory(options.model)
-        model = open_checkpoint(directory, dtype=options.dtype)
-        tokenizer = load_tokenizer(directory)
         batching = options.batching
+        model = open_checkpoint(directory, dtype=options.dtype, loss_chunk=batching.loss_chunk)
+        tokenizer = load_tokenizer(directory)
         length = batching.length_for(model)
         self._pad = pad_token_id(tokenizer)
         self._data = read_dataset(options.data, tokenizer, sequence_length=length)
@@ -86,6 +86,7 @@ class Trainer:
                 longest,
                 streams=2 * options.optimization.queries,
                 micro_rows=batching.micro_batch_size,
+                loss_chunk=batching.loss_chunk,
             )
             if storage.activation_memory is None
             else parse_size(storage.activation_memory)
