@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zo2adapters import MonolithicMeZO
-from zo2core import BlockLayout, Journal, MeZOSGD, NonFiniteLossError, ZOEngine
+from zo2core import BlockLayout, Journal, MeZOSGD, MultiQueryRGE, NonFiniteLossError, ZOEngine
 from zo2core.arrangement import Arrangement, arrange
+from zo2core.engine import _directions
 from zo2core.protocols import BlockModel
 from zo2core.types import Batch
 
@@ -30,13 +31,20 @@ class Plan(NamedTuple):
     zo_eps: float
     weight_decay: float
     perturb_in_place: bool
-    seeds: list[int]  # one a step
+    seeds: list[int]  # of the first direction, one a step
     between: list[str]  # after each step: what is done in BETWEEN
+    queries: int = 0  # directions a step; 0 is MeZO's own estimator
 
     def estimator(self) -> MeZOSGD:
-        return MeZOSGD(
+        plain = MeZOSGD(
             lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=self.perturb_in_place
         )
+        return plain if self.queries == 0 else MultiQueryRGE(**vars(plain), q=self.queries)
+
+    def directions(self, step: int) -> tuple[int, ...]:
+        """The seeds that an engine told the step's first one draws."""
+        evaluations = self.estimator().evaluations(step, _directions(0, step, self.seeds[step]))
+        return tuple(dict.fromkeys(evaluation.seed for evaluation in evaluations))
 
 
 @st.composite
@@ -49,6 +57,7 @@ def plans(draw: st.DrawFn) -> Plan:
         perturb_in_place=draw(st.booleans()),
         seeds=draw(st.lists(st.sampled_from([0, 1, 7, 999_999_999, 2**40]), min_size=steps, max_size=steps)),
         between=draw(st.lists(st.sampled_from(BETWEEN), min_size=steps, max_size=steps)),
+        queries=draw(st.integers(0, 3)),
     )
 
 
@@ -119,10 +128,10 @@ def assert_parity(make: Callable[[], ZOEngine], whole: nn.Module, plan: Plan, ba
         weight_decay=plan.weight_decay,
         perturb_in_place=plan.perturb_in_place,
     )
-    for seed, between in zip(plan.seeds, plan.between, strict=True):
+    for step, (seed, between) in enumerate(zip(plan.seeds, plan.between, strict=True)):
         before = [p.data.clone() for p in whole.parameters()]
-        theirs = mono.step(batch, seed)
-        if not math.isfinite(theirs.projected_grad):
+        theirs = mono.step(batch, *plan.directions(step))
+        if not all(map(math.isfinite, theirs.projected_grads)):
             with pytest.raises(NonFiniteLossError):
                 engine.step(batch, seed=seed)
             for parameter, value in zip(whole.parameters(), before, strict=True):
@@ -130,7 +139,7 @@ def assert_parity(make: Callable[[], ZOEngine], whole: nn.Module, plan: Plan, ba
             break
         ours = engine.step(batch, seed=seed)
         assert ours.losses == theirs.losses
-        assert ours.projected_grads == (theirs.projected_grad,)
+        assert ours.projected_grads == theirs.projected_grads
         assert ours.loss == theirs.losses[0]
         if between == "evaluate":
             expected = mono.loss(batch).item()

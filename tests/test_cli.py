@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters.cli import main
 from zo2adapters.schedules import Decay, LearningRate
-from zo2core import OptionError
+from zo2core import Journal, OptionError
 
 ROWS = [
     {"text": "the cat sat"},
@@ -82,6 +82,19 @@ def test_two_runs_of_one_seed_are_equal(base: Path, rows: Path, tmp_path: Path) 
     assert journals[0] == journals[1]
 
 
+def test_queries_reach_the_updates_and_a_resumed_run(base: Path, rows: Path, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run("train", "--model", base, "--data", rows, "--output", whole, *TRAIN, "--queries", 3)
+    cut.mkdir()
+    (cut / "options.json").write_bytes((whole / "options.json").read_bytes())
+    lines = (whole / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    (cut / "journal.jsonl").write_bytes(b"".join(lines[:3]))
+    run("train", "--resume", cut)
+    assert (cut / "journal.jsonl").read_bytes() == (whole / "journal.jsonl").read_bytes()
+    for update in Journal(cut / "journal.jsonl").updates:
+        assert (len(set(update.seeds)), len(update.losses), update.lr) == (3, 6, 1e-2 / 3)
+
+
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
 def test_schedules_reach_the_updates(base: Path, rows: Path, tmp_path: Path, decay: str) -> None:
     out = tmp_path / "out"
@@ -131,6 +144,10 @@ def test_verify_names_the_first_difference(
         (["--steps", "0"], "steps"),
         (["--batch-size", "0"], "batch_size"),
         (["--sequence-length", "13"], "at most 12"),
+        (["--queries", "0"], "queries"),
+        (["--micro-batch-size", "0"], "micro_batch_size"),
+        (["--loss-chunk", "0"], "loss_chunk"),
+        (["--activation-memory", "much"], "size such as"),
         (["--warmup-steps", "6"], "warmup_steps"),
         (["--evaluate-every", "0"], "evaluate_every"),
         (["--model", "/nowhere"], "no directory"),

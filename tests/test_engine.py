@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import threading
@@ -33,6 +34,7 @@ from zo2core import (
     SequentialNoise,
     ZOEngine,
 )
+from zo2core.evaluation import held_bytes
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
 
@@ -180,13 +182,26 @@ def test_learning_rate_may_be_a_function_of_the_step(base: Path) -> None:
         assert engine.version == 2
 
 
-def test_several_batches_share_a_sweep(base: Path) -> None:
+def test_as_many_batches_share_a_sweep_as_the_activation_budget_holds(base: Path) -> None:
+    many = [make_batch(40, [6, 2], seed=i) for i in range(7)]
+    model = open_checkpoint(base)
+    with ZOEngine(model, MEZO) as engine, torch.inference_mode():
+        held, running = held_bytes(model.embed(many[0])), model.forward_bytes(many[0])
+        assert engine.evaluate(many).sweeps == 1
+    assert held >= 2 * 6 * 12 * 4  # a hidden state
+    for fitting in (1, 2, 3, 6, 7, 8):
+        for short in (0, 1):  # one byte less, and one batch less fits
+            with ZOEngine(open_checkpoint(base), MEZO, activation_bytes=fitting * held + running - short) as engine:
+                assert engine.evaluate(iter(many)).sweeps == math.ceil(7 / max(fitting - short, 1))
+
+
+def test_batches_of_a_shared_sweep_are_each_as_alone(base: Path) -> None:
     many = [make_batch(40, [3 + i, 2], seed=i) for i in range(7)]
-    with ZOEngine(open_checkpoint(base), MEZO, batches_per_sweep=3) as engine:
+    with ZOEngine(open_checkpoint(base), MEZO, activation_bytes=15_000) as engine:
         engine.step(BATCH)
         together = engine.evaluate(iter(many))
         alone = [engine.evaluate([batch]) for batch in many]
-    assert together.sweeps == 3
+    assert 1 < together.sweeps < 7
     assert together.losses == tuple(result.losses[0] for result in alone)
     assert together.tokens == sum(result.tokens for result in alone)
     assert together.loss == pytest.approx(sum(r.loss * r.tokens for r in alone) / together.tokens, rel=1e-12)

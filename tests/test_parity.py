@@ -97,7 +97,7 @@ def test_parameters_larger_than_a_piece_of_noise_keep_parity(tmp_path: Path) -> 
     config = small_config("opt", vocab_size=8194, hidden_size=4, word_embed_proj_dim=4, num_attention_heads=1)
     base = save_model(tmp_path / "base", config)
     batch = make_batch(8194, [5])
-    plan = Plan(1e-2, 1e-3, 0.1, True, [0, 0, 1, 2], ["nothing", "nothing", "flush", "nothing"])
+    plan = Plan(1e-2, 1e-3, 0.1, True, [0, 0, 1, 2], ["nothing", "nothing", "flush", "nothing"], 2)
     assert_parity(lambda: ZOEngine(open_checkpoint(base), plan.estimator()), load_whole(base), plan, batch).close()
 
 

@@ -92,6 +92,10 @@ class ToyBlockModel:
     def head(self, batch: Batch, activations: torch.Tensor) -> torch.Tensor:
         return self.toy.loss(activations, batch["labels"])
 
+    def forward_bytes(self, batch: Batch) -> int:
+        out = self.toy.out
+        return batch["input_ids"].numel() * out.out_features * out.weight.element_size()
+
 
 def make_toy(vocab: int, width: int, layers: int, *, tied: bool, dtype: torch.dtype) -> Toy:
     """The whole toy with weights that depend on the sizes only."""

@@ -33,7 +33,11 @@ _LARGEST = {"num_hidden_layers": 1 << 10, "hidden_size": 1 << 20, "head_dim": 1 
 
 
 def open_checkpoint(
-    path: Path | str, *, dtype: torch.dtype | str = "auto", architecture: Architecture | None = None
+    path: Path | str,
+    *,
+    dtype: torch.dtype | str = "auto",
+    architecture: Architecture | None = None,
+    loss_chunk: int | None = None,
 ) -> HFBlockModel:
     """Open a model directory, or a model of the hub, for training.
 
@@ -43,6 +47,8 @@ def open_checkpoint(
         dtype: Of the weights in memory. "auto" takes the config's and refuses shards that hold another; a dtype, or its
             name, converts.
         architecture: For model types this library does not know.
+        loss_chunk: Compute head and loss over so many labelled tokens at a time: the logits are never there whole. The loss
+            then differs from Hugging Face's by the order in which floats are summed. None: its own, bit for bit.
 
     Returns:
         The model, cut into segments. Nothing but headers was read.
@@ -50,8 +56,10 @@ def open_checkpoint(
     Raises:
         UnsupportedModelError: for an unknown architecture, quantised weights or pickled shards.
         CheckpointError: if files are missing or malformed, or tensors do not match the config.
-        OptionError: for an unknown dtype.
+        OptionError: for an unknown dtype, or a ``loss_chunk`` out of its range.
     """
+    if loss_chunk is not None and loss_chunk < 1:
+        raise OptionError("loss_chunk", found=repr(loss_chunk), expected="at least 1", remedy="leave it out for no chunks")
     directory = resolve_directory(path)
     config = _read_config(directory)
     if architecture is None:
@@ -64,7 +72,7 @@ def open_checkpoint(
     if dtype == "auto":
         _require_dtype(matched, wanted)
     companions = _companions(directory, skeleton, wanted)
-    return HFBlockModel(skeleton, architecture, SafetensorsReader(matched), companions)
+    return HFBlockModel(skeleton, architecture, SafetensorsReader(matched), companions, loss_chunk=loss_chunk)
 
 
 def resolve_directory(path: Path | str) -> Path:

@@ -18,6 +18,7 @@ from zo2adapters.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.convert import convert
 from zo2adapters.data import pad_token_id, read_dataset
 from zo2adapters.demo import run_demo
+from zo2adapters.footprint import activation_bytes
 from zo2adapters.hf import HFBlockModel
 from zo2adapters.options import Batching, DtypeName, RunOptions, TrainOptions
 from zo2adapters.plan import plan
@@ -25,7 +26,10 @@ from zo2adapters.run import JOURNAL, METRICS, RunDirectory
 from zo2adapters.trainer import Trainer, evaluate_dataset, load_tokenizer, perplexity
 from zo2adapters.verify import verify
 from zo2core import Journal, JournalError, OptionError, ZO2Error, ZOEngine
+from zo2core.budget import parse_size
 from zo2core.checkpoint import require_unused
+
+STREAMS = 8  # of the longest batches, that an evaluation takes at a time by default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +118,8 @@ class _AtStep:
     """Step of the journal to stop after; by default its last."""
     dtype: DtypeName = "auto"
     """Of the weights; with a journal, the one the run was made with."""
+    memory: str = "auto"
+    """Host memory the process may have in all, such as 6GiB; auto takes what is free."""
 
     def resolved(self) -> _AtStep:
         """The same with base, dtype and journal of the run filled in.
@@ -137,12 +143,21 @@ class _AtStep:
         assert self.model is not None, "resolved"
         return resolve_directory(self.model)
 
-    def engine(self, model: HFBlockModel) -> ZOEngine:
+    def engine(
+        self, model: HFBlockModel, *, activation_bytes: int = 256 << 20, micro_batch_size: int | None = None
+    ) -> ZOEngine:
         """An engine at the step."""
         journal = Journal(self.journal)
         if self.journal is not None and journal.header is None:
             raise JournalError(self.journal, found="no journal", expected="a run's journal.jsonl", remedy="check the path")
-        return ZOEngine(model, None, journal=journal if self.at is None else journal.until(self.at))
+        return ZOEngine(
+            model,
+            None,
+            journal=journal if self.at is None else journal.until(self.at),
+            memory=self.memory,
+            activation_bytes=activation_bytes,
+            micro_batch_size=micro_batch_size,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +167,9 @@ class Evaluate(_AtStep):
     data: Path
     """JSONL file, as for training."""
     batching: Batching = field(default_factory=Batching)
+    activation_memory: str | None = None
+    """Of the memory, set aside for activations, such as 1GiB: as many batches as fit in there share one pass over the
+    blocks. By default what eight of the longest take."""
 
     def run(self) -> None:
         """Print loss and perplexity."""
@@ -159,13 +177,24 @@ class Evaluate(_AtStep):
         tokenizer = load_tokenizer(at.base())
         model = open_checkpoint(at.base(), dtype=at.dtype)
         dataset = read_dataset(self.data, tokenizer, sequence_length=self.batching.length_for(model))
-        with at.engine(model) as engine, tqdm(total=len(dataset), unit="row", file=sys.stderr) as bar:
+        longest = max(len(row.input_ids) for row in dataset)
+        with self._engine(at, model, longest) as engine, tqdm(total=len(dataset), unit="row", file=sys.stderr) as bar:
             result = evaluate_dataset(
                 engine, dataset, batch_size=self.batching.batch_size, pad=pad_token_id(tokenizer), progress=bar.update
             )
         print(
-            f"loss {result.loss:.6f}, perplexity {perplexity(result.loss):.4f}, {result.tokens} tokens, {len(dataset)} rows"
+            f"loss {result.loss:.6f}, perplexity {perplexity(result.loss):.4f}, {result.tokens} tokens, "
+            f"{len(dataset)} rows, {result.sweeps} sweeps"
         )
+
+    def _engine(self, at: _AtStep, model: HFBlockModel, longest: int) -> ZOEngine:
+        rows, micro_rows = self.batching.batch_size, self.batching.micro_batch_size
+        nbytes = (
+            activation_bytes(model.config, rows, longest, streams=STREAMS, micro_rows=micro_rows)
+            if self.activation_memory is None
+            else parse_size(self.activation_memory)
+        )
+        return at.engine(model, activation_bytes=nbytes, micro_batch_size=micro_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,10 +258,18 @@ class Plan:
 
     def run(self) -> None:
         """Print the plan."""
-        model = open_checkpoint(resolve_directory(self.model), dtype=self.dtype)
+        directory = resolve_directory(self.model)
+        model = open_checkpoint(directory, dtype=self.dtype, loss_chunk=self.batching.loss_chunk)
         tokens = self.batching.length_for(model)
-        found = plan(model, memory=self.memory, rows=self.batching.batch_size, tokens=tokens, scratch=self.scratch)
-        print(found.to_json() if self.json else found.table())
+        planned = plan(
+            model,
+            memory=self.memory,
+            rows=self.batching.batch_size,
+            tokens=tokens,
+            scratch=self.scratch,
+            micro_rows=self.batching.micro_batch_size,
+        )
+        print(planned.to_json() if self.json else planned.table())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from zo2adapters.schedules import Decay, LearningRate
 from zo2adapters.trainer import Trainer, load_tokenizer
 from zo2core import DataError, ZOEngine
 from zo2core.checkpoint import require_unused
-from zo2core.engine import labelled_tokens
+from zo2core.pieces import labelled_tokens
 
 LABELS = (" a", " b")  # docstring text, code: letters mean nothing yet, so that an untrained answer is a guess
 QUESTION = "\nKind:"  # follows the line in question; pre-training never reads it
@@ -257,11 +257,7 @@ def accuracy(
 
 def _score(task: DemoTask, recipe: Recipe, *, model: Path) -> Score:
     rows = read_rows(task.evaluation)
-    with ZOEngine(
-        open_checkpoint(model),
-        recipe.optimization.estimator(recipe.steps),
-        batches_per_sweep=len(rows) * len(task.labels),
-    ) as engine:
+    with ZOEngine(open_checkpoint(model), recipe.optimization.estimator(recipe.steps)) as engine:
         return accuracy(engine, rows, load_tokenizer(task.model), labels=task.labels)
 
 

@@ -1,4 +1,4 @@
-"""What a batch takes beside the weights."""
+"""What batches take beside the weights."""
 
 from __future__ import annotations
 
@@ -7,20 +7,50 @@ from transformers import PretrainedConfig
 _LOGIT_COPIES = 3  # in float32 beside the logits themselves: converted, shifted, log-softmax
 
 
-def activation_bytes(config: PretrainedConfig, rows: int, tokens: int, *, streams: int = 2) -> int:
+def held_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:
+    """Expected bytes that a batch holds from segment to segment: hidden state and, for padded rows, an attention mask."""
+    return int(rows * tokens * (config.hidden_size * _itemsize(config) + tokens))
+
+
+def forward_bytes(config: PretrainedConfig, rows: int, tokens: int, *, loss_chunk: int | None = None) -> int:
+    """Expected peak of one segment's forward, beside what is held: of a block, or of the logits and the loss.
+
+    Args:
+        config: Of the model.
+        rows: Of a batch, or of a micro-batch.
+        tokens: Of a row.
+        loss_chunk: Tokens whose logits are there at a time; None: all.
+    """
+    itemsize, hidden, places = _itemsize(config), config.hidden_size, rows * tokens
+    feed_forward = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", 4 * hidden)
+    block = places * (8 * hidden + 3 * feed_forward) * itemsize + places * tokens * itemsize
+    logits = (places if loss_chunk is None else min(places, loss_chunk)) * config.vocab_size
+    return int(max(block, logits * (itemsize + 4 * _LOGIT_COPIES)))
+
+
+def activation_bytes(
+    config: PretrainedConfig,
+    rows: int,
+    tokens: int,
+    *,
+    streams: int = 2,
+    micro_rows: int | None = None,
+    loss_chunk: int | None = None,
+) -> int:
     """Expected peak of activations and logits of one sweep.
 
     Args:
         config: Of the model.
         rows: Of a batch.
         tokens: Of a row.
-        streams: Evaluations or batches whose hidden states are held at a time.
+        streams: Evaluations of a step, or batches of an evaluation, whose activations are held at a time.
+        micro_rows: Rows that run at a time; None: all of a batch.
+        loss_chunk: Tokens whose logits are there at a time; None: all.
     """
-    itemsize = getattr(getattr(config, "dtype", None), "itemsize", 4)
-    hidden = config.hidden_size
-    feed_forward = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", 4 * hidden)
-    places = rows * tokens
-    held = streams * places * hidden * itemsize
-    block = places * (8 * hidden + 3 * feed_forward) * itemsize + rows * tokens * tokens * itemsize
-    logits = places * config.vocab_size * (itemsize + 4 * _LOGIT_COPIES)
-    return int(held + max(block, logits))
+    running = rows if micro_rows is None else min(rows, micro_rows)
+    held = streams * held_bytes(config, rows, tokens)
+    return held + forward_bytes(config, running, tokens, loss_chunk=loss_chunk)
+
+
+def _itemsize(config: PretrainedConfig) -> int:
+    return int(getattr(getattr(config, "dtype", None), "itemsize", 4))

@@ -22,6 +22,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from zo2adapters.batch import check_batch
+from zo2adapters.footprint import forward_bytes
+from zo2adapters.loss import chunked_loss
+from zo2adapters.stubs import CutError, Recorder, Stub
 from zo2core import BlockLayout, ParameterSpec, SegmentKind, UnsupportedModelError
 from zo2core.protocols import TensorReader
 from zo2core.types import Batch
@@ -49,51 +52,6 @@ class Activations(NamedTuple):
     calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]  # per layer: HF's other arguments (masks, positions, ...)
 
 
-class _CutError(Exception):
-    """Leaves HF's forward after the last stub."""
-
-
-class _Recorder:
-    """What the stubs of one model share."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self.hidden: torch.Tensor | None = None  # what reached the last layer
-        self.final: torch.Tensor | None = None  # set during the epilogue
-
-
-class _Stub(nn.Module):
-    """Stands in for a layer inside HF's forward: records its call, or returns the final hidden state."""
-
-    def __init__(self, layer: nn.Module, recorder: _Recorder, *, last: bool, returns_tuple: bool) -> None:
-        super().__init__()
-        object.__setattr__(self, "layer", layer)  # not a submodule: its parameters are not this model's
-        self.recorder = recorder
-        self.last = last
-        self.returns_tuple = returns_tuple
-
-    def __getattr__(self, name: str) -> Any:
-        # HF's loops may ask a layer for an attribute, such as its kind of attention.
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["layer"], name)
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor]:
-        recorder = self.recorder
-        if recorder.final is not None:
-            hidden_states = recorder.final
-        else:
-            recorder.calls.append((args, kwargs))
-            if self.last:
-                recorder.hidden = hidden_states
-                raise _CutError
-        return (hidden_states,) if self.returns_tuple else hidden_states
-
-
 class HFBlockModel:
     """A Hugging Face causal language model as segments.
 
@@ -102,6 +60,7 @@ class HFBlockModel:
         architecture: Where its parts are.
         weights: The checkpoint, by the skeleton's parameter names.
         companions: Files to lay beside exported weights.
+        loss_chunk: Labelled tokens whose logits are there at a time; None: all.
 
     Raises:
         UnsupportedModelError: if the architecture's declaration does not fit the model.
@@ -113,22 +72,25 @@ class HFBlockModel:
         architecture: Architecture,
         weights: TensorReader,
         companions: Mapping[str, Path | bytes],
+        *,
+        loss_chunk: int | None = None,
     ) -> None:
         self.config = skeleton.config
         self.layouts = cut(skeleton, architecture)
         self.weights = weights
         self.companions = companions
+        self.loss_chunk = loss_chunk
         self._aliases = parameter_names(skeleton)
         self._modules = dict(skeleton.named_modules())
         self._skeleton = skeleton
-        self._recorder = _Recorder()
+        self._recorder = Recorder()
         self._checked: Batch | None = None
         layers = skeleton.get_submodule(architecture.blocks)
         assert isinstance(layers, nn.ModuleList)
         self._layers = list(layers)
         for i, layer in enumerate(self._layers):
             last = i + 1 == len(self._layers)
-            layers[i] = _Stub(layer, self._recorder, last=last, returns_tuple=architecture.returns_tuple)
+            layers[i] = Stub(layer, self._recorder, last=last, returns_tuple=architecture.returns_tuple)
 
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Make these views the modules' parameters, a tied one under each of its names."""
@@ -146,11 +108,14 @@ class HFBlockModel:
         if self._checked is not batch:
             check_batch(batch, self.config)
             self._checked = batch
+        return self.prologue(**{key: value for key, value in batch.items() if key != "labels"}, use_cache=False)
+
+    def prologue(self, **inputs: Any) -> Activations:
+        """Run HF's forward with these arguments up to the first layer."""
         recorder = self._recorder
         recorder.reset()
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        with contextlib.suppress(_CutError):
-            self._skeleton(**inputs, use_cache=False)
+        with contextlib.suppress(CutError):
+            self._skeleton(**inputs)
         assert recorder.hidden is not None, "HF's forward did not reach the last layer"
         return Activations(recorder.hidden, recorder.calls)
 
@@ -162,13 +127,36 @@ class HFBlockModel:
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Run HF's norm, head and loss on the final hidden state."""
-        self._recorder.final = activations.hidden
+        if self.loss_chunk is None:
+            return self._epilogue(activations.hidden, "loss", **batch)
+        return chunked_loss(
+            activations.hidden,
+            batch["labels"],
+            self.loss_chunk,
+            logits=self.logits,
+            loss_function=self._skeleton.loss_function,
+            vocab_size=self.config.vocab_size,
+        )
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Run HF's norm and head on final hidden states, (n, hidden size); returns (n, vocabulary)."""
+        # Each is a row of one token: there may be more of them than the model has positions.
+        ids = torch.zeros(len(hidden), 1, dtype=torch.int64, device=hidden.device)
+        return self._epilogue(hidden[:, None], "logits", input_ids=ids)[:, 0]
+
+    def _epilogue(self, final: torch.Tensor, wanted: str, **inputs: torch.Tensor) -> torch.Tensor:
+        self._recorder.final = final
         try:
-            loss = self._skeleton(**batch, use_cache=False).loss
+            found = getattr(self._skeleton(**inputs, use_cache=False), wanted)
         finally:
             self._recorder.final = None
-        assert isinstance(loss, torch.Tensor)
-        return loss
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    def forward_bytes(self, batch: Batch) -> int:
+        """By formula. See the contract."""
+        rows, tokens = batch["input_ids"].shape
+        return forward_bytes(self.config, rows, tokens, loss_chunk=self.loss_chunk)
 
 
 class _ParametersOnMeta(TorchFunctionMode):

@@ -3,6 +3,9 @@
 This is MeZO's trainer (arXiv 2305.17333, Algorithm 1) written down plainly: four passes over all parameters a step, each
 seeding the generator anew and drawing every z again. It shares no code with the engine. One thing differs from the authors'
 program: the generator is its own, where theirs reseeds the process's; the numbers are the same.
+
+With several seeds a step it is MeZO with several queries (P-RGE, arXiv 2409.15520, Algorithm 2): all probes in turn, each
+walked there and back, then one update for each in the same order with ``lr / q``, each decaying the weights it finds.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ from torch import nn
 class MonolithicStep(NamedTuple):
     """What one step gave."""
 
-    losses: tuple[float, float]  # at +eps, at -eps
-    projected_grad: float
+    losses: tuple[float, ...]  # at +eps, at -eps, for each seed in turn
+    projected_grads: tuple[float, ...]  # one a seed
 
 
 class MonolithicMeZO:
@@ -26,7 +29,7 @@ class MonolithicMeZO:
 
     Args:
         model: Called with a batch's entries; returns an object with a ``loss``, 0-d. Changed in place.
-        lr: Learning rate.
+        lr: Learning rate of a step.
         zo_eps: Perturbation scale.
         weight_decay: Of the parameters whose names contain none of ``bias``, ``layer_norm``, ``layernorm``.
         perturb_in_place: True is MeZO. False starts each evaluation from a copy of the weights.
@@ -49,8 +52,19 @@ class MonolithicMeZO:
         assert isinstance(loss, torch.Tensor)
         return loss
 
-    def step(self, batch: Mapping[str, torch.Tensor], seed: int) -> MonolithicStep:
-        """Take one step along the direction of a seed."""
+    def step(self, batch: Mapping[str, torch.Tensor], *seeds: int) -> MonolithicStep:
+        """Take one step along the direction of a seed, or of each of several."""
+        losses: list[float] = []
+        projected_grads: list[float] = []
+        for seed in seeds:
+            plus, minus = self._probe(batch, seed)
+            losses += [plus.item(), minus.item()]
+            projected_grads.append(((plus - minus) / (2 * self.zo_eps)).item())
+        for seed, projected_grad in zip(seeds, projected_grads, strict=True):
+            self._update(seed, projected_grad, self.lr / len(seeds))
+        return MonolithicStep(tuple(losses), tuple(projected_grads))
+
+    def _probe(self, batch: Mapping[str, torch.Tensor], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         saved = None if self.perturb_in_place else [p.data.clone() for _, p in self._trainable]
         self._perturb(seed, 1)
         plus = self.loss(batch)
@@ -60,24 +74,22 @@ class MonolithicMeZO:
             self._restore(saved)
             self._perturb(seed, -1)
         minus = self.loss(batch)
-        projected_grad = ((plus - minus) / (2 * self.zo_eps)).item()
         if saved is None:
             self._perturb(seed, 1)
         else:
             self._restore(saved)
-        self._update(seed, projected_grad)
-        return MonolithicStep((plus.item(), minus.item()), projected_grad)
+        return plus, minus
 
     def _perturb(self, seed: int, k: int) -> None:
         for (_, p), z in zip(self._trainable, self._noise(seed), strict=True):
             p.data = p.data + k * z * self.zo_eps
 
-    def _update(self, seed: int, g: float) -> None:
+    def _update(self, seed: int, g: float, lr: float) -> None:
         for (name, p), z in zip(self._trainable, self._noise(seed), strict=True):
             if "bias" not in name and "layer_norm" not in name and "layernorm" not in name:
-                p.data = p.data - self.lr * (g * z + self.weight_decay * p.data)
+                p.data = p.data - lr * (g * z + self.weight_decay * p.data)
             else:
-                p.data = p.data - self.lr * (g * z)
+                p.data = p.data - lr * (g * z)
 
     def _noise(self, seed: int) -> Iterator[torch.Tensor]:
         generator = torch.Generator(self._trainable[0][1].device)

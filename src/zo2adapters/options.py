@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from zo2adapters.hf import HFBlockModel
 from zo2adapters.schedules import Decay, LearningRate
-from zo2core import MeZOSGD, OptionError
+from zo2core import MeZOSGD, MultiQueryRGE, OptionError
 
 DEFAULT_LENGTH = 1024  # tokens, where the model takes as many
 
@@ -32,6 +32,9 @@ class Optimization:
     """MeZO's arithmetic bit for bit. Off: evaluations start from the weights and leave no rounding behind."""
     decay: Decay = Decay.CONSTANT
     """How the learning rate falls after the warm-up."""
+    queries: int = 1
+    """Directions a step: each costs two more forwards, but no block is moved once more. Every direction's update takes
+    lr / queries."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly."""
 
@@ -41,9 +44,20 @@ class Optimization:
         Raises:
             OptionError: if a number is out of its range.
         """
-        MeZOSGD(lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay)  # refuses a bad peak before it is scheduled
+        estimator = MeZOSGD(  # refuses a bad peak before it is scheduled
+            lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=self.perturb_in_place
+        )
         lr = LearningRate(peak=self.lr, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
-        return MeZOSGD(lr=lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=self.perturb_in_place)
+        if self.queries == 1:
+            return replace(estimator, lr=lr)
+        require_at_least("queries", self.queries, 1)
+        return MultiQueryRGE(
+            lr=lr,
+            zo_eps=self.zo_eps,
+            weight_decay=self.weight_decay,
+            perturb_in_place=self.perturb_in_place,
+            q=self.queries,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +66,11 @@ class Batching:
 
     batch_size: int = 16
     """Rows a batch."""
+    micro_batch_size: int | None = None
+    """Rows that run at a time, where a whole batch does not fit: each block serves all pieces in its one visit."""
+    loss_chunk: int | None = None
+    """Labelled tokens whose logits are in memory at a time; by default all of a batch's. The loss is the same but for the
+    order of its sum."""
     sequence_length: int | None = None
     """Longest row in tokens; longer ones are cut at the end. By default 1024, or what the model takes if that is less."""
 
@@ -85,6 +104,9 @@ class Storage:
     replayed. auto weighs the measured speeds of noise and disk."""
     snapshot_every: int | None = None
     """At most this many steps, one or two more after a crash, are there to replay for a resumed run."""
+    activation_memory: str | None = None
+    """Of the memory, set aside for activations, such as 1GiB: an evaluation takes as many batches a sweep as fit in there.
+    By default what a step takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +118,7 @@ class RunOptions:
     evaluate_every: int | None = None
     """Also evaluate every so many steps."""
     steps: int = 1000
-    """Zeroth-order steps, each two forwards of one batch."""
+    """Zeroth-order steps, each two forwards of one batch a query."""
     seed: int = 0
     """Of the order of rows and of the directions."""
     dtype: DtypeName = "auto"
@@ -147,3 +169,13 @@ class TrainOptions(RunOptions):
             storage=Storage(**values.pop("storage")),
             **values,
         )
+
+
+def require_at_least(name: str, value: int, least: int) -> None:
+    """Refuse a number that is too small.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    if value < least:
+        raise OptionError(name, found=repr(value), expected=f"at least {least}", remedy=f"raise {name}")

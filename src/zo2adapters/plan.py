@@ -71,7 +71,15 @@ class Plan:
         return "\n".join(["host memory", self.arrangement.table(), "", *lines])
 
 
-def plan(model: HFBlockModel, *, memory: int | str = "auto", rows: int, tokens: int, scratch: Path) -> Plan:
+def plan(
+    model: HFBlockModel,
+    *,
+    memory: int | str = "auto",
+    rows: int,
+    tokens: int,
+    scratch: Path,
+    micro_rows: int | None = None,
+) -> Plan:
     """Plan a run of exact MeZO on the CPU. Nothing is loaded; the probes take a few seconds.
 
     Args:
@@ -80,6 +88,7 @@ def plan(model: HFBlockModel, *, memory: int | str = "auto", rows: int, tokens: 
         rows: Of a batch.
         tokens: Of a row.
         scratch: A directory on the disk to write back to.
+        micro_rows: Rows that run at a time; None: all of a batch.
 
     Raises:
         MemoryBudgetError: if no arrangement fits.
@@ -87,7 +96,7 @@ def plan(model: HFBlockModel, *, memory: int | str = "auto", rows: int, tokens: 
         CheckpointError: if the checkpoint cannot be read.
     """
     layouts = model.layouts
-    activations = activation_bytes(model.config, rows, tokens)
+    activations = activation_bytes(model.config, rows, tokens, micro_rows=micro_rows, loss_chunk=model.loss_chunk)
     arrangement = arrange(layouts, memory=memory, activation_bytes=activations)
     model_bytes = sum(layout.nbytes for layout in layouts)
     block_bytes = sum(layout.nbytes for layout in layouts if not layout.resident)

@@ -17,9 +17,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from zo2adapters.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.data import Dataset, collate, evaluation_batches, pad_token_id, read_dataset, training_batches
 from zo2adapters.footprint import activation_bytes
-from zo2adapters.options import TrainOptions
+from zo2adapters.options import TrainOptions, require_at_least
 from zo2adapters.run import JOURNAL, METRICS, MODEL, RunDirectory, require_new
-from zo2core import DataError, EvaluationResult, Journal, OptionError, OutputError, StepResult, ZOEngine
+from zo2core import DataError, EvaluationResult, Journal, OutputError, StepResult, ZOEngine
+from zo2core.budget import parse_size
 from zo2core.types import Batch
 
 
@@ -55,27 +56,41 @@ class Trainer:
     """
 
     def __init__(self, options: TrainOptions, *, resume: bool = False, quiet: bool = False) -> None:
-        _require_at_least("steps", options.steps, 1)
+        require_at_least("steps", options.steps, 1)
         if options.evaluate_every is not None:
-            _require_at_least("evaluate_every", options.evaluate_every, 1)
+            require_at_least("evaluate_every", options.evaluate_every, 1)
         if not resume:
             require_new(options.output)
         self.options = options
         self._quiet = quiet
         estimator = options.optimization.estimator(options.steps)
         directory = resolve_directory(options.model)
-        model = open_checkpoint(directory, dtype=options.dtype)
-        tokenizer = load_tokenizer(directory)
         batching = options.batching
+        model = open_checkpoint(directory, dtype=options.dtype, loss_chunk=batching.loss_chunk)
+        tokenizer = load_tokenizer(directory)
         length = batching.length_for(model)
         self._pad = pad_token_id(tokenizer)
         self._data = read_dataset(options.data, tokenizer, sequence_length=length)
         self._evaluation = (
             None if options.evaluation is None else read_dataset(options.evaluation, tokenizer, sequence_length=length)
         )
+        if batching.micro_batch_size is not None:
+            require_at_least("micro_batch_size", batching.micro_batch_size, 1)
         training_batches(self._data, batch_size=batching.batch_size, seed=options.seed)  # refuses a bad batch size
         longest = max(len(row.input_ids) for row in [*self._data, *(self._evaluation or ())])
         storage = options.storage
+        activations = (
+            activation_bytes(
+                model.config,
+                batching.batch_size,
+                longest,
+                streams=2 * options.optimization.queries,
+                micro_rows=batching.micro_batch_size,
+                loss_chunk=batching.loss_chunk,
+            )
+            if storage.activation_memory is None
+            else parse_size(storage.activation_memory)
+        )
         self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
             self.engine = ZOEngine(
@@ -84,7 +99,8 @@ class Trainer:
                 journal=Journal(options.output / JOURNAL),
                 seed=options.seed,
                 memory=storage.memory,
-                activation_bytes=activation_bytes(model.config, batching.batch_size, longest),
+                activation_bytes=activations,
+                micro_batch_size=batching.micro_batch_size,
                 scratch=options.output,
                 write_back_every=None if storage.write_back_every == "never" else storage.write_back_every,
                 snapshot_every=storage.snapshot_every,
@@ -179,7 +195,8 @@ class Trainer:
     def _evaluate(self, dataset: Dataset, metrics: IO[bytes], bar: tqdm[Any]) -> None:
         result = evaluate_dataset(self.engine, dataset, batch_size=self.options.batching.batch_size, pad=self._pad)
         _write(metrics, {"step": self.engine.version, "evaluation_loss": result.loss, "evaluation_seconds": result.seconds})
-        bar.write(f"step {self.engine.version}: evaluation loss {result.loss:.4f}", file=sys.stderr)
+        sweeps = f"{result.sweeps} sweep{'s' if result.sweeps > 1 else ''}"
+        bar.write(f"step {self.engine.version}: evaluation loss {result.loss:.4f}, {sweeps}", file=sys.stderr)
 
 
 def evaluate_dataset(
@@ -238,8 +255,3 @@ def _write(file: IO[bytes], record: dict[str, Any]) -> None:
             expected="a file that can be written",
             remedy="free space and resume the run; nothing is lost, the journal is whole",
         ) from error
-
-
-def _require_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise OptionError(name, found=repr(value), expected=f"at least {least}", remedy=f"raise {name}")

@@ -63,7 +63,7 @@ def verify(
             batch = random_batch(model.config.vocab_size, batch_size, tokens, seed=seed + step)
             ours, theirs = engine.step(batch, seed=seed + step), mono.step(batch, seed + step)
             pairs = [(f"loss {i}", a, b) for i, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True))]
-            pairs.append(("projected gradient", ours.projected_grads[0], theirs.projected_grad))
+            pairs.append(("projected gradient", ours.projected_grads[0], theirs.projected_grads[0]))
             for name, a, b in pairs:
                 if a != b:
                     return Comparison(step + 1, 0, f"step {step}, {name}: block by block {a!r}, monolithic {b!r}")

@@ -18,6 +18,7 @@ from zo2core.errors import ScratchError as ScratchError
 from zo2core.errors import UnsupportedModelError as UnsupportedModelError
 from zo2core.errors import ZO2Error as ZO2Error
 from zo2core.estimators import MeZOSGD as MeZOSGD
+from zo2core.estimators import MultiQueryRGE as MultiQueryRGE
 from zo2core.journal import Journal as Journal
 from zo2core.noise import SequentialNoise as SequentialNoise
 from zo2core.schedulers import SerialScheduler as SerialScheduler

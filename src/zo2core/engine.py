@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -20,11 +19,13 @@ import torch
 from zo2core.arrangement import Arrangement, arrange, check_lags
 from zo2core.checkpoint import require_unused, write_checkpoint
 from zo2core.devices import CudaDevice, HostDevice
-from zo2core.errors import BatchError, BusyError, ClosedError, NonFiniteLossError, OptionError
+from zo2core.errors import BusyError, ClosedError, NonFiniteLossError, OptionError
 from zo2core.estimators import require_positive
+from zo2core.evaluation import evaluate, fill_sweeps
 from zo2core.journal import Journal
 from zo2core.noise import SequentialNoise
-from zo2core.protocols import BlockModel, BlockSource, Device, NoiseGenerator, Scheduler, ZOEstimator
+from zo2core.pieces import cut, joined_loss, labelled_tokens
+from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.schedulers import SerialScheduler
 from zo2core.types import Batch, Evaluation, EvaluationResult, ParameterSpec, StepResult, Update
 from zo2core.visit import SegmentVisitor
@@ -47,9 +48,9 @@ class ZOEngine:
         device: "cpu", "cuda", "cuda:N" or a ``Device``.
         journal: Updates so far and to come; by default a new one in memory. A journal with updates continues its run.
         seed: Of the run: each step's directions depend on it and on the step only.
-        batches_per_sweep: How many evaluation batches share one pass over the segments; their activations are held.
+        micro_batch_size: Rows in which a batch is cut; every segment serves all pieces in its one visit. None: not at all.
         memory: Host memory the process may have in all, in bytes or as a size ("6GiB"); "auto" takes what is free.
-        activation_bytes: Of that, set aside for activations and logits.
+        activation_bytes: Of that, set aside for activations and logits. Says how many batches an evaluation takes a sweep.
         scratch: Directory to write changed segments back to. Together with the journal's file it is what a later engine
             goes on from; without it blocks are never written, and a resumed run replays the whole journal.
         write_back_every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" weighs the
@@ -76,19 +77,16 @@ class ZOEngine:
         device: Device | str = "cpu",
         journal: Journal | None = None,
         seed: int = 0,
-        batches_per_sweep: int = 8,
+        micro_batch_size: int | None = None,
         memory: int | str = "auto",
         activation_bytes: int = 256 << 20,
         scratch: Path | str | None = None,
         write_back_every: int | Literal["auto"] | None = "auto",
         snapshot_every: int | None = None,
     ) -> None:
-        if batches_per_sweep < 1:
+        if micro_batch_size is not None and micro_batch_size < 1:
             raise OptionError(
-                "batches_per_sweep",
-                found=repr(batches_per_sweep),
-                expected="at least 1",
-                remedy="leave it at its default",
+                "micro_batch_size", found=repr(micro_batch_size), expected="at least 1", remedy="leave it out for no cutting"
             )
         check_lags(source, scratch, write_back_every, snapshot_every)
         self._model = model
@@ -135,7 +133,8 @@ class ZOEngine:
             on_cpu = self._device.torch_device.type == "cpu"  # elsewhere one host thread issues the work of all
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb") if on_cpu else None
             self._seed = seed
-            self._batches_per_sweep = batches_per_sweep
+            self._micro_batch_size = micro_batch_size
+            self._activation_bytes = activation_bytes
             self._closed = False
             self._busy = False
             model.bind(self._workspace.parameters())
@@ -180,8 +179,10 @@ class ZOEngine:
         evaluations = estimator.evaluations(step, _directions(self._seed, step, seed))
         for evaluation in evaluations:
             evaluation.validated()
-        batch = self._on_device(batch)
-        losses = self._sweep([(evaluation, batch) for evaluation in evaluations])
+        pieces = cut(self._on_device(batch), self._micro_batch_size)
+        tokens = [labelled_tokens(piece) for piece in pieces] if len(pieces) > 1 else [1]
+        found = iter(self._sweep([(evaluation, piece) for evaluation in evaluations for piece in pieces]))
+        losses = [joined_loss([next(found) for _ in pieces], tokens) for _ in evaluations]
         for evaluation, loss in zip(evaluations, losses, strict=True):
             _require_finite(step, evaluation, loss)
         update = estimator.update(step, evaluations, losses, lr)
@@ -193,13 +194,13 @@ class ZOEngine:
             losses=update.losses,
             projected_grads=update.projected_grads,
             seeds=update.seeds,
-            lr=lr,
+            lr=update.lr,
             seconds=time.perf_counter() - began,
             bytes_moved=self._device.bytes_moved - moved,
         )
 
     def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:
-        """Evaluate the present weights, unperturbed; several batches share a sweep.
+        """Evaluate the present weights, unperturbed; as many batches share a sweep as ``activation_bytes`` holds.
 
         Args:
             batches: What the model's forward takes, with labels. A batch counts by its labelled tokens.
@@ -211,24 +212,27 @@ class ZOEngine:
             BatchError: if the model cannot take a batch, or there is none.
         """
         self._require_open()
-        began, stream = time.perf_counter(), iter(batches)
-        losses: list[float] = []
-        tokens: list[int] = []
-        sweeps = 0
-        while chunk := list(islice(stream, self._batches_per_sweep)):
-            streams = [(None, self._on_device(batch)) for batch in chunk]
-            losses += [float(loss.item()) for loss in self._sweep(streams)]
-            tokens += [labelled_tokens(batch) for batch in chunk]
-            sweeps += 1
-        if not losses:
-            raise BatchError("batches", found="none", expected="at least one", remedy="pass batches to evaluate")
-        total = sum(tokens)
-        if total == 0:
-            raise BatchError(
-                "batches", found="no labelled token", expected="at least one", remedy="pass labels that are not all -100"
-            )
-        mean = math.fsum(loss * count for loss, count in zip(losses, tokens, strict=True) if count) / total
-        return EvaluationResult(mean, tuple(losses), total, sweeps, time.perf_counter() - began)
+        return evaluate(self.forwards, batches, self._micro_batch_size)
+
+    def forwards(self, batches: Iterable[Batch], forward: Forward | None = None) -> Iterator[list[torch.Tensor]]:
+        """Run the present weights, unperturbed, with as many batches a sweep as fit into ``activation_bytes``.
+
+        Args:
+            batches: What ``forward`` takes; more are taken up only as sweeps run.
+            forward: Runs the segments; by default the model itself, whose head gives losses.
+
+        Yields:
+            What the head gave for each batch, in order, a list a sweep.
+
+        Raises:
+            BatchError: if the model cannot take a batch.
+        """
+        self._require_open()
+        forward = self._model if forward is None else forward
+        on_device = map(self._on_device, batches)
+        for group in fill_sweeps(on_device, forward, self._activation_bytes):
+            self._require_open()
+            yield self._sweep([(None, batch) for batch in group], forward)
 
     def flush(self) -> None:
         """Bring every segment to the present version."""
@@ -310,7 +314,7 @@ class ZOEngine:
         finally:
             self._busy = False
 
-    def _visitor(self, streams: Sequence[tuple[Evaluation | None, Batch]]) -> SegmentVisitor:
+    def _visitor(self, streams: Sequence[tuple[Evaluation | None, Batch]], forward: Forward | None = None) -> SegmentVisitor:
         return SegmentVisitor(
             self._model,
             self._noise,
@@ -318,19 +322,22 @@ class ZOEngine:
             self._worker,
             updates=self._journal.updates,
             streams=streams,
+            forward=forward,
             zo_eps=1.0 if self._estimator is None else self._estimator.zo_eps,
             perturb_in_place=self._estimator is None or self._estimator.perturb_in_place,
         )
 
-    def _sweep(self, streams: Sequence[tuple[Evaluation | None, Batch]]) -> list[torch.Tensor]:
-        visitor = self._visitor(streams)
+    def _sweep(
+        self, streams: Sequence[tuple[Evaluation | None, Batch]], forward: Forward | None = None
+    ) -> list[torch.Tensor]:
+        visitor = self._visitor(streams, forward)
         try:
             with self._alone(), torch.inference_mode():
                 self._scheduler.sweep(visitor, range(len(self._model.layouts)))
         finally:
             visitor.finish()
             self._noise.retain(visitor.seeds)
-        return visitor.losses
+        return visitor.outputs
 
     def _on_device(self, batch: Batch) -> Batch:
         return {key: value.to(self._device.torch_device) for key, value in batch.items()}
@@ -338,11 +345,6 @@ class ZOEngine:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("ZOEngine", found="a closed engine", expected="an open one", remedy="build a new engine")
-
-
-def labelled_tokens(batch: Batch) -> int:
-    """Count the tokens whose loss a causal language model averages: labels that are not -100, but for the first column."""
-    return int((batch["labels"][..., 1:] != -100).sum().item())
 
 
 def _lr(estimator: ZOEstimator, step: int) -> float:

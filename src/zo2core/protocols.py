@@ -255,7 +255,30 @@ class TensorReader(Protocol):
         """Give descriptors back. May be called twice."""
 
 
-class BlockModel(Protocol):
+class Forward(Protocol):
+    """How a batch runs through the segments: a model's own way, to its loss, or another that ends in something else."""
+
+    def embed(self, batch: Batch) -> Activations:
+        """Run what comes before the blocks.
+
+        Returns:
+            All that the batch holds until its next segment: tensors, nested in tuples, lists and mappings at will.
+
+        Raises:
+            BatchError: if the model cannot take the batch.
+        """
+
+    def block(self, index: int, activations: Activations) -> Activations:
+        """Run one block; ``index`` counts blocks from 0."""
+
+    def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
+        """Run what comes after the blocks. A model returns the loss, 0-d, as it computes it."""
+
+    def forward_bytes(self, batch: Batch) -> int:
+        """Expected peak of what one segment's forward takes, beside what batches hold between segments."""
+
+
+class BlockModel(Forward, Protocol):
     """A model cut into embedding, blocks and head: what an adapter gives."""
 
     @property
@@ -276,16 +299,3 @@ class BlockModel(Protocol):
         Args:
             parameters: Parameter name to a shaped view of the work buffer. Different segments' share memory.
         """
-
-    def embed(self, batch: Batch) -> Activations:
-        """Run what comes before the blocks.
-
-        Raises:
-            BatchError: if the model cannot take the batch.
-        """
-
-    def block(self, index: int, activations: Activations) -> Activations:
-        """Run one block; ``index`` counts blocks from 0."""
-
-    def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
-        """Run what comes after the blocks and return the loss, 0-d, as the model itself computes it."""

@@ -160,7 +160,7 @@ class StepResult(NamedTuple):
     losses: tuple[float, ...]  # one an evaluation
     projected_grads: tuple[float, ...]  # one a probe
     seeds: tuple[int, ...]  # one a probe
-    lr: float
+    lr: float  # applied to each probe, as the journal has it
     seconds: float  # wall time
     bytes_moved: int  # uploads plus offloads; 0 where the device computes on the buckets themselves
 
@@ -169,7 +169,7 @@ class EvaluationResult(NamedTuple):
     """What an evaluation reports."""
 
     loss: float  # mean over labelled tokens
-    losses: tuple[float, ...]  # one a batch, as the model gave them
+    losses: tuple[float, ...]  # one a batch
     tokens: int  # labelled tokens
     sweeps: int
     seconds: float  # wall time

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import torch
 
 from zo2core.kernels import descend, perturb
-from zo2core.protocols import Activations, BlockModel, NoiseGenerator, Store
+from zo2core.protocols import Activations, BlockModel, Forward, NoiseGenerator, Store
 from zo2core.types import Batch, Evaluation, SegmentKind, Update
 from zo2core.walk import Move, Replay, moves_to
 from zo2core.workspace import Cell, Workspace
@@ -44,6 +44,7 @@ class SegmentVisitor:
         updates: All updates so far: segments are brought to version ``len(updates)``.
         streams: What to evaluate: (evaluation, batch); None evaluates the weights as they are. Streams of one evaluation
             stand together.
+        forward: Runs the forwards in the model's place.
         zo_eps: Perturbation scale.
         perturb_in_place: Evaluations walk from one to the next instead of each starting from the weights.
     """
@@ -57,10 +58,12 @@ class SegmentVisitor:
         *,
         updates: Sequence[Update],
         streams: Sequence[tuple[Evaluation | None, Batch]] = (),
+        forward: Forward | None = None,
         zo_eps: float = 1.0,
         perturb_in_place: bool = True,
     ) -> None:
         self._model = model
+        self._runs: Forward = model if forward is None else forward
         self._noise = noise
         self._workspace = workspace
         self._worker = worker
@@ -80,7 +83,7 @@ class SegmentVisitor:
         self._drawn_tied: dict[str, int] = {}  # tied weight -> seed whose z is there for it
         self._activations: list[Activations] = [None] * len(streams)
         self.seeds = {evaluation.seed for evaluation, _ in streams if evaluation is not None}  # drawn from, this sweep
-        self.losses: list[torch.Tensor] = []  # one a stream, once the head was visited
+        self.outputs: list[torch.Tensor] = []  # the head's, one a stream, once it was visited
 
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring a segment to the present version. See the contract."""
@@ -254,9 +257,9 @@ class SegmentVisitor:
         kind = self._model.layouts[index].kind
         batch, activations = self._batches[stream], self._activations[stream]
         if kind is SegmentKind.EMBEDDING:
-            self._activations[stream] = self._model.embed(batch)
+            self._activations[stream] = self._runs.embed(batch)
         elif kind is SegmentKind.BLOCK:
-            self._activations[stream] = self._model.block(index - 1, activations)
+            self._activations[stream] = self._runs.block(index - 1, activations)
         else:
             self._activations[stream] = None
-            self.losses.append(self._model.head(batch, activations))
+            self.outputs.append(self._runs.head(batch, activations))

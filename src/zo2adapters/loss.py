@@ -1,0 +1,45 @@
+"""A causal language model's loss over slices of tokens, so that its logits are never there whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from zo2adapters.batch import IGNORE_INDEX
+
+
+def chunked_loss(
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    chunk: int,
+    *,
+    logits: Callable[[torch.Tensor], torch.Tensor],
+    loss_function: Callable[..., torch.Tensor],
+    vocab_size: int,
+) -> torch.Tensor:
+    """The mean loss over labelled tokens; tokens without a label cost nothing.
+
+    Args:
+        hidden: Final hidden states, (rows, tokens, hidden size), before the norm.
+        labels: (rows, tokens); each token but the last predicts the next one's.
+        chunk: Labelled tokens whose logits are there at a time.
+        logits: Norm and head: (n, hidden size) to (n, vocabulary).
+        loss_function: Hugging Face's, of the model.
+        vocab_size: Of the model.
+
+    Returns:
+        0-d, as ``loss_function`` gives it.
+    """
+    targets = labels[:, 1:]
+    rows, places = (targets != IGNORE_INDEX).nonzero(as_tuple=True)
+    count = len(rows)
+    terms = []
+    for start in range(0, count, chunk):
+        at = rows[start : start + chunk], places[start : start + chunk]
+        terms.append(  # a sum, divided by the labelled tokens of all chunks
+            loss_function(
+                logits(hidden[at]), None, vocab_size=vocab_size, shift_labels=targets[at], num_items_in_batch=count
+            )
+        )
+    return torch.stack(terms).sum()

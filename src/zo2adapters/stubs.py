@@ -1,0 +1,53 @@
+"""Stubs that stand in for a decoder's layers while Hugging Face's own forward runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class CutError(Exception):
+    """Leaves HF's forward after the last stub."""
+
+
+class Recorder:
+    """What the stubs of one model share."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.hidden: torch.Tensor | None = None  # what reached the last layer
+        self.final: torch.Tensor | None = None  # set during the epilogue
+
+
+class Stub(nn.Module):
+    """Stands in for a layer inside HF's forward: records its call, or returns the final hidden state."""
+
+    def __init__(self, layer: nn.Module, recorder: Recorder, *, last: bool, returns_tuple: bool) -> None:
+        super().__init__()
+        object.__setattr__(self, "layer", layer)  # not a submodule: its parameters are not this model's
+        self.recorder = recorder
+        self.last = last
+        self.returns_tuple = returns_tuple
+
+    def __getattr__(self, name: str) -> Any:
+        # HF's loops may ask a layer for an attribute, such as its kind of attention.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["layer"], name)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor]:
+        recorder = self.recorder
+        if recorder.final is not None:
+            hidden_states = recorder.final
+        else:
+            recorder.calls.append((args, kwargs))
+            if self.last:
+                recorder.hidden = hidden_states
+                raise CutError
+        return (hidden_states,) if self.returns_tuple else hidden_states

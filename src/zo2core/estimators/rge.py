@@ -1,0 +1,65 @@
+"""Multi-query randomized gradient estimation: MeZO along q directions a step (P-RGE, arXiv 2409.15520, Algorithm 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from zo2core.errors import OptionError
+from zo2core.estimators.mezo import MeZOSGD
+from zo2core.types import Evaluation, Update
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiQueryRGE(MeZOSGD):
+    """The mean of q two-point estimates: ``g_i = (l(theta + eps z_i) - l(theta - eps z_i)) / (2 eps)``, i = 1, ..., q.
+
+    All 2 q evaluations are of the weights that the step began with, up to what the walks round. Then q updates follow in the
+    directions' order, each with ``lr / q``. Each decays the weights as it finds them: together by ``lr * weight_decay``, to
+    first order. With q = 1 this is ``MeZOSGD``, bit for bit.
+
+    Args:
+        lr: Learning rate of the whole step, or a function from the 0-based step to it.
+        zo_eps: Perturbation scale.
+        weight_decay: As in ``MeZOSGD``.
+        perturb_in_place: As in ``MeZOSGD``; True walks +eps, -2 eps, +eps along each direction in turn.
+        q: Directions a step.
+
+    Raises:
+        OptionError: if a number is out of its range.
+    """
+
+    q: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.q, int) or self.q < 1:
+            raise OptionError("q", found=repr(self.q), expected="a whole number of at least 1", remedy="choose q >= 1")
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """As of ``MeZOSGD``, and q."""
+        return {**super().options, "name": "multi-query-rge", "q": self.q}
+
+    def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
+        """Both sides of each direction in turn. A seed that comes up again is passed over: q directions are q."""
+        seeds: dict[int, None] = {}
+        while len(seeds) < self.q:
+            seeds[next(rng)] = None
+        return tuple(Evaluation(seed, shift) for seed in seeds for shift in (1.0, -1.0))
+
+    def update(self, step: int, evaluations: Sequence[Evaluation], losses: Sequence[torch.Tensor], lr: float) -> Update:
+        """One projected gradient a direction, to be applied with ``lr / q`` each."""
+        pairs = range(0, 2 * self.q, 2)
+        probes = [super(MultiQueryRGE, self).update(step, evaluations[i : i + 2], losses[i : i + 2], lr) for i in pairs]
+        return replace(
+            probes[0],
+            evaluations=tuple(evaluations),
+            seeds=tuple(seed for probe in probes for seed in probe.seeds),
+            projected_grads=tuple(grad for probe in probes for grad in probe.projected_grads),
+            lr=lr / self.q,
+            losses=tuple(loss for probe in probes for loss in probe.losses),
+        )
