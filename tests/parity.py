@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zo2adapters import MonolithicMeZO
-from zo2core import BlockLayout, Journal, MeZOSGD, NonFiniteLossError, ZOEngine
+from zo2core import BlockLayout, Distribution, Journal, MeZOSGD, NonFiniteLossError, PhiloxNoise, ZOEngine
 from zo2core.arrangement import Arrangement, arrange
+from zo2core.kernels import philox
 from zo2core.protocols import BlockModel
 from zo2core.types import Batch
 
@@ -32,6 +33,7 @@ class Plan(NamedTuple):
     perturb_in_place: bool
     seeds: list[int]  # one a step
     between: list[str]  # after each step: what is done in BETWEEN
+    distribution: Distribution | None = None  # of counter-based noise; None is MeZO's noise
 
     def estimator(self) -> MeZOSGD:
         return MeZOSGD(
@@ -49,6 +51,7 @@ def plans(draw: st.DrawFn) -> Plan:
         perturb_in_place=draw(st.booleans()),
         seeds=draw(st.lists(st.sampled_from([0, 1, 7, 999_999_999, 2**40]), min_size=steps, max_size=steps)),
         between=draw(st.lists(st.sampled_from(BETWEEN), min_size=steps, max_size=steps)),
+        distribution=draw(st.sampled_from([None, *Distribution])),
     )
 
 
@@ -85,6 +88,7 @@ class Storage(NamedTuple):
             return ZOEngine(
                 model,
                 plan.estimator(),
+                noise=None if plan.distribution is None else PhiloxNoise(plan.distribution),
                 journal=Journal(run / "journal.jsonl"),
                 scratch=run,
                 write_back_every=self.write_back_every,
@@ -112,12 +116,19 @@ def assert_parity(make: Callable[[], ZOEngine], whole: nn.Module, plan: Plan, ba
         The engine in use at the end; close it.
     """
     engine = make()
+    distribution = plan.distribution
+
+    def draw(out: torch.Tensor, seed: int, place: int) -> None:
+        assert distribution is not None
+        philox.fill(out, distribution, seed, place)
+
     mono = MonolithicMeZO(
         whole,
         lr=plan.lr,
         zo_eps=plan.zo_eps,
         weight_decay=plan.weight_decay,
         perturb_in_place=plan.perturb_in_place,
+        draw=None if distribution is None else draw,
     )
     for seed, between in zip(plan.seeds, plan.between, strict=True):
         before = [p.data.clone() for p in whole.parameters()]

@@ -15,7 +15,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 GROUND = {"types", "errors", "records", "memory"}
 FLOOR = {"protocols", "checkpoint", "journal", "kernels"}
 PARTS = {"sources", "devices", "schedulers", "noise", "estimators"}
-VISIT = {"walk", "workspace", "visit", "budget"}  # what the engine is made of
+VISIT = {"walk", "workspace", "mover", "visit", "budget"}  # what the engine is made of
 CHOICES = {"probes", "arrangement"}  # which parts it takes
 
 

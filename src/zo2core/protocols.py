@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from zo2core.types import Batch, BlockLayout, Bucket, Evaluation, ParameterSpec, Update
+from zo2core.types import Batch, BlockLayout, Bucket, Evaluation, ParameterSpec, Perturb, Program, Update
 
 Activations: TypeAlias = Any  # what a model hands from segment to segment; opaque to the core
 Store: TypeAlias = Sequence[torch.Tensor]  # a segment's owned parameters on the compute device: flat, in layout order
@@ -135,6 +135,32 @@ class NoiseGenerator(Protocol):
 
     def retain(self, seeds: Collection[int]) -> None:
         """Forget what was kept for all other seeds."""
+
+
+@runtime_checkable
+class CounterNoise(NoiseGenerator, Protocol):
+    """A noise generator with random access, so fast that z is drawn again in each pass that uses it, and never kept."""
+
+    def walk(
+        self,
+        theta: torch.Tensor,
+        program: Program,
+        parameter: ParameterSpec,
+        start: int = 0,
+        *,
+        out: torch.Tensor | None = None,
+        then: Perturb | None = None,
+    ) -> None:
+        """Run a program on a range of a parameter, in one pass over memory. May be called from several threads.
+
+        Args:
+            theta: The range's weights, 1-D, contiguous, changed in place.
+            program: What to do to them.
+            parameter: Whose weights, and whose noise.
+            start: The range's first element.
+            out: With ``then``: where the perturbed weights go. May be ``theta``, else must not overlap it.
+            then: The perturbation; its direction is one of the program's, which need not use it.
+        """
 
 
 class Device(Protocol):

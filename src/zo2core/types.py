@@ -170,16 +170,17 @@ class Program:
     seeds: tuple[int, ...]  # of the directions
     instructions: tuple[Perturb | Descend, ...]
 
-    def __add__(self, other: Program) -> Program:
-        """This one, then the other."""
-        seeds = tuple(dict.fromkeys(self.seeds + other.seeds))
+    @classmethod
+    def joined(cls, programs: Sequence[Program]) -> Program:
+        """One after the other."""
+        seeds = tuple(dict.fromkeys(seed for program in programs for seed in program.seeds))
         place = {seed: i for i, seed in enumerate(seeds)}
         moves = (
             move._replace(direction=place[program.seeds[move.direction]])
-            for program in (self, other)
+            for program in programs
             for move in program.instructions
         )
-        return Program(seeds, tuple(moves))
+        return cls(seeds, tuple(moves))
 
 
 class StepResult(NamedTuple):

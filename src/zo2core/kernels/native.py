@@ -104,7 +104,7 @@ def walk(
     assert loaded is not None
     instructions, directions = _compiled(program)
     if zs is not None:
-        directions = (_Direction * len(zs))(*((0, z.data_ptr()) for z in zs))
+        directions = (_Direction * len(zs))(*[_Direction(0, z.data_ptr()) for z in zs])
     length = len(program.instructions)
     loaded.zo2core_walk(
         _DTYPES[theta.dtype],
@@ -132,4 +132,4 @@ def _compiled(program: Program) -> tuple[ctypes.Array[_Instruction], ctypes.Arra
             to.kind, to.scale = _PERTURB_FOLDED, move.shift * move.zo_eps
         else:
             to.kind, to.scale, to.rate = _PERTURB, move.shift, move.zo_eps
-    return instructions, (_Direction * len(program.seeds))(*((seed, None) for seed in program.seeds))
+    return instructions, (_Direction * len(program.seeds))(*[_Direction(seed, None) for seed in program.seeds])
