@@ -15,9 +15,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zo2adapters import MonolithicMeZO
-from zo2core import BlockLayout, Journal, MeZOSGD, MultiQueryRGE, NonFiniteLossError, ZOEngine
+from zo2core import (
+    BlockLayout,
+    Distribution,
+    Journal,
+    MeZOSGD,
+    MultiQueryRGE,
+    NonFiniteLossError,
+    PhiloxNoise,
+    ZOEngine,
+)
 from zo2core.arrangement import Arrangement, arrange
 from zo2core.engine import _directions
+from zo2core.kernels import philox
 from zo2core.protocols import BlockModel
 from zo2core.types import Batch
 
@@ -34,6 +44,7 @@ class Plan(NamedTuple):
     seeds: list[int]  # of the first direction, one a step
     between: list[str]  # after each step: what is done in BETWEEN
     queries: int = 0  # directions a step; 0 is MeZO's own estimator
+    distribution: Distribution | None = None  # of counter-based noise; None is MeZO's noise
 
     def estimator(self) -> MeZOSGD:
         plain = MeZOSGD(
@@ -58,6 +69,7 @@ def plans(draw: st.DrawFn) -> Plan:
         seeds=draw(st.lists(st.sampled_from([0, 1, 7, 999_999_999, 2**40]), min_size=steps, max_size=steps)),
         between=draw(st.lists(st.sampled_from(BETWEEN), min_size=steps, max_size=steps)),
         queries=draw(st.integers(0, 3)),
+        distribution=draw(st.sampled_from([None, *Distribution])),
     )
 
 
@@ -94,6 +106,7 @@ class Storage(NamedTuple):
             return ZOEngine(
                 model,
                 plan.estimator(),
+                noise=None if plan.distribution is None else PhiloxNoise(plan.distribution),
                 journal=Journal(run / "journal.jsonl"),
                 scratch=run,
                 write_back_every=self.write_back_every,
@@ -121,12 +134,19 @@ def assert_parity(make: Callable[[], ZOEngine], whole: nn.Module, plan: Plan, ba
         The engine in use at the end; close it.
     """
     engine = make()
+    distribution = plan.distribution
+
+    def draw(out: torch.Tensor, seed: int, place: int) -> None:
+        assert distribution is not None
+        philox.fill(out, distribution, seed, place)
+
     mono = MonolithicMeZO(
         whole,
         lr=plan.lr,
         zo_eps=plan.zo_eps,
         weight_decay=plan.weight_decay,
         perturb_in_place=plan.perturb_in_place,
+        draw=None if distribution is None else draw,
     )
     for step, (seed, between) in enumerate(zip(plan.seeds, plan.between, strict=True)):
         before = [p.data.clone() for p in whole.parameters()]

@@ -11,10 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zo2core import BlockLayout, ParameterSpec, SegmentKind, SequentialNoise
+from zo2core import BlockLayout, Distribution, ParameterSpec, PhiloxNoise, SegmentKind, SequentialNoise
 from zo2core.protocols import NoiseGenerator
 
-NOISES: dict[str, Callable[[Sequence[BlockLayout]], NoiseGenerator]] = {"sequential": SequentialNoise}
+NOISES: dict[str, Callable[[Sequence[BlockLayout]], NoiseGenerator]] = {
+    "sequential": SequentialNoise,
+    "gaussian": lambda _: PhiloxNoise(),
+    "rademacher": lambda _: PhiloxNoise(Distribution.RADEMACHER),
+}
 
 # Registered in this order; the head's stand between the embedding's and the blocks', as in OPT.
 SIZES = [(40, 0), (3, 0), (7, 3), (32768 + 9, 3), (70001, 1), (15, 1), (16, 1), (1, 2), (33, 2), (65536, 2)]

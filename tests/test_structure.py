@@ -12,10 +12,10 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
-GROUND = {"types", "errors", "records", "memory"}
+GROUND = {"types", "errors", "records", "memory", "timeline"}
 FLOOR = {"protocols", "checkpoint", "journal", "kernels"}
 PARTS = {"sources", "devices", "schedulers", "noise", "estimators"}
-VISIT = {"walk", "workspace", "visit", "budget", "pieces", "evaluation"}  # what the engine is made of
+VISIT = {"walk", "workspace", "mover", "visit", "budget", "pieces", "evaluation"}  # what the engine is made of
 CHOICES = {"probes", "arrangement"}  # which parts it takes
 
 

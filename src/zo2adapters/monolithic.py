@@ -10,7 +10,7 @@ walked there and back, then one update for each in the same order with ``lr / q`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -33,16 +33,26 @@ class MonolithicMeZO:
         zo_eps: Perturbation scale.
         weight_decay: Of the parameters whose names contain none of ``bias``, ``layer_norm``, ``layernorm``.
         perturb_in_place: True is MeZO. False starts each evaluation from a copy of the weights.
+        draw: Writes other noise than MeZO's, given memory for z, a seed and a parameter's place in registration order.
     """
 
     def __init__(
-        self, model: nn.Module, *, lr: float, zo_eps: float, weight_decay: float = 0.0, perturb_in_place: bool = True
+        self,
+        model: nn.Module,
+        *,
+        lr: float,
+        zo_eps: float,
+        weight_decay: float = 0.0,
+        perturb_in_place: bool = True,
+        draw: Callable[[torch.Tensor, int, int], None] | None = None,
     ) -> None:
         self.model = model.eval()
         self.lr = lr
         self.zo_eps = zo_eps
         self.weight_decay = weight_decay
         self.perturb_in_place = perturb_in_place
+        self._draw = draw
+        self._places = [place for place, p in enumerate(model.parameters()) if p.requires_grad]
         self._trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
     @torch.inference_mode()
@@ -92,6 +102,12 @@ class MonolithicMeZO:
                 p.data = p.data - lr * (g * z)
 
     def _noise(self, seed: int) -> Iterator[torch.Tensor]:
+        if self._draw is not None:
+            for place, (_, p) in zip(self._places, self._trainable, strict=True):
+                z = torch.empty_like(p.data, memory_format=torch.contiguous_format)
+                self._draw(z.view(-1), seed, place)
+                yield z
+            return
         generator = torch.Generator(self._trainable[0][1].device)
         generator.manual_seed(seed)
         for _, p in self._trainable:

@@ -20,6 +20,8 @@ from zo2core.errors import ZO2Error as ZO2Error
 from zo2core.estimators import MeZOSGD as MeZOSGD
 from zo2core.estimators import MultiQueryRGE as MultiQueryRGE
 from zo2core.journal import Journal as Journal
+from zo2core.kernels import Distribution as Distribution
+from zo2core.noise import PhiloxNoise as PhiloxNoise
 from zo2core.noise import SequentialNoise as SequentialNoise
 from zo2core.schedulers import SerialScheduler as SerialScheduler
 from zo2core.sources import PinnedSource as PinnedSource

@@ -132,7 +132,12 @@ def check_lags(
 
 
 def arrange(
-    layouts: Sequence[BlockLayout], *, memory: int | str = "auto", activation_bytes: int, compute_on_host: bool = True
+    layouts: Sequence[BlockLayout],
+    *,
+    memory: int | str = "auto",
+    activation_bytes: int,
+    compute_on_host: bool = True,
+    may_keep_noise: bool = True,
 ) -> Arrangement:
     """Choose the fastest arrangement that fits: all blocks resident, else as many buckets as fit, noise kept if it fits.
 
@@ -141,6 +146,7 @@ def arrange(
         memory: Bytes the process may have in all, or a size ("6GiB"); "auto" takes what is free.
         activation_bytes: Set aside for activations and logits.
         compute_on_host: Work and noise buffer are host memory, too.
+        may_keep_noise: There is a use for a noise buffer; counter-based noise has none.
 
     Raises:
         MemoryBudgetError: if not even the smallest arrangement fits; it adds up what that needs.
@@ -170,6 +176,8 @@ def arrange(
     choices: list[tuple[int | None, bool]] = [(None, True), (None, False)]
     choices += [(buckets, True) for buckets in range(len(blocks) - 1, 1, -1)]
     choices += [(buckets, False) for buckets in range(min(MOST_USEFUL_BUCKETS, len(blocks) - 1), 0, -1)]
+    if not may_keep_noise:
+        choices = [(buckets, False) for buckets in (None, *range(len(blocks) - 1, 0, -1))]
     found = [counted(buckets, keep_noise=keep_noise) for buckets, keep_noise in choices]
     for arrangement in found:
         if arrangement.nbytes <= budget:

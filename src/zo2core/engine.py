@@ -25,7 +25,16 @@ from zo2core.evaluation import evaluate, fill_sweeps
 from zo2core.journal import Journal
 from zo2core.noise import SequentialNoise
 from zo2core.pieces import cut, joined_loss, labelled_tokens
-from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
+from zo2core.protocols import (
+    BlockModel,
+    BlockSource,
+    CounterNoise,
+    Device,
+    Forward,
+    NoiseGenerator,
+    Scheduler,
+    ZOEstimator,
+)
 from zo2core.schedulers import SerialScheduler
 from zo2core.types import Batch, Evaluation, EvaluationResult, ParameterSpec, StepResult, Update
 from zo2core.visit import SegmentVisitor
@@ -101,9 +110,12 @@ class ZOEngine:
             self.arrangement: Arrangement | None = None  # of host memory; None for a source that was passed
             self.write_back_every: int | None = None
             if source is None:
-                on_host = self._device.torch_device.type == "cpu"
                 self.arrangement = arrange(
-                    model.layouts, memory=memory, activation_bytes=activation_bytes, compute_on_host=on_host
+                    model.layouts,
+                    memory=memory,
+                    activation_bytes=activation_bytes,
+                    compute_on_host=self._device.torch_device.type == "cpu",
+                    may_keep_noise=not isinstance(self._noise, CounterNoise),
                 )
             self._journal.begin(
                 {

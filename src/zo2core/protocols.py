@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
 from zo2core.timeline import Event, Lane, Timeline
-from zo2core.types import Batch, BlockLayout, Bucket, Evaluation, ParameterSpec, Update
+from zo2core.types import Batch, BlockLayout, Bucket, Evaluation, ParameterSpec, Perturb, Program, Update
 
 Activations: TypeAlias = Any  # what a model hands from segment to segment; opaque to the core
 Store: TypeAlias = Sequence[torch.Tensor]  # a segment's owned parameters on the compute device: flat, in layout order
@@ -157,6 +157,32 @@ class NoiseGenerator(Protocol):
         """Forget what was kept for all other seeds."""
 
 
+@runtime_checkable
+class CounterNoise(NoiseGenerator, Protocol):
+    """A noise generator with random access, so fast that z is drawn again in each pass that uses it, and never kept."""
+
+    def walk(
+        self,
+        theta: torch.Tensor,
+        program: Program,
+        parameter: ParameterSpec,
+        start: int = 0,
+        *,
+        out: torch.Tensor | None = None,
+        then: Perturb | None = None,
+    ) -> None:
+        """Run a program on a range of a parameter, in one pass over memory. May be called from several threads.
+
+        Args:
+            theta: The range's weights, 1-D, contiguous, changed in place.
+            program: What to do to them.
+            parameter: Whose weights, and whose noise.
+            start: The range's first element.
+            out: With ``then``: where the perturbed weights go. May be ``theta``, else must not overlap it.
+            then: The perturbation; its direction is one of the program's, which need not use it.
+        """
+
+
 class Wait(Enum):
     """Why something waits. Each name stands for one order that would be broken without it."""
 
@@ -198,6 +224,7 @@ class Streams(Protocol):
 
     def wait(self, event: Event, why: Wait) -> None:
         """Block the host until an event has passed: the only method that does."""
+
 
 
 class Device(Protocol):

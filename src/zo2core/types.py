@@ -152,6 +152,43 @@ class Update:
     losses: tuple[float, ...]  # of the evaluations; a record, not needed to replay
 
 
+class Perturb(NamedTuple):
+    """``theta <- theta + ((shift * z) * zo_eps)``."""
+
+    direction: int  # position of z's seed in the program's list
+    shift: float  # signed multiple of zo_eps
+    zo_eps: float
+
+
+class Descend(NamedTuple):
+    """``theta <- theta - lr * ((projected_grad * z) + (weight_decay * theta))``."""
+
+    direction: int  # position of z's seed in the program's list
+    projected_grad: float
+    lr: float
+    weight_decay: float  # 0 leaves the term out
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Program:
+    """What is done to each weight of a parameter, in order: kernels run it in one pass over memory."""
+
+    seeds: tuple[int, ...]  # of the directions
+    instructions: tuple[Perturb | Descend, ...]
+
+    @classmethod
+    def joined(cls, programs: Sequence[Program]) -> Program:
+        """One after the other."""
+        seeds = tuple(dict.fromkeys(seed for program in programs for seed in program.seeds))
+        place = {seed: i for i, seed in enumerate(seeds)}
+        moves = (
+            move._replace(direction=place[program.seeds[move.direction]])
+            for program in programs
+            for move in program.instructions
+        )
+        return cls(seeds, tuple(moves))
+
+
 class StepResult(NamedTuple):
     """What one step reports."""
 

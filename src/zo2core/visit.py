@@ -1,9 +1,11 @@
 """A visit, exactly: bring a segment to the present version, evaluate it at the perturbed weights.
 
 Replaying works on the segment's own bytes; evaluating copies them, moved, into the work buffer, whose views are the
-model's parameters. Two directions have generators of their own, so two threads draw at once: while this one replays the
-missing updates piece by piece, a second one draws the noise of the first evaluation and, as soon as a piece is replayed
-and still in the cache, perturbs it into the work buffer.
+model's parameters. With counter-based noise a ``Mover`` does both in one pass.
+
+With a sequential generator drawing is what takes long. Two directions have generators of their own, so two threads draw at
+once: while this one replays the missing updates piece by piece, a second one draws the noise of the first evaluation and, as
+soon as a piece is replayed and still in the cache, perturbs it into the work buffer.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from queue import SimpleQueue
 
 import torch
 
-from zo2core.kernels import descend, perturb
-from zo2core.protocols import Activations, BlockModel, Forward, NoiseGenerator, Store
+from zo2core.kernels import perturb, walk
+from zo2core.mover import Mover
+from zo2core.protocols import Activations, BlockModel, CounterNoise, Forward, NoiseGenerator, Store
 from zo2core.types import Batch, Evaluation, SegmentKind, Update
 from zo2core.walk import Move, Replay, moves_to
 from zo2core.workspace import Cell, Workspace
@@ -75,6 +78,10 @@ class SegmentVisitor:
             for evaluation, members in groupby(enumerate(streams), key=lambda item: item[1][0])
         ]
         self._zo_eps = zo_eps
+        self._mover: Mover | None = None  # of counter-based noise
+        if isinstance(noise, CounterNoise):
+            self._mover = Mover(noise, workspace, worker, parallel_from=PARALLEL_FROM, zo_eps=zo_eps)
+        self._at: Evaluation | None = None  # where the mover has brought the work buffer already
         self._perturb_in_place = perturb_in_place
         self._replays: dict[int, list[Replay]] = {}  # version -> updates missing from there, prepared
         self._stores: dict[int, Store] = {}  # of resident segments
@@ -92,6 +99,11 @@ class SegmentVisitor:
             self.seeds.update(seed for replay in self._replays[version] for seed in replay.seeds)
         replays = self._replays[version]
         self._stores[index] = store
+        if self._mover is not None:
+            first = self._groups[0][0] if self._groups else None
+            self._at = first if first is not None and first.shift != 0 else None
+            self._mover.replay(index, self._stores, replays, self._at)
+            return self._present
         self._drawn = None
         queue: SimpleQueue[_Piece] = SimpleQueue()
         try:
@@ -153,7 +165,8 @@ class SegmentVisitor:
 
     def _join(self) -> Evaluation | None:
         ahead, self._ahead = self._ahead, None
-        return None if ahead is None else ahead.result()
+        at, self._at = self._at, None
+        return at if ahead is None else ahead.result()
 
     def _replay_parameter(
         self, cell: Cell, theta: torch.Tensor, replays: Sequence[Replay], replayed: SimpleQueue[_Piece] | None
@@ -165,20 +178,10 @@ class SegmentVisitor:
             piece, length = theta[start:stop], stop - start
             first, second = scratch[:length], decay_scratch[:length]
             for replay in replays:
-                for z, seed in zip(zs, replay.seeds, strict=False):
-                    self._noise.fill(z[:length], seed, spec, start)
-                for which, shift in replay.moves:
-                    perturb(piece, piece, zs[which][:length], shift=shift, zo_eps=replay.zo_eps, scratch=first)
-                for which, grad in replay.probes:
-                    descend(
-                        piece,
-                        zs[which][:length],
-                        projected_grad=grad,
-                        lr=replay.lr,
-                        weight_decay=replay.weight_decay if spec.decays else 0.0,
-                        scratch=first,
-                        decay_scratch=second,
-                    )
+                drawn = [z[:length] for z in zs[: len(replay.seeds)]]
+                for z, seed in zip(drawn, replay.seeds, strict=True):
+                    self._noise.fill(z, seed, spec, start)
+                walk(piece, replay.program(decays=spec.decays), drawn, scratch=first, decay_scratch=second)
             if replayed is not None:
                 replayed.put(_Piece.REPLAYED)
 
@@ -188,6 +191,12 @@ class SegmentVisitor:
         if from_store and not moves:
             for cell in cells:
                 cell.work.copy_(self._stores[cell.owner][cell.position])
+        if self._mover is not None and moves:
+            if from_store:
+                self._mover.replay(index, self._stores, (), Evaluation(*moves[0]))
+            else:
+                self._mover.move(index, moves)
+            return
         for move in moves:
             if not self._workspace.keeps_noise:
                 self._move_drawing(index, move, from_store=from_store)

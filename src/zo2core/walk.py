@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from zo2core.types import Evaluation, Update
+from zo2core.types import Descend, Evaluation, Perturb, Program, Update
 
 
 class Move(NamedTuple):
@@ -43,11 +43,23 @@ class Replay:
         pairs = pairwise(path)
         moves = [move for before, after in pairs for move in moves_to(before, after)] if update.perturb_in_place else []
         self.seeds = tuple(dict.fromkeys([*(move.seed for move in moves), *update.seeds]))  # whose z is needed
-        position = {seed: i for i, seed in enumerate(self.seeds)}
-        self.moves = tuple((position[move.seed], move.shift) for move in moves)  # (which z, shift)
-        self.probes = tuple(  # (which z, projected gradient)
-            (position[seed], grad) for seed, grad in zip(update.seeds, update.projected_grads, strict=True)
-        )
-        self.lr = update.lr
-        self.zo_eps = update.zo_eps
-        self.weight_decay = update.weight_decay
+        place = {seed: i for i, seed in enumerate(self.seeds)}
+        perturbs = [Perturb(place[move.seed], move.shift, update.zo_eps) for move in moves]
+        probes = list(zip(update.seeds, update.projected_grads, strict=True))
+        self._programs = {
+            decays: Program(
+                self.seeds,
+                (
+                    *perturbs,
+                    *(
+                        Descend(place[seed], grad, update.lr, update.weight_decay if decays else 0.0)
+                        for seed, grad in probes
+                    ),
+                ),
+            )
+            for decays in (True, False)
+        }
+
+    def program(self, *, decays: bool) -> Program:
+        """What it does to a parameter with or without weight decay."""
+        return self._programs[decays]

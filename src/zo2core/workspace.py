@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from zo2core.protocols import Device, NoiseGenerator
+from zo2core.protocols import CounterNoise, Device, NoiseGenerator
 from zo2core.types import BlockLayout, ParameterSpec, aligned, flat_views
 
 
@@ -50,7 +50,8 @@ class Workspace:
         layouts: Segments in visiting order.
         device: Allocates.
         noise: Says into which pieces a parameter is cut.
-        keep_noise: Hold a segment's z from one evaluation to the next; without, it is drawn again for each.
+        keep_noise: Hold a segment's z from one evaluation to the next; without, it is drawn again for each. Counter-based
+            noise is never held.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class Workspace:
         tied_names = {spec.name for spec in tied}
         tied_bytes, nbytes = _nbytes(tied), work_bytes(layouts)
         work = device.empty(nbytes)
-        z = device.empty(nbytes) if keep_noise else None
-        self.keeps_noise = keep_noise
+        self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
+        z = device.empty(nbytes) if self.keeps_noise else None
 
         def place(specs: Sequence[ParameterSpec], start: int) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
             zs = [None] * len(specs) if z is None else flat_views(specs, z[start:])

@@ -13,8 +13,11 @@ walk (1 and -2) are such; others take the literal way.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
+
+from zo2core.types import Perturb, Program
 
 
 def perturb(
@@ -30,12 +33,17 @@ def perturb(
         zo_eps: Perturbation scale.
         scratch: Overwritten; not any of the others.
     """
-    if abs(shift) >= 1 and math.frexp(shift)[0] in (0.5, -0.5):
+    if folds(shift):
         torch.mul(z, shift * zo_eps, out=scratch)
     else:
         torch.mul(z, shift, out=scratch)
         scratch.mul_(zo_eps)
     torch.add(theta, scratch, out=out)
+
+
+def folds(shift: float) -> bool:
+    """Whether a shift may be multiplied with ``zo_eps`` first. See the note."""
+    return abs(shift) >= 1 and math.frexp(shift)[0] in (0.5, -0.5)
 
 
 def descend(
@@ -69,3 +77,36 @@ def descend(
         scratch.add_(decay_scratch)
     scratch.mul_(lr)
     theta.sub_(scratch)
+
+
+def walk(
+    theta: torch.Tensor,
+    program: Program,
+    zs: Sequence[torch.Tensor],
+    *,
+    scratch: torch.Tensor,
+    decay_scratch: torch.Tensor,
+) -> None:
+    """Run a program.
+
+    Args:
+        theta: Weights, changed in place.
+        program: What to do.
+        zs: Its directions, as many as it has seeds.
+        scratch: Overwritten; not any of the others.
+        decay_scratch: Overwritten; not any of the others.
+    """
+    for move in program.instructions:
+        z = zs[move.direction]
+        if isinstance(move, Perturb):
+            perturb(theta, theta, z, shift=move.shift, zo_eps=move.zo_eps, scratch=scratch)
+        else:
+            descend(
+                theta,
+                z,
+                projected_grad=move.projected_grad,
+                lr=move.lr,
+                weight_decay=move.weight_decay,
+                scratch=scratch,
+                decay_scratch=decay_scratch,
+            )

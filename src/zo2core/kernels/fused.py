@@ -1,0 +1,103 @@
+"""Which kernel runs: the compiled one where it is built and takes the tensors, else the reference, with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zo2core.kernels import arithmetic, native, philox
+from zo2core.kernels.philox import Distribution
+from zo2core.types import Descend, Perturb, Program
+
+_PIECE = 32768  # elements for which the reference draws at once
+
+
+def perturb(
+    out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, *, shift: float, zo_eps: float, scratch: torch.Tensor
+) -> None:
+    """As ``arithmetic.perturb``; the scratch may stay as it is."""
+    if native.takes(out, theta, z):
+        native.walk(theta, Program((0,), (Perturb(0, shift, zo_eps),)), [z], out=out, own=0)
+    else:
+        arithmetic.perturb(out, theta, z, shift=shift, zo_eps=zo_eps, scratch=scratch)
+
+
+def descend(
+    theta: torch.Tensor,
+    z: torch.Tensor,
+    *,
+    projected_grad: float,
+    lr: float,
+    weight_decay: float,
+    scratch: torch.Tensor,
+    decay_scratch: torch.Tensor,
+) -> None:
+    """As ``arithmetic.descend``; the scratch may stay as it is."""
+    program = Program((0,), (Descend(0, projected_grad, lr, weight_decay),))
+    walk(theta, program, [z], scratch=scratch, decay_scratch=decay_scratch)
+
+
+def walk(
+    theta: torch.Tensor,
+    program: Program,
+    zs: Sequence[torch.Tensor],
+    *,
+    scratch: torch.Tensor,
+    decay_scratch: torch.Tensor,
+) -> None:
+    """As ``arithmetic.walk``; the scratch may stay as it is."""
+    if native.takes(theta, *zs):
+        native.walk(theta, program, zs)
+    else:
+        arithmetic.walk(theta, program, zs, scratch=scratch, decay_scratch=decay_scratch)
+
+
+def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
+    """As ``philox.fill``."""
+    if native.takes(out):
+        native.fill(out, distribution, seed, parameter, start)
+        return
+    for first in range(0, out.numel(), _PIECE):
+        philox.fill(out[first : first + _PIECE], distribution, seed, parameter, start + first)
+
+
+def walk_drawing(
+    theta: torch.Tensor,
+    program: Program,
+    distribution: Distribution,
+    parameter: int,
+    start: int = 0,
+    *,
+    out: torch.Tensor | None = None,
+    then: Perturb | None = None,
+) -> None:
+    """Run a program whose directions are drawn on the way, in one pass over memory.
+
+    Args:
+        theta: Weights, 1-D, contiguous, changed in place.
+        program: What to do to them.
+        distribution: Of z.
+        parameter: Place in registration order.
+        start: Element of the parameter at which ``theta`` starts.
+        out: With ``then``: where ``theta + (shift * z) * zo_eps`` goes. May be ``theta``, else must not overlap it.
+        then: Its direction is a place in ``program.seeds``, though the program need not use it.
+    """
+    own = len(program.instructions)
+    whole = program if then is None else Program(program.seeds, (*program.instructions, then))
+    if native.takes(theta, *(() if out is None else (out,))):
+        native.walk(theta, whole, None, out=out, own=own, distribution=distribution, parameter=parameter, start=start)
+        return
+    length = min(_PIECE, theta.numel())
+    memory = [torch.empty(length, dtype=theta.dtype, device=theta.device) for _ in range(2 + len(program.seeds))]
+    for first in range(0, theta.numel(), _PIECE):
+        piece = theta[first : first + _PIECE]
+        scratch, decay_scratch, *zs = (each[: piece.numel()] for each in memory)
+        for z, seed in zip(zs, program.seeds, strict=True):
+            philox.fill(z, distribution, seed, parameter, start + first)
+        arithmetic.walk(piece, program, zs, scratch=scratch, decay_scratch=decay_scratch)
+        if then is not None:
+            assert out is not None
+            moved = out[first : first + _PIECE]
+            z = zs[then.direction]
+            arithmetic.perturb(moved, piece, z, shift=then.shift, zo_eps=then.zo_eps, scratch=scratch)

@@ -1,0 +1,326 @@
+/* Counter-based noise and MeZO's elementwise arithmetic, one pass over memory: the fast path on CPUs.
+ *
+ * No Python in here: the functions are called through ctypes, which lets other threads run meanwhile. philox.py and
+ * arithmetic.py are the reference, and give the same bits: every float operation below is one IEEE operation that rounds
+ * once, as it does in torch. So this must be compiled with -ffp-contract=off, and never with -ffast-math.
+ *
+ * Loops are plain and of constant length where it counts; the compiler vectorises them for each instruction set that
+ * CLONES names, and the loader picks one when the program starts.
+ */
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__) && defined(__gnu_linux__)
+#include <immintrin.h>
+#define X86
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define CLONES
+#endif
+#define INLINE static inline __attribute__((always_inline))
+#define PUBLIC __attribute__((visibility("default")))
+
+enum { CHUNK = 1024 };  /* elements, worked on while they are in the first cache; a multiple of both groups of philox.py */
+enum { GAUSSIAN, RADEMACHER };
+enum { FLOAT32, BFLOAT16, FLOAT16 };
+enum { PERTURB, PERTURB_FOLDED, DESCEND };
+enum { HELD = 4 };  /* directions whose chunk of z is kept for the next instructions */
+
+/* One move of the weights; the fields are read as arithmetic.py reads its arguments. */
+struct instruction {
+    int32_t kind;
+    int32_t direction;   /* whose z */
+    float scale;         /* PERTURB: shift; PERTURB_FOLDED: shift * zo_eps; DESCEND: projected_grad */
+    float rate;          /* PERTURB: zo_eps; DESCEND: lr */
+    float weight_decay;  /* DESCEND */
+};
+
+struct direction {
+    uint64_t seed;
+    const void *z;  /* drawn before, in the parameter's dtype, from the range's first element on; NULL: draw from seed */
+};
+
+/* ---- Bits ---- */
+
+INLINE uint32_t bits(float x) {
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+
+INLINE float number(uint32_t u) {
+    float x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
+
+/* ---- 16-bit numbers, computed with as floats that have been rounded ---- */
+
+INLINE float rounded(int dtype, float x) {
+    const uint32_t u = bits(x);
+    if (dtype == BFLOAT16) {
+        const uint32_t near = (u + 0x7fff + (u >> 16 & 1)) & 0xffff0000;
+        return x == x ? number(near) : x;
+    }
+    if (dtype == FLOAT16) {
+        const uint32_t sign = u & 0x80000000, magnitude = u ^ sign;
+        const uint32_t normal = (magnitude + 0xfff + (magnitude >> 13 & 1)) & 0xffffe000;
+        const uint32_t small = bits((number(magnitude) + 0.5f) - 0.5f);  /* floats from 0.5 on are 2^-24 apart */
+        uint32_t near = magnitude < 0x38800000 ? small : normal;         /* 2^-14 */
+        near = near >= 0x47800000 ? 0x7f800000 : near;                   /* 65536 */
+        return x == x ? number(near | sign) : x;
+    }
+    return x;
+}
+
+INLINE float from_half(uint16_t h) {
+    const uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13;
+    const uint32_t scaled = bits(number(magnitude) * 0x1p112f);
+    return number((magnitude >= 0x0f800000 ? scaled | 0x7f800000 : scaled) | (uint32_t)(h & 0x8000) << 16);
+}
+
+INLINE uint16_t to_half(float x) {  /* of a number that has been rounded */
+    const uint32_t u = bits(x), magnitude = u & 0x7fffffff;
+    const uint32_t finite = bits(number(magnitude) * 0x1p-112f) >> 13;
+    const uint32_t other = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+    return (uint16_t)((magnitude >= 0x7f800000 ? other : finite) | (u >> 16 & 0x8000));
+}
+
+INLINE uint16_t to_bfloat(float x) {  /* of a number that has been rounded */
+    return x == x ? (uint16_t)(bits(x) >> 16) : 0x7fc0;
+}
+
+CLONES static void load(int dtype, float *restrict to, const void *restrict from, size_t count) {
+    const uint16_t *halves = from;
+    if (dtype == BFLOAT16)
+        for (size_t i = 0; i < count; i++) to[i] = number((uint32_t)halves[i] << 16);
+    else if (dtype == FLOAT16)
+        for (size_t i = 0; i < count; i++) to[i] = from_half(halves[i]);
+    else
+        memcpy(to, from, count * sizeof *to);
+}
+
+CLONES static void store(int dtype, void *restrict to, const float *restrict from, size_t count) {
+    uint16_t *halves = to;
+    if (dtype == BFLOAT16)
+        for (size_t i = 0; i < count; i++) halves[i] = to_bfloat(from[i]);
+    else if (dtype == FLOAT16)
+        for (size_t i = 0; i < count; i++) halves[i] = to_half(from[i]);
+    else
+        memcpy(to, from, count * sizeof *from);
+}
+
+/* ---- Philox4x32-10 (Salmon et al., SC 2011) ---- */
+
+/* Words of the counters (block + i, parameter, 0), i below count: word w of counter i goes to words[w * count + i].
+ *
+ * block and count are multiples of LANES, so that a vector's counters differ in the low word alone. A counter's word lies in
+ * the lower half of a 64-bit lane, and what a product leaves in the upper half is ignored by the next one: compilers do not
+ * find that form of the multiplication by themselves, which is why it is spelled out.
+ */
+enum { LANES = 8 };
+
+#define DEFINE_PHILOX(name, attributes, width, mul)                                                                     \
+    attributes static void name(uint32_t *words, size_t count, uint64_t block, uint32_t parameter, uint64_t seed) {     \
+        typedef uint64_t lanes __attribute__((vector_size(8 * width)));                                                 \
+        typedef uint32_t narrow __attribute__((vector_size(4 * width), aligned(4)));                                    \
+        lanes k0[10], k1[10], place = {0};                                                                              \
+        for (size_t i = 0; i < width; i++) place[i] = i;                                                                \
+        for (uint32_t i = 0; i < 10; i++) {                                                                             \
+            k0[i] = (lanes){0} + (uint32_t)((uint32_t)seed + i * 0x9E3779B9);                                           \
+            k1[i] = (lanes){0} + (uint32_t)((uint32_t)(seed >> 32) + i * 0xBB67AE85);                                   \
+        }                                                                                                               \
+        for (size_t first = 0; first < count; first += width) {                                                         \
+            const uint64_t base = block + first;                                                                        \
+            lanes c0 = place + (uint32_t)base, c1 = (lanes){0} + (base >> 32), c2 = (lanes){0} + parameter, c3 = {0};   \
+            _Pragma("GCC unroll 10") for (int round = 0; round < 10; round++) {                                         \
+                const lanes p0 = mul(lanes, c0, 0xD2511F53), p1 = mul(lanes, c2, 0xCD9E8D57);                           \
+                c0 = p1 >> 32 ^ c1 ^ k0[round], c1 = p1;                                                                \
+                c2 = p0 >> 32 ^ c3 ^ k1[round], c3 = p0;                                                                \
+            }                                                                                                           \
+            *(narrow *)(words + first) = __builtin_convertvector(c0, narrow);                                           \
+            *(narrow *)(words + count + first) = __builtin_convertvector(c1, narrow);                                   \
+            *(narrow *)(words + 2 * count + first) = __builtin_convertvector(c2, narrow);                               \
+            *(narrow *)(words + 3 * count + first) = __builtin_convertvector(c3, narrow);                               \
+        }                                                                                                               \
+    }
+
+#define MUL(lanes, x, m) (((x) & 0xffffffff) * (uint64_t)(m))
+DEFINE_PHILOX(philox_plain, , 2, MUL)
+
+#ifdef X86
+#define MUL_AVX2(lanes, x, m) (lanes) _mm256_mul_epu32((__m256i)(x), _mm256_set1_epi64x(m))
+#define MUL_AVX512(lanes, x, m) (lanes) _mm512_mul_epu32((__m512i)(x), _mm512_set1_epi64(m))
+DEFINE_PHILOX(philox_avx2, __attribute__((target("avx2"))), 4, MUL_AVX2)
+DEFINE_PHILOX(philox_avx512, __attribute__((target("avx512f"))), 8, MUL_AVX512)
+#endif
+
+static void philox(uint32_t *words, size_t count, uint64_t block, uint32_t parameter, uint64_t seed) {
+#ifdef X86
+    if (__builtin_cpu_supports("avx512f")) {
+        philox_avx512(words, count, block, parameter, seed);
+        return;
+    }
+    if (__builtin_cpu_supports("avx2")) {
+        philox_avx2(words, count, block, parameter, seed);
+        return;
+    }
+#endif
+    philox_plain(words, count, block, parameter, seed);
+}
+
+/* ---- Numbers: philox.py says what they are and how far off ---- */
+
+INLINE void box_muller(uint32_t radial, uint32_t angular, float *first, float *second) {
+    const float u = (float)(int32_t)(radial >> 1) + 0.5f;
+    const int32_t above = (int32_t)bits(u) - 0x3f3504f3; /* sqrt(1/2) */
+    const int32_t exponent = above >> 23;
+    const float f = number(bits(u) - ((uint32_t)exponent << 23)) - 1.0f;
+    float p = 0.20213786f;
+    p = p * f + -0.3244516f;
+    p = p * f + 0.3450166f;
+    p = p * f + -0.3980033f;
+    p = p * f + 0.4993982f;
+    p = p * f + -0.6667012f;
+    p = p * f + 1.0000073f;
+    p = p * f + -1.9999999f;
+    const float squared = p * f + (float)(exponent - 31) * -1.3862944f;
+    const float radius = sqrtf(squared);
+
+    const uint32_t quarter = angular + 0x20000000; /* its upper two bits: which axis is nearest */
+    const float t = (float)((int32_t)(angular << 2) >> 2) * 0x1p-29f;
+    const float y = t * t;
+    float s = -3.595045e-05f;
+    s = s * y + 0.002490001f;
+    s = s * y + -0.080745436f;
+    s = s * y + 0.7853982f;
+    s = s * t;
+    float c = -0.0003188805f;
+    c = c * y + 0.015849914f;
+    c = c * y + -0.30842426f;
+    c = c * y + 1.0f;
+    const float cosine = quarter & 0x40000000 ? s : c, sine = quarter & 0x40000000 ? c : s;
+    const uint32_t cosine_sign = (quarter + 0x40000000) & 0x80000000, sine_sign = quarter & 0x80000000;
+    *first = radius * number(bits(cosine) ^ cosine_sign);
+    *second = radius * number(bits(sine) ^ sine_sign);
+}
+
+CLONES static void gaussian(int dtype, float *restrict z, uint64_t element, uint32_t parameter, uint64_t seed) {
+    enum { COUNTERS = 64 };
+    uint32_t words[4 * COUNTERS];
+    for (size_t group = 0; group < CHUNK; group += 4 * COUNTERS) {
+        philox(words, COUNTERS, (element + group) / 4, parameter, seed);
+        for (size_t half = 0; half < 4 * COUNTERS; half += 2 * COUNTERS) {
+            const uint32_t *from = words + half;
+            float *out = z + group + half;
+            for (size_t i = 0; i < COUNTERS; i++) box_muller(from[i], from[COUNTERS + i], out + i, out + COUNTERS + i);
+        }
+    }
+    if (dtype != FLOAT32)
+        for (size_t i = 0; i < CHUNK; i++) z[i] = dtype == BFLOAT16 ? rounded(BFLOAT16, z[i]) : rounded(FLOAT16, z[i]);
+}
+
+CLONES static void rademacher(float *restrict z, uint64_t element, uint32_t parameter, uint64_t seed) {
+    enum { COUNTERS = 8 };
+    uint32_t words[4 * COUNTERS];
+    philox(words, COUNTERS, element / 128, parameter, seed);
+    for (size_t bit = 0; bit < 32; bit++)
+        for (size_t i = 0; i < 4 * COUNTERS; i++)
+            z[bit * 4 * COUNTERS + i] = number(0x3f800000 | (words[i] << (31 - bit) & 0x80000000));
+}
+
+static void draw(int distribution, int dtype, float *z, uint64_t element, uint32_t parameter, uint64_t seed) {
+    if (distribution == GAUSSIAN)
+        gaussian(dtype, z, element, parameter, seed);
+    else
+        rademacher(z, element, parameter, seed);
+}
+
+/* ---- Arithmetic, as arithmetic.py ---- */
+
+INLINE void apply_as(int dtype, float *restrict theta, const float *restrict z, struct instruction move, size_t count) {
+    const float scale = move.scale, rate = move.rate, weight_decay = move.weight_decay;
+    if (move.kind == PERTURB_FOLDED)
+        for (size_t i = 0; i < count; i++) theta[i] = rounded(dtype, theta[i] + rounded(dtype, z[i] * scale));
+    else if (move.kind == PERTURB)
+        for (size_t i = 0; i < count; i++)
+            theta[i] = rounded(dtype, theta[i] + rounded(dtype, rounded(dtype, z[i] * scale) * rate));
+    else if (weight_decay == 0)
+        for (size_t i = 0; i < count; i++)
+            theta[i] = rounded(dtype, theta[i] - rounded(dtype, rounded(dtype, z[i] * scale) * rate));
+    else
+        for (size_t i = 0; i < count; i++) {
+            const float gradient = rounded(dtype, rounded(dtype, z[i] * scale) + rounded(dtype, theta[i] * weight_decay));
+            theta[i] = rounded(dtype, theta[i] - rounded(dtype, gradient * rate));
+        }
+}
+
+CLONES static void apply(int dtype, float *theta, const float *z, const struct instruction *move, size_t count) {
+    if (dtype == BFLOAT16)
+        apply_as(BFLOAT16, theta, z, *move, count);
+    else if (dtype == FLOAT16)
+        apply_as(FLOAT16, theta, z, *move, count);
+    else
+        apply_as(FLOAT32, theta, z, *move, count);
+}
+
+/* ---- What is called ---- */
+
+/* Changes whenever the functions below, or what they compute, change: the loader compares it. */
+PUBLIC int zo2core_revision(void) { return 1; }
+
+/* Write z of the elements from start on. */
+PUBLIC void zo2core_fill(
+    int dtype, void *out, uint64_t count, int distribution, uint64_t seed, uint32_t parameter, uint64_t start) {
+    const size_t size = dtype == FLOAT32 ? 4 : 2;
+    float z[CHUNK] __attribute__((aligned(64)));
+    for (uint64_t done = 0; done < count;) {
+        const size_t skip = (start + done) % CHUNK;
+        const size_t length = count - done < CHUNK - skip ? count - done : CHUNK - skip;
+        draw(distribution, dtype, z, start + done - skip, parameter, seed);
+        store(dtype, (char *)out + done * size, z + skip, length);
+        done += length;
+    }
+}
+
+/* Run the first `own` instructions on theta in place, and all the others on a copy of the result that goes to out.
+ *
+ * theta is only read if own is 0; out is only written if there are others. They may be the same memory, else they must not
+ * overlap. start is the element of the parameter at which theta starts.
+ */
+PUBLIC void zo2core_walk(
+    int dtype, void *theta, void *out, uint64_t count, const struct instruction *program, size_t own, size_t length,
+    const struct direction *directions, int distribution, uint32_t parameter, uint64_t start) {
+    const size_t size = dtype == FLOAT32 ? 4 : 2;
+    float weights[CHUNK] __attribute__((aligned(64)));
+    float zs[HELD][CHUNK] __attribute__((aligned(64)));
+    for (uint64_t done = 0; done < count;) {
+        const size_t skip = (start + done) % CHUNK;
+        const size_t elements = count - done < CHUNK - skip ? count - done : CHUNK - skip;
+        int32_t held[HELD];
+        for (size_t slot = 0; slot < HELD; slot++) held[slot] = -1;
+        load(dtype, weights, (char *)theta + done * size, elements);
+        for (size_t i = 0; i < length; i++) {
+            const struct instruction *move = program + i;
+            const struct direction *direction = directions + move->direction;
+            const size_t slot = (size_t)move->direction % HELD;
+            if (i == own && own > 0) store(dtype, (char *)theta + done * size, weights, elements);
+            if (held[slot] != move->direction) {
+                if (direction->z == NULL)
+                    draw(distribution, dtype, zs[slot], start + done - skip, parameter, direction->seed);
+                else
+                    load(dtype, zs[slot] + skip, (const char *)direction->z + done * size, elements);
+                held[slot] = move->direction;
+            }
+            apply(dtype, weights, zs[slot] + skip, move, elements);
+        }
+        if (own < length)
+            store(dtype, (char *)out + done * size, weights, elements);
+        else if (own > 0)
+            store(dtype, (char *)theta + done * size, weights, elements);
+        done += elements;
+    }
+}

@@ -1,0 +1,118 @@
+"""Moves a segment's weights where noise is counter-based: each pass over memory draws the z that it uses.
+
+Nothing is kept from one pass to the next, and ranges do not depend on each other: two threads take them in turns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from zo2core.protocols import CounterNoise, Store
+from zo2core.types import Evaluation, Perturb, Program
+from zo2core.walk import Move, Replay
+from zo2core.workspace import Cell, Workspace
+
+# Note: Shares. Large enough that the call costs little, small enough that the threads end together. A multiple of what is
+# drawn at once.
+SHARE = 1 << 18  # elements
+
+
+class Mover:
+    """Moves weights for one sweep.
+
+    Args:
+        noise: Draws z.
+        workspace: Memory.
+        worker: The second thread; None does without.
+        parallel_from: Elements of the segments that are worth two threads.
+        zo_eps: Perturbation scale.
+    """
+
+    def __init__(
+        self,
+        noise: CounterNoise,
+        workspace: Workspace,
+        worker: ThreadPoolExecutor | None,
+        *,
+        parallel_from: int,
+        zo_eps: float,
+    ) -> None:
+        self._noise = noise
+        self._workspace = workspace
+        self._worker = worker
+        self._parallel_from = parallel_from
+        self._zo_eps = zo_eps
+        self._programs: dict[tuple[int, int | None], tuple[Program, Program]] = {}  # plain, decayed
+
+    def replay(self, index: int, stores: Mapping[int, Store], replays: Sequence[Replay], first: Evaluation | None) -> None:
+        """Bring a segment to the present version and, in the same pass, the work buffer to the first evaluation.
+
+        Args:
+            index: Of the segment.
+            stores: Its own, and those it borrows from.
+            replays: The updates it lacks. Of all lists in a sweep, those of one length are the same.
+            first: The evaluation; None leaves the work buffer alone.
+        """
+        programs = self._joined(replays, first)
+        then = None if first is None else Perturb(programs[0].seeds.index(first.seed), first.shift, self._zo_eps)
+        still = Program(programs[0].seeds, ())
+
+        def run(cell: Cell, start: int, stop: int) -> None:
+            theta = stores[cell.owner][cell.position][start:stop]
+            program = programs[cell.spec.decays] if cell.owner == index else still
+            out = None if then is None else cell.work[start:stop]
+            self._noise.walk(theta, program, cell.spec, start, out=out, then=then)
+
+        cells = self._workspace.segments[index]
+        if replays or then is not None:
+            self._share(index, run, [cell for cell in cells if then is not None or cell.owner == index])
+
+    def move(self, index: int, moves: Sequence[Move]) -> None:
+        """Walk the work buffer."""
+        seeds = tuple(dict.fromkeys(move.seed for move in moves))
+        program = Program(seeds, tuple(Perturb(seeds.index(seed), shift, self._zo_eps) for seed, shift in moves))
+
+        def run(cell: Cell, start: int, stop: int) -> None:
+            self._noise.walk(cell.work[start:stop], program, cell.spec, start)
+
+        self._share(index, run, self._workspace.segments[index])
+
+    def _joined(self, replays: Sequence[Replay], first: Evaluation | None) -> tuple[Program, Program]:
+        key = (len(replays), None if first is None else first.seed)
+        if key not in self._programs:
+            last = [] if first is None else [Program((first.seed,), ())]
+            plain, decayed = (
+                Program.joined([*(replay.program(decays=decays) for replay in replays), *last]) for decays in (False, True)
+            )
+            self._programs[key] = (plain, decayed)
+        return self._programs[key]
+
+    def _share(self, index: int, run: Callable[[Cell, int, int], None], cells: Sequence[Cell]) -> None:
+        """Run on all ranges of these cells, on two threads if that pays."""
+        ranges = deque(
+            (cell, start, min(start + SHARE, cell.spec.numel))
+            for cell in cells
+            for start in range(0, cell.spec.numel, SHARE)
+        )
+
+        def work() -> None:
+            with torch.inference_mode():
+                while True:
+                    try:
+                        cell, start, stop = ranges.popleft()
+                    except IndexError:  # nothing is left
+                        return
+                    run(cell, start, stop)
+
+        if self._worker is None or self._workspace.elements[index] < self._parallel_from:
+            work()
+            return
+        other = self._worker.submit(work)
+        try:
+            work()
+        finally:
+            other.result()

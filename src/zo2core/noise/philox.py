@@ -1,0 +1,56 @@
+"""Counter-based noise: every number is a function of seed, parameter and element, and of nothing else.
+
+Trade-off: not MeZO's numbers, but as good ones, and so cheap that they are drawn again wherever they are used instead of
+being kept; any thread and any device draws any range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from zo2core.kernels import Distribution, fill, walk_drawing
+from zo2core.types import ParameterSpec, Perturb, Program
+
+_PIECE = 32768  # elements: a multiple of what is drawn together
+
+
+class PhiloxNoise:
+    """z by Philox4x32-10. ``kernels/philox.py`` says which number is which.
+
+    Args:
+        distribution: Of the numbers.
+    """
+
+    def __init__(self, distribution: Distribution = Distribution.GAUSSIAN) -> None:
+        self._distribution = distribution
+
+    @property
+    def name(self) -> str:
+        """What z is; the same on every machine."""
+        return f"philox4x32-10-{self._distribution.value}"
+
+    def pieces(self, parameter: ParameterSpec) -> list[tuple[int, int]]:
+        """Cut a parameter into cache-sized pieces. Any other pieces would do."""
+        return [(start, min(start + _PIECE, parameter.numel)) for start in range(0, max(parameter.numel, 1), _PIECE)]
+
+    def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:
+        """Write any range of one parameter's z."""
+        fill(out, self._distribution, seed, parameter.index, start)
+
+    def walk(
+        self,
+        theta: torch.Tensor,
+        program: Program,
+        parameter: ParameterSpec,
+        start: int = 0,
+        *,
+        out: torch.Tensor | None = None,
+        then: Perturb | None = None,
+    ) -> None:
+        """Run a program on a range of a parameter, drawing z on the way. See the contract."""
+        walk_drawing(theta, program, self._distribution, parameter.index, start, out=out, then=then)
+
+    def retain(self, seeds: Collection[int]) -> None:
+        """Nothing is kept."""

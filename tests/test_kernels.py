@@ -1,0 +1,232 @@
+"""The kernels: compiled code and reference give the same bits, and counter-based noise is what its notes say."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zo2core.kernels import Distribution, arithmetic, fused, native, philox
+from zo2core.types import Descend, Perturb, Program
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+compiled = pytest.mark.skipif(native.library() is None, reason="the compiled kernels are not built")
+
+# 0, -0, subnormal numbers, the largest, what overflows, what is not a number, ties of 16-bit roundings.
+SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 6e-8, 5.9e-8, -6.1e-5, 6.2e-5, 65504.0, 65519.9, 65520.0, -65536.0, 3.3e38, 3.4e38]
+SPECIAL += [math.inf, -math.inf, math.nan, 1 + 2**-9, 1 + 3 * 2**-9, 1 + 2**-12, 1 + 3 * 2**-12, 2**-25, 3 * 2**-26]
+
+scalars = st.sampled_from([0.0, 1e-3, -0.7, 1.0, 3e-8, 1e30, -2e-39])
+seeds = st.sampled_from([0, 1, 999_999_999, 2**32, 2**63 - 1])
+starts = st.sampled_from([0, 1, 255, 256, 1000, 1024, 2**31 - 7, 2**34 - 300])
+lengths = st.one_of(st.integers(1, 70), st.integers(1000, 1100), st.sampled_from([2048, 5000]))
+
+
+def instructions(directions: int) -> st.SearchStrategy[list[Perturb | Descend]]:
+    place = st.integers(0, directions - 1)
+    shifts = st.sampled_from([1.0, -2.0, 1.0, 0.5, -0.3, 3.0])
+    perturbs = st.builds(Perturb, place, shifts, st.sampled_from([1e-3, 0.3, 1e-6]))
+    descends = st.builds(Descend, place, scalars, scalars, st.sampled_from([0.0, 0.1, 1e-5]))
+    return st.lists(st.one_of(perturbs, descends), max_size=9)
+
+
+def weights(length: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(length, generator=generator) * 10 ** torch.randint(-9, 5, (length,), generator=generator)
+    special = torch.randint(len(SPECIAL), (length,), generator=generator)
+    chosen = torch.rand(length, generator=generator) < 0.2
+    return torch.where(chosen, torch.tensor(SPECIAL)[special], values).to(dtype)
+
+
+def assert_same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Bits are equal; of what is not a number, only that it is not."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(ours.view(integer)[~ours.isnan()], theirs.view(integer)[~theirs.isnan()])
+
+
+def unaligned(values: torch.Tensor) -> torch.Tensor:
+    """A copy that starts one element after an aligned address."""
+    return torch.cat((values[:1], values))[1:]
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(data=st.data(), length=lengths, directions=st.integers(1, 6), seed=st.integers(0, 9))
+def test_compiled_arithmetic_gives_the_references_bits(
+    dtype: torch.dtype, data: st.DataObject, length: int, directions: int, seed: int
+) -> None:
+    program = Program(tuple(range(directions)), tuple(data.draw(instructions(directions))))
+    theta = weights(length, dtype, seed)
+    zs = [weights(length, dtype, 10 + i) for i in range(directions)]
+    ours, scratch, other = unaligned(theta), torch.empty_like(theta), torch.empty_like(theta)
+    native.walk(ours, program, zs)
+    arithmetic.walk(theta, program, zs, scratch=scratch, decay_scratch=other)
+    assert_same(ours, theta)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("distribution", Distribution)
+@given(seed=seeds, parameter=st.sampled_from([0, 1, 2**31]), start=starts, length=lengths)
+def test_compiled_noise_gives_the_references_bits(
+    dtype: torch.dtype, distribution: Distribution, seed: int, parameter: int, start: int, length: int
+) -> None:
+    ours, theirs = (unaligned(torch.zeros(length, dtype=dtype)) for _ in range(2))
+    native.fill(ours, distribution, seed, parameter, start)
+    philox.fill(theirs, distribution, seed, parameter, start)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("with_library", [pytest.param(True, marks=compiled), False], ids=["compiled", "reference"])
+@given(
+    data=st.data(), length=lengths, directions=st.integers(1, 6), start=starts, distribution=st.sampled_from(Distribution)
+)
+def test_one_pass_is_the_composition_of_its_parts(
+    dtype: torch.dtype,
+    with_library: bool,
+    data: st.DataObject,
+    length: int,
+    directions: int,
+    start: int,
+    distribution: Distribution,
+) -> None:
+    program = Program(tuple(range(40, 40 + directions)), tuple(data.draw(instructions(directions))))
+    then = data.draw(st.none() | st.builds(Perturb, st.integers(0, directions - 1), st.just(-2.0), st.just(1e-3)))
+    in_place = data.draw(st.booleans())
+    theta = weights(length, dtype, start % 10)
+    expected, scratch, other = theta.clone(), torch.empty_like(theta), torch.empty_like(theta)
+    zs = [torch.empty_like(theta) for _ in program.seeds]
+    for z, seed in zip(zs, program.seeds, strict=True):
+        philox.fill(z, distribution, seed, 6, start)
+    arithmetic.walk(expected, program, zs, scratch=scratch, decay_scratch=other)
+    moved = expected.clone()
+    if then is not None:
+        arithmetic.perturb(moved, expected, zs[then.direction], shift=then.shift, zo_eps=then.zo_eps, scratch=scratch)
+    out = None if then is None else theta if in_place else torch.empty_like(theta)
+    with pytest.MonkeyPatch.context() as patch:
+        if not with_library:
+            patch.setattr(native, "library", lambda: None)
+        fused.walk_drawing(theta, program, distribution, 6, start, out=out, then=then)
+    if out is not None:
+        assert_same(out, moved)
+    if out is not theta:
+        assert_same(theta, expected)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_plain_kernels_give_the_references_bits(dtype: torch.dtype) -> None:
+    theta, z = weights(3000, dtype, 1), weights(3000, dtype, 2)
+    scratch, other, ours, theirs = (torch.empty_like(theta) for _ in range(4))
+    for shift in (1.0, -2.0, -0.3):
+        fused.perturb(ours, theta, z, shift=shift, zo_eps=1e-3, scratch=scratch)
+        arithmetic.perturb(theirs, theta, z, shift=shift, zo_eps=1e-3, scratch=scratch)
+        assert_same(ours, theirs)
+    for decay in (0.0, 0.1):
+        for descend, to in ((fused.descend, ours), (arithmetic.descend, theirs)):
+            to.copy_(theta)
+            descend(to, z, projected_grad=0.7, lr=1e-3, weight_decay=decay, scratch=scratch, decay_scratch=other)
+        assert_same(ours, theirs)
+
+
+def test_tensors_that_the_compiled_kernels_cannot_take_go_to_the_reference() -> None:
+    numbers = torch.zeros(64)
+    assert not native.takes(numbers.double())
+    assert not native.takes(numbers[::2])
+    assert not native.takes(numbers, numbers.half())
+    assert native.takes(numbers) == (native.library() is not None)
+
+
+def test_a_library_of_another_revision_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_REVISION", -1)
+    assert native.library.__wrapped__() is None
+
+
+def test_philox_gives_the_integers_of_its_authors() -> None:
+    """Known answers of Random123's kat_vectors: philox4x32, 10 rounds."""
+    assert [f"{int(w):08x}" for w in philox.words(0, 0, 0, 1, torch.device("cpu"))] == [
+        "6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8",
+    ]  # fmt: skip
+
+
+def test_joined_programs_name_each_direction_once() -> None:
+    first = Program((5, 6), (Perturb(0, 1.0, 0.1), Perturb(1, 1.0, 0.1)))
+    second = Program((7, 5), (Perturb(0, 2.0, 0.1), Perturb(1, 3.0, 0.1)))
+    joined = Program.joined([first, second])
+    assert joined.seeds == (5, 6, 7)
+    assert [(joined.seeds[i.direction], getattr(i, "shift", None)) for i in joined.instructions] == [
+        (5, 1.0), (6, 1.0), (7, 2.0), (5, 3.0),
+    ]  # fmt: skip
+
+
+def test_gaussian_numbers_are_as_accurate_as_their_note_says() -> None:
+    edges = [0, 1, 2, 3, 2**32 - 1, 2**32 - 2, 2**31, 2**31 - 1, 0xB504F333, 0xB504F334, *(k << 29 for k in range(8))]
+    edges += [(k << 29) - 1 for k in range(1, 8)]
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(1 << 32, (2, 1 << 20), generator=generator)
+    radial, angular = torch.cat((drawn, torch.cartesian_prod(torch.tensor(edges), torch.tensor(edges)).T), 1)
+    radius = torch.sqrt(-2 * torch.log((radial // 2 + 0.5).double() / 2**31))
+    angle = 2 * math.pi * angular.double() / 2**32
+    first, second = philox.box_muller(radial, angular)
+    assert (first - radius * angle.cos()).abs().max() < 1e-6
+    assert (second - radius * angle.sin()).abs().max() < 1e-6
+    assert 6.6 < max(first.abs().max(), second.abs().max()) < 6.67
+
+
+N = 1 << 20
+
+
+def drawn(distribution: Distribution, seed: int, parameter: int) -> torch.Tensor:
+    z = torch.empty(N)
+    fused.fill(z, distribution, seed, parameter)
+    return z.double()
+
+
+def deviations(value: float, mean: float, variance: float) -> float:
+    """How many standard deviations a mean over N numbers is off."""
+    return abs(value - mean) / math.sqrt(variance / N)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 999_999_999, 2**40])
+def test_gaussian_moments_and_tails(seed: int) -> None:
+    z = drawn(Distribution.GAUSSIAN, seed, 3)
+    for power, mean, variance in [(1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96), (6, 15, 10170)]:
+        assert deviations((z**power).mean().item(), mean, variance) < 4, power
+    for bound in (0.1, 1.0, 2.0, 3.0, 4.0):
+        p = math.erfc(bound / math.sqrt(2))
+        assert deviations((z.abs() > bound).double().mean().item(), p, p * (1 - p)) < 4, bound
+
+
+@pytest.mark.parametrize("seed", [0, 1, 999_999_999, 2**40])
+def test_rademacher_numbers_are_fair_signs(seed: int) -> None:
+    z = drawn(Distribution.RADEMACHER, seed, 3)
+    assert torch.equal(z.abs(), torch.ones(N))
+    assert deviations(z.mean().item(), 0, 1) < 4
+
+
+@pytest.mark.parametrize("distribution", Distribution)
+def test_no_correlation_between_parameters_seeds_and_neighbours(distribution: Distribution) -> None:
+    """Seeds of consecutive steps are any numbers: near ones and ones that differ in a high bit are the hard cases."""
+    base = drawn(distribution, 7, 3)
+    others = [drawn(distribution, seed, p) for seed, p in [(8, 3), (6, 3), (7 + 2**32, 3), (7, 4), (7, 2), (3, 7), (8, 4)]]
+    others += [base.roll(lag) for lag in (1, 2, 8, 32, 63, 64, 128, 256, 1024)]
+    for other in others:
+        assert deviations((base * other).mean().item(), 0, 1) < 4.5
+        if distribution is Distribution.GAUSSIAN:
+            assert deviations((base**2 * other**2).mean().item(), 1, 8) < 4.5
+
+
+@pytest.mark.parametrize("distribution", Distribution)
+def test_every_range_is_cut_from_the_same_numbers(distribution: Distribution) -> None:
+    whole = torch.empty(9000)
+    fused.fill(whole, distribution, 5, 2)
+    for start, stop in pairwise([0, 1, 2, 255, 256, 257, 1023, 1024, 4000, 8999, 9000]):
+        part = torch.empty(stop - start)
+        fused.fill(part, distribution, 5, 2, start)
+        assert torch.equal(part, whole[start:stop])
