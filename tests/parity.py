@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -12,23 +14,27 @@ from unittest.mock import patch
 import pytest
 import torch
 from hypothesis import strategies as st
+from threaded_device import ThreadedDevice, ThreadedStreams
 from torch import nn
 
 from zo2adapters import MonolithicMeZO
 from zo2core import (
     BlockLayout,
     Distribution,
+    HostDevice,
     Journal,
     MeZOSGD,
     MultiQueryRGE,
     NonFiniteLossError,
+    OverlappedScheduler,
     PhiloxNoise,
+    SerialScheduler,
     ZOEngine,
 )
 from zo2core.arrangement import Arrangement, arrange
-from zo2core.engine import _directions
 from zo2core.kernels import philox
-from zo2core.protocols import BlockModel
+from zo2core.numbers import directions
+from zo2core.protocols import BlockModel, BlockSource, Device, Scheduler
 from zo2core.types import Batch
 
 BETWEEN = ["nothing", "evaluate", "flush", "look", "reopen"]
@@ -54,7 +60,7 @@ class Plan(NamedTuple):
 
     def directions(self, step: int) -> tuple[int, ...]:
         """The seeds that an engine told the step's first one draws."""
-        evaluations = self.estimator().evaluations(step, _directions(0, step, self.seeds[step]))
+        evaluations = self.estimator().evaluations(step, directions(0, step, self.seeds[step]))
         return tuple(dict.fromkeys(evaluation.seed for evaluation in evaluations))
 
 
@@ -94,6 +100,8 @@ class Storage(NamedTuple):
     buckets: int | None  # None: all blocks resident
     write_back_every: int | None
     keep_noise: bool
+    scheduler: Callable[[BlockSource, Device], Scheduler] = OverlappedScheduler
+    behind_copies: bool = False  # the device has memory of its own
 
     def engine(self, model: BlockModel, plan: Plan, run: Path) -> ZOEngine:
         """An engine that goes on from whatever is in the run directory."""
@@ -110,14 +118,27 @@ class Storage(NamedTuple):
                 journal=Journal(run / "journal.jsonl"),
                 scratch=run,
                 write_back_every=self.write_back_every,
+                scheduler=self.scheduler,
+                device=self.device(),
             )
 
+    def device(self) -> Device:
+        """In place, or as if behind a bus, with copies that take more or less long."""
+        if not self.behind_copies:
+            return HostDevice()
+        rng = random.Random(0)
+        return ThreadedDevice(ThreadedStreams(lambda lane, nbytes: rng.choice([0.0, 0.0, 0.001])))
+
+
+SCHEDULERS = [SerialScheduler, OverlappedScheduler, partial(OverlappedScheduler, kept=1)]
 
 storages = st.builds(
     Storage,
     buckets=st.sampled_from([None, 1, 2, 3]),
     write_back_every=st.sampled_from([1, 2, 3, None]),
     keep_noise=st.booleans(),
+    scheduler=st.sampled_from(SCHEDULERS),
+    behind_copies=st.booleans(),
 )
 
 

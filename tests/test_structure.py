@@ -12,11 +12,11 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
-GROUND = {"types", "errors", "records", "memory", "timeline"}
+GROUND = {"types", "errors", "records", "memory", "timeline", "trace", "account"}
 FLOOR = {"protocols", "checkpoint", "journal", "kernels"}
 PARTS = {"sources", "devices", "schedulers", "noise", "estimators"}
 VISIT = {"walk", "workspace", "mover", "visit", "budget", "pieces", "evaluation"}  # what the engine is made of
-CHOICES = {"probes", "arrangement"}  # which parts it takes
+CHOICES = {"probes", "arrangement", "residency", "numbers"}  # which parts it takes
 
 
 def imports(path: Path) -> set[str]:
@@ -37,16 +37,16 @@ def part(module: str) -> str:
 
 def allowed(of: str) -> set[str]:
     if of in GROUND:
-        return {"errors"} if of == "types" else set()
+        return {"types": {"errors", "timeline"}, "trace": {"errors", "timeline"}, "account": {"errors"}}.get(of, set())
     if of in FLOOR:
         return GROUND | {of}
     if of in PARTS:
         return GROUND | FLOOR | {of}
     if of in VISIT:
         return GROUND | FLOOR | VISIT
-    if of == "probes":
+    if of in {"probes", "numbers"}:
         return GROUND | FLOOR | PARTS
-    if of == "arrangement":
+    if of in {"arrangement", "residency"}:
         return GROUND | FLOOR | PARTS | VISIT | CHOICES
     return GROUND | FLOOR | PARTS | VISIT | CHOICES | {"engine"}  # the engine and the package's face
 

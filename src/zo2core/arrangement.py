@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from zo2core.account import Account, Part
 from zo2core.budget import free_memory, parse_size, resident_memory
 from zo2core.checkpoint import Scratch, whole_pages
 from zo2core.checkpoint.ranged import STAGING
-from zo2core.errors import MemoryBudgetError, OptionError
+from zo2core.errors import OptionError
 from zo2core.probes import replay_seconds, write_back_interval, write_bytes_per_second
 from zo2core.protocols import BlockModel, BlockSource, NoiseGenerator
 from zo2core.sources import PinnedSource, StreamedSource
 from zo2core.sources.loader import READERS, laid_out_as_on_disk
 from zo2core.sources.streamed import READ_AHEAD
+from zo2core.timeline import Timeline
 from zo2core.types import BlockLayout
-from zo2core.workspace import work_bytes
+from zo2core.workspace import noise_bytes, work_bytes
 
 # Note: Headroom. What the allocators of Python and torch keep beside what is counted here, and what other programs may
 # take in the meantime.
@@ -29,26 +31,11 @@ MOST_USEFUL_BUCKETS = 1 + READ_AHEAD  # more only keep blocks
 
 
 @dataclass(frozen=True)
-class Part:
-    """One line of the account."""
+class Arrangement(Account):
+    """A way to hold a run in host memory; the sum of its parts is the expected peak of resident bytes."""
 
-    name: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """A way to hold a run in host memory."""
-
-    parts: tuple[Part, ...]
     buckets: int | None  # of a StreamedSource; None: every block is resident, a PinnedSource
     keep_noise: bool  # z is held from one evaluation to the next
-    budget: int  # bytes the process may have
-
-    @property
-    def nbytes(self) -> int:
-        """Expected peak of resident bytes."""
-        return sum(part.nbytes for part in self.parts)
 
     def source(
         self,
@@ -57,6 +44,7 @@ class Arrangement:
         host_memory: Callable[[int], torch.Tensor],
         chain: Callable[[int], int | None],
         *,
+        timeline: Timeline,
         scratch: Path | str | None,
         write_back_every: int | Literal["auto"] | None,
         snapshot_every: int | None,
@@ -68,6 +56,7 @@ class Arrangement:
             noise: Whose speed an automatic lag is weighed against.
             host_memory: Allocates: ``Device.host_memory``.
             chain: Version to the journal's checksum.
+            timeline: Takes down reads and writes.
             scratch: Directory to write back to.
             write_back_every: Versions that a segment may lag; "auto" measures.
             snapshot_every: The same, at most.
@@ -88,22 +77,14 @@ class Arrangement:
         lag = min((limit for limit in (every, snapshot_every) if isinstance(limit, int)), default=None)
         opened = None if scratch is None else Scratch(Path(scratch), layouts, chain)
         try:
+            options: Any = {"scratch": opened, "write_back_every": lag, "timeline": timeline}
             if self.buckets is None:
-                return PinnedSource(model.weights, layouts, host_memory, scratch=opened, write_back_every=lag), lag
-            source = StreamedSource(
-                model.weights, layouts, host_memory, buckets=self.buckets, scratch=opened, write_back_every=lag
-            )
+                return PinnedSource(model.weights, layouts, host_memory, **options), lag
+            return StreamedSource(model.weights, layouts, host_memory, buckets=self.buckets, **options), lag
         except BaseException:
             if opened is not None:
                 opened.close()
             raise
-        return source, lag
-
-    def table(self) -> str:
-        """The parts, one a line, and their sum."""
-        rows = [*self.parts, Part("together", self.nbytes), Part("allowed", self.budget)]
-        width = max(len(row.name) for row in rows)
-        return "\n".join(f"{row.name:{width}s} {row.nbytes / 2**30:9.2f} GiB" for row in rows)
 
 
 def check_lags(
@@ -157,7 +138,7 @@ def arrange(
     blocks = [whole_pages(layout.nbytes) for layout in layouts if not layout.resident]
     resident = sum(whole_pages(layout.nbytes) for layout in layouts if layout.resident)
     largest = max(blocks, default=0)
-    work = work_bytes(layouts) if compute_on_host else 0
+    work, noise = (work_bytes(layouts), noise_bytes(layouts)) if compute_on_host else (0, 0)
     fixed = (Part("this program, as it is", now), Part("activations, set aside", activation_bytes))
 
     def counted(buckets: int | None, *, keep_noise: bool) -> Arrangement:
@@ -168,10 +149,10 @@ def arrange(
             Part("embedding and head", resident),
             Part(f"{count} of {len(blocks)} blocks", size),
             Part("work buffer", work),
-            Part("noise buffer" if keep_noise else "noise buffer: drawn again instead", work if keep_noise else 0),
+            Part("noise buffer" if keep_noise else "noise buffer: drawn again instead", noise if keep_noise else 0),
             Part("reading buffers", READERS * STAGING),
         ]
-        return Arrangement(tuple(parts), buckets, keep_noise, budget)
+        return Arrangement(tuple(parts), budget, buckets, keep_noise)
 
     choices: list[tuple[int | None, bool]] = [(None, True), (None, False)]
     choices += [(buckets, True) for buckets in range(len(blocks) - 1, 1, -1)]
@@ -182,11 +163,4 @@ def arrange(
     for arrangement in found:
         if arrangement.nbytes <= budget:
             return arrangement
-    smallest = found[-1]
-    parts = ", ".join(f"{part.name} {part.nbytes / 2**30:.2f} GiB" for part in smallest.parts)
-    raise MemoryBudgetError(
-        "memory",
-        found=f"{budget / 2**30:.2f} GiB",
-        expected=f"at least {smallest.nbytes / 2**30:.2f} GiB, the smallest arrangement: {parts}",
-        remedy="free memory, allow more, or take smaller batches or a 16-bit dtype",
-    )
+    raise found[-1].too_large("memory", "free memory, allow more, or take smaller batches or a 16-bit dtype")

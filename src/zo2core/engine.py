@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
-import random
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -18,12 +17,12 @@ import torch
 
 from zo2core.arrangement import Arrangement, arrange, check_lags
 from zo2core.checkpoint import require_unused, write_checkpoint
-from zo2core.devices import CudaDevice, HostDevice
-from zo2core.errors import BusyError, ClosedError, NonFiniteLossError, OptionError
-from zo2core.estimators import require_positive
+from zo2core.devices import choose_device
+from zo2core.errors import BusyError, ClosedError, OptionError
 from zo2core.evaluation import evaluate, fill_sweeps
 from zo2core.journal import Journal
 from zo2core.noise import SequentialNoise
+from zo2core.numbers import directions, learning_rate, probes, require_finite, require_finite_update
 from zo2core.pieces import cut, joined_loss, labelled_tokens
 from zo2core.protocols import (
     BlockModel,
@@ -35,8 +34,11 @@ from zo2core.protocols import (
     Scheduler,
     ZOEstimator,
 )
-from zo2core.schedulers import SerialScheduler
-from zo2core.types import Batch, Evaluation, EvaluationResult, ParameterSpec, StepResult, Update
+from zo2core.residency import Residency, choose_residency
+from zo2core.schedulers import OverlappedScheduler
+from zo2core.timeline import Span, lane_uses
+from zo2core.trace import Trace
+from zo2core.types import Batch, Evaluation, EvaluationResult, ParameterSpec, StepResult
 from zo2core.visit import SegmentVisitor
 from zo2core.workspace import Workspace
 
@@ -52,9 +54,11 @@ class ZOEngine:
             evaluates and exports what a journal holds.
         source: Where segments live; by default a ``PinnedSource`` over the model's checkpoint, or a ``StreamedSource`` if
             that does not fit into ``memory``.
-        scheduler: Builds the scheduler from source and device; by default ``SerialScheduler``.
+        scheduler: Builds the scheduler from source and device; by default ``OverlappedScheduler``.
         noise: Draws z; by default ``SequentialNoise``, MeZO's numbers.
         device: "cpu", "cuda", "cuda:N" or a ``Device``.
+        device_memory: Of a GPU, that may be used, in bytes or as a size ("8GiB"); "auto" takes what is free. What is left
+            beside a sweep's needs keeps blocks there, which are then visited without transfers.
         journal: Updates so far and to come; by default a new one in memory. A journal with updates continues its run.
         seed: Of the run: each step's directions depend on it and on the step only.
         micro_batch_size: Rows in which a batch is cut; every segment serves all pieces in its one visit. None: not at all.
@@ -64,11 +68,12 @@ class ZOEngine:
             goes on from; without it blocks are never written, and a resumed run replays the whole journal.
         write_back_every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" weighs the
             measured speeds of noise and disk; None never writes.
+        trace: Takes down what every sweep did when.
         snapshot_every: Bounds what a resumed run has to replay: ``write_back_every`` is at most this.
 
     Raises:
         OptionError: if an option is out of its range.
-        MemoryBudgetError: if not even the smallest arrangement fits into ``memory``.
+        MemoryBudgetError: if not even the smallest arrangement fits into ``memory``, or into ``device_memory``.
         ScratchError: if ``scratch`` cannot be written to.
         JournalError: if the journal belongs to another base checkpoint, other parameters or other noise.
         CheckpointError: if the checkpoint cannot be read.
@@ -84,6 +89,7 @@ class ZOEngine:
         scheduler: Callable[[BlockSource, Device], Scheduler] | None = None,
         noise: NoiseGenerator | None = None,
         device: Device | str = "cpu",
+        device_memory: int | str = "auto",
         journal: Journal | None = None,
         seed: int = 0,
         micro_batch_size: int | None = None,
@@ -92,6 +98,7 @@ class ZOEngine:
         scratch: Path | str | None = None,
         write_back_every: int | Literal["auto"] | None = "auto",
         snapshot_every: int | None = None,
+        trace: Trace | None = None,
     ) -> None:
         if micro_batch_size is not None and micro_batch_size < 1:
             raise OptionError(
@@ -100,7 +107,7 @@ class ZOEngine:
         check_lags(source, scratch, write_back_every, snapshot_every)
         self._model = model
         self._estimator = estimator
-        self._device = _device(device)
+        self._device = choose_device(device)
         self._noise = SequentialNoise(model.layouts, self._device.torch_device) if noise is None else noise
         self._journal = Journal() if journal is None else journal
         with contextlib.ExitStack() as undo:  # an engine that cannot be made closes its parts, as a made one does
@@ -133,20 +140,35 @@ class ZOEngine:
                     self._noise,
                     self._device.host_memory,
                     self._journal.chain,
+                    timeline=self._device.timeline,
                     scratch=scratch,
                     write_back_every=write_back_every,
                     snapshot_every=snapshot_every,
                 )
                 undo.callback(source.close)
             self._source = source
-            self._scheduler = (SerialScheduler if scheduler is None else scheduler)(self._source, self._device)
-            keep_noise = self.arrangement is None or self.arrangement.keep_noise
+            self.residency: Residency | None = None  # of the device's memory; None where that is the host's, too
+            if scheduler is None and not self._device.in_place:
+                self.residency = choose_residency(
+                    model.layouts,
+                    self._noise,
+                    memory=device_memory,
+                    free=self._device.free_memory(),
+                    activation_bytes=activation_bytes,
+                    probes=probes(estimator),
+                )
+            kept = 0 if self.residency is None else self.residency.kept
+            make = partial(OverlappedScheduler, kept=kept) if scheduler is None else scheduler
+            self._scheduler = make(self._source, self._device)
+            keep_noise = self._device.in_place and (self.arrangement is None or self.arrangement.keep_noise)
             self._workspace = Workspace(model.layouts, self._device, self._noise, keep_noise=keep_noise)
             on_cpu = self._device.torch_device.type == "cpu"  # elsewhere one host thread issues the work of all
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb") if on_cpu else None
             self._seed = seed
             self._micro_batch_size = micro_batch_size
             self._activation_bytes = activation_bytes
+            self._trace = trace
+            self._spans: list[Span] = []  # of the last sweep
             self._closed = False
             self._busy = False
             model.bind(self._workspace.parameters())
@@ -186,9 +208,9 @@ class ZOEngine:
         estimator = self._estimator
         if estimator is None:
             raise OptionError("estimator", found="none", expected="one", remedy="build the engine with an estimator")
-        began, moved, step = time.perf_counter(), self._device.bytes_moved, self.version
-        lr = _lr(estimator, step)
-        evaluations = estimator.evaluations(step, _directions(self._seed, step, seed))
+        began, step = time.perf_counter(), self.version
+        lr = learning_rate(estimator, step)
+        evaluations = estimator.evaluations(step, directions(self._seed, step, seed))
         for evaluation in evaluations:
             evaluation.validated()
         pieces = cut(self._on_device(batch), self._micro_batch_size)
@@ -196,10 +218,12 @@ class ZOEngine:
         found = iter(self._sweep([(evaluation, piece) for evaluation in evaluations for piece in pieces]))
         losses = [joined_loss([next(found) for _ in pieces], tokens) for _ in evaluations]
         for evaluation, loss in zip(evaluations, losses, strict=True):
-            _require_finite(step, evaluation, loss)
+            require_finite(step, evaluation, loss)
         update = estimator.update(step, evaluations, losses, lr)
-        _require_finite_update(update)
+        require_finite_update(update)
         self._journal.append(update)
+        if self.write_back_every is not None and self.version % self.write_back_every == 0:
+            self._scheduler.settle()  # what stays on the device comes where it can be written back
         return StepResult(
             step=step,
             loss=update.losses[0],
@@ -208,7 +232,7 @@ class ZOEngine:
             seeds=update.seeds,
             lr=update.lr,
             seconds=time.perf_counter() - began,
-            bytes_moved=self._device.bytes_moved - moved,
+            lanes=lane_uses(self._spans),
         )
 
     def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:
@@ -265,18 +289,9 @@ class ZOEngine:
     def _parameters_now(self) -> Iterator[tuple[str, torch.Tensor]]:
         visitor = self._visitor([])
         for index, layout in enumerate(self._model.layouts):
-            bucket, version = self._source.acquire(index), None
-            try:
-                with torch.inference_mode():
-                    store = self._device.upload(bucket, layout)
-                    replayed = visitor.replay(index, store, bucket.version)
-                    if replayed != bucket.version:
-                        self._device.offload(store, bucket)
-                version = replayed
+            with self._scheduler.replayed(visitor, index) as bucket:
                 for spec, view in zip(layout.parameters, bucket.views, strict=True):
                     yield spec.name, view.view(spec.shape)
-            finally:
-                self._source.release(bucket, version)
         self._noise.retain(visitor.seeds)
 
     def export(self, directory: Path | str) -> None:
@@ -328,6 +343,7 @@ class ZOEngine:
 
     def _visitor(self, streams: Sequence[tuple[Evaluation | None, Batch]], forward: Forward | None = None) -> SegmentVisitor:
         return SegmentVisitor(
+            self._device,
             self._model,
             self._noise,
             self._workspace,
@@ -344,11 +360,14 @@ class ZOEngine:
     ) -> list[torch.Tensor]:
         visitor = self._visitor(streams, forward)
         try:
-            with self._alone(), torch.inference_mode():
+            with self._alone():
                 self._scheduler.sweep(visitor, range(len(self._model.layouts)))
         finally:
             visitor.finish()
             self._noise.retain(visitor.seeds)
+            self._spans = self._device.timeline.take()
+            if self._trace is not None:
+                self._trace.add(self._spans)
         return visitor.outputs
 
     def _on_device(self, batch: Batch) -> Batch:
@@ -359,53 +378,7 @@ class ZOEngine:
             raise ClosedError("ZOEngine", found="a closed engine", expected="an open one", remedy="build a new engine")
 
 
-def _lr(estimator: ZOEstimator, step: int) -> float:
-    value = estimator.lr(step) if callable(estimator.lr) else estimator.lr
-    require_positive(f"lr at step {step}", value)
-    return float(value)
-
-
-def _device(device: Device | str) -> Device:
-    if not isinstance(device, str):
-        return device
-    if device == "cpu":
-        return HostDevice()
-    kind, _, index = device.partition(":")
-    if kind != "cuda" or not (index or "0").isdecimal():
-        raise OptionError("device", found=repr(device), expected="'cpu', 'cuda' or 'cuda:N'", remedy="choose one of these")
-    return CudaDevice(int(index or 0))
-
-
 def _digest(model: BlockModel) -> str:
     specs: list[ParameterSpec] = [spec for layout in model.layouts for spec in layout.parameters]
     listed = [[spec.name, list(spec.shape), str(spec.dtype), spec.index, spec.decays] for spec in specs]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
-
-
-def _directions(run_seed: int, step: int, given: int | None) -> Iterator[int]:
-    """Seeds in [0, 1e9), as MeZO draws them, from a generator of the step's own; a given seed comes first."""
-    if given is not None:
-        yield given
-    rng = random.Random(f"{run_seed}/{step}" if given is None else f"given/{given}")  # noqa: S311 - no secret
-    while True:
-        yield rng.randrange(1_000_000_000)
-
-
-def _require_finite(step: int, evaluation: Evaluation, loss: torch.Tensor) -> None:
-    if not math.isfinite(loss.item()):
-        raise NonFiniteLossError(
-            f"step {step}, seed {evaluation.seed}, shift {evaluation.shift:+g}",
-            found=f"loss {loss.item()}",
-            expected="a finite loss",
-            remedy="lower lr or zo_eps, or use dtype bfloat16 or float32 where float16 overflows; the step was not taken",
-        )
-
-
-def _require_finite_update(update: Update) -> None:
-    if not all(math.isfinite(grad) for grad in update.projected_grads):
-        raise NonFiniteLossError(
-            f"step {update.step}",
-            found=f"projected gradients {update.projected_grads}",
-            expected="finite ones",
-            remedy="raise zo_eps: the difference of the losses was divided by too small a number; the step was not taken",
-        )

@@ -226,7 +226,6 @@ class Streams(Protocol):
         """Block the host until an event has passed: the only method that does."""
 
 
-
 class Device(Protocol):
     """Where segments are computed on."""
 
@@ -251,6 +250,9 @@ class Device(Protocol):
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Allocate uninitialised uint8 memory on the device."""
+
+    def free_memory(self) -> int:
+        """Bytes that can still be allocated on the device."""
 
     def close(self) -> None:
         """Wait for work in flight and give all memory back. May be called twice."""

@@ -60,6 +60,7 @@ class Span(NamedTuple):
     begun: Event
     done: Event
     nbytes: int  # moved
+    track: int  # of a lane that shows several things apart: which evaluation
 
 
 class LaneUse(NamedTuple):
@@ -81,12 +82,12 @@ class Timeline:
         self._capacity = capacity
         self._lock = threading.Lock()
 
-    def note(self, lane: Lane, name: str, begun: Event, done: Event, nbytes: int = 0) -> None:
+    def note(self, lane: Lane, name: str, begun: Event, done: Event, nbytes: int = 0, *, track: int = 0) -> None:
         """Add a piece of work, whose events may not have passed yet."""
         with self._lock:
             if len(self._spans) >= self._capacity:
                 del self._spans[: self._capacity // 2]
-            self._spans.append(Span(lane, name, begun, done, nbytes))
+            self._spans.append(Span(lane, name, begun, done, nbytes, track))
 
     @contextmanager
     def noted(self, lane: Lane, name: str, nbytes: int = 0) -> Iterator[None]:

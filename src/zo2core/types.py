@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from zo2core.errors import OptionError
+from zo2core.timeline import Lane, LaneUse, bound_seconds
 
 # Note: Alignment. Parameters start at multiples of a cache line inside a bucket and inside the work buffer, as torch's own
 # allocator would place them: matrix kernels may choose another path, and other roundings, for unaligned weights.
@@ -199,7 +200,17 @@ class StepResult(NamedTuple):
     seeds: tuple[int, ...]  # one a probe
     lr: float  # applied to each probe, as the journal has it
     seconds: float  # wall time
-    bytes_moved: int  # uploads plus offloads; 0 where the device computes on the buckets themselves
+    lanes: Mapping[Lane, LaneUse]  # busy seconds and bytes of disk, transfers and compute
+
+    @property
+    def bytes_moved(self) -> int:
+        """Uploaded plus offloaded; 0 where the device computes on the buckets themselves."""
+        return self.lanes[Lane.UPLOAD].nbytes + self.lanes[Lane.OFFLOAD].nbytes
+
+    @property
+    def bound_seconds(self) -> float:
+        """What the slowest lane alone takes: no order of work makes a step faster."""
+        return bound_seconds(self.lanes)
 
 
 class EvaluationResult(NamedTuple):

@@ -20,7 +20,8 @@ import torch
 
 from zo2core.kernels import perturb, walk
 from zo2core.mover import Mover
-from zo2core.protocols import Activations, BlockModel, CounterNoise, Forward, NoiseGenerator, Store
+from zo2core.protocols import Activations, BlockModel, CounterNoise, Device, Forward, NoiseGenerator, Store
+from zo2core.timeline import Lane
 from zo2core.types import Batch, Evaluation, SegmentKind, Update
 from zo2core.walk import Move, Replay, moves_to
 from zo2core.workspace import Cell, Workspace
@@ -40,6 +41,7 @@ class SegmentVisitor:
     """Visits the segments for one sweep.
 
     Args:
+        device: Whose timeline takes down what is done.
         model: Runs the forwards.
         noise: Draws z.
         workspace: Memory; one sweep at a time may use it.
@@ -54,6 +56,7 @@ class SegmentVisitor:
 
     def __init__(
         self,
+        device: Device,
         model: BlockModel,
         noise: NoiseGenerator,
         workspace: Workspace,
@@ -65,6 +68,7 @@ class SegmentVisitor:
         zo_eps: float = 1.0,
         perturb_in_place: bool = True,
     ) -> None:
+        self._device = device
         self._model = model
         self._runs: Forward = model if forward is None else forward
         self._noise = noise
@@ -92,8 +96,15 @@ class SegmentVisitor:
         self.seeds = {evaluation.seed for evaluation, _ in streams if evaluation is not None}  # drawn from, this sweep
         self.outputs: list[torch.Tensor] = []  # the head's, one a stream, once it was visited
 
+    @torch.inference_mode()
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring a segment to the present version. See the contract."""
+        begun = self._device.streams.mark()
+        self._replay(index, store, version)
+        self._device.timeline.note(Lane.REPLAY, self._model.layouts[index].name, begun, self._device.streams.mark())
+        return self._present
+
+    def _replay(self, index: int, store: Store, version: int) -> None:
         if version not in self._replays:
             self._replays[version] = [Replay(update) for update in self._updates[version : self._present]]
             self.seeds.update(seed for replay in self._replays[version] for seed in replay.seeds)
@@ -103,7 +114,7 @@ class SegmentVisitor:
             first = self._groups[0][0] if self._groups else None
             self._at = first if first is not None and first.shift != 0 else None
             self._mover.replay(index, self._stores, replays, self._at)
-            return self._present
+            return
         self._drawn = None
         queue: SimpleQueue[_Piece] = SimpleQueue()
         try:
@@ -115,20 +126,24 @@ class SegmentVisitor:
             queue.put(_Piece.LOST)  # lets the second thread go, whether it was started or not
             self.finish()
             raise
-        return self._present
 
+    @torch.inference_mode()
     def evaluate(self, index: int, store: Store) -> None:
         """Run the segment's forwards. See the contract."""
         self._stores[index] = store
         before: Evaluation | None = None
         at = self._join()  # where the second thread has brought the work buffer already
-        for evaluation, streams in self._groups:
+        begun, name = self._device.streams.mark(), self._model.layouts[index].name
+        for track, (evaluation, streams) in enumerate(self._groups):
             if at is None or evaluation != at:
                 origin = before if self._perturb_in_place else None
                 self._move(index, moves_to(origin, evaluation), from_store=origin is None)
             before, at = evaluation, None
             for stream in streams:
                 self._forward(index, stream)
+            done = self._device.streams.mark()
+            self._device.timeline.note(Lane.EVALUATE, name, begun, done, track=track)
+            begun = done
         if self._model.layouts[index].kind is SegmentKind.BLOCK:
             del self._stores[index]
 
@@ -173,7 +188,7 @@ class SegmentVisitor:
     ) -> None:
         spec, workspace = cell.spec, self._workspace
         scratch, decay_scratch = workspace.scratch(spec.dtype, "replay"), workspace.scratch(spec.dtype, "decay")
-        zs = [workspace.scratch(spec.dtype, f"z {i}") for i in range(max((len(r.seeds) for r in replays), default=0))]
+        zs = [workspace.drawing(spec.dtype, f"z {i}") for i in range(max((len(r.seeds) for r in replays), default=0))]
         for start, stop in cell.pieces:
             piece, length = theta[start:stop], stop - start
             first, second = scratch[:length], decay_scratch[:length]
@@ -260,7 +275,7 @@ class SegmentVisitor:
         """Where a piece of z goes: its place in the noise buffer, or scratch that the next piece overwrites."""
         if cell.z is not None:
             return cell.z[start:stop]
-        return self._workspace.scratch(cell.spec.dtype, f"z {purpose}")[: stop - start]
+        return self._workspace.drawing(cell.spec.dtype, f"z {purpose}")[: stop - start]
 
     def _forward(self, index: int, stream: int) -> None:
         kind = self._model.layouts[index].kind

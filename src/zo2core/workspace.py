@@ -1,7 +1,7 @@
 """The memory that a visit works in, allocated once: the work buffer, the noise buffer and cache-sized scratch.
 
-The work buffer's views are the model's parameters for good. Segments share its memory, one after the other; weights that
-two segments use (tied ones) have a place of their own, so that their noise, once drawn, serves both.
+The work buffer's views are the model's parameters for good. Segments share its memory, one after the other. In the noise
+buffer weights that two segments use (tied ones) have a place of their own, so that their noise, once drawn, serves both.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 
 from zo2core.protocols import CounterNoise, Device, NoiseGenerator
 from zo2core.types import BlockLayout, ParameterSpec, aligned, flat_views
+
+SCRATCH = 1 << 24  # elements, where pieces are longer: launches cost little then
 
 
 class Cell(NamedTuple):
@@ -28,9 +30,20 @@ class Cell(NamedTuple):
 
 
 def work_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Bytes of the work buffer, and of the noise buffer, for segments of these layouts."""
+    """Bytes of the work buffer for segments of these layouts: of the largest one, with what it borrows."""
+    return max(_nbytes((*layout.parameters, *layout.borrowed)) for layout in layouts)
+
+
+def noise_bytes(layouts: Sequence[BlockLayout]) -> int:
+    """Bytes of the noise buffer for segments of these layouts: tied weights' noise stays there from visit to visit."""
     tied, own = _divide(layouts)
     return _nbytes(tied) + max(_nbytes(specs) for specs in own)
+
+
+def drawn_bytes(layouts: Sequence[BlockLayout], noise: NoiseGenerator) -> int:
+    """Bytes of the longest piece in which a parameter's z is drawn."""
+    specs = {(spec.numel, spec.dtype): spec for layout in layouts for spec in layout.parameters}
+    return max(max(stop - start for start, stop in noise.pieces(spec)) * spec.dtype.itemsize for spec in specs.values())
 
 
 def _divide(layouts: Sequence[BlockLayout]) -> tuple[list[ParameterSpec], list[list[ParameterSpec]]]:
@@ -59,16 +72,14 @@ class Workspace:
     ) -> None:
         tied, own = _divide(layouts)
         tied_names = {spec.name for spec in tied}
-        tied_bytes, nbytes = _nbytes(tied), work_bytes(layouts)
-        work = device.empty(nbytes)
+        tied_bytes = _nbytes(tied)
+        work = device.empty(work_bytes(layouts))
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
-        z = device.empty(nbytes) if self.keeps_noise else None
+        z = device.empty(noise_bytes(layouts)) if self.keeps_noise else None
 
-        def place(specs: Sequence[ParameterSpec], start: int) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
-            zs = [None] * len(specs) if z is None else flat_views(specs, z[start:])
-            return {spec.name: (w, each) for spec, w, each in zip(specs, flat_views(specs, work[start:]), zs, strict=True)}
+        def views(specs: Sequence[ParameterSpec], memory: torch.Tensor | None, start: int) -> list[torch.Tensor | None]:
+            return [None] * len(specs) if memory is None else list(flat_views(specs, memory[start:]))
 
-        tied_views = place(tied, 0)
         places = {
             spec.name: (index, position)
             for index, layout in enumerate(layouts)
@@ -76,15 +87,16 @@ class Workspace:
         }
         self.segments: list[tuple[Cell, ...]] = []  # per segment, in drawing order
         for layout, specs in zip(layouts, own, strict=True):
-            views = tied_views | place(specs, tied_bytes)
-            used = sorted((*layout.parameters, *layout.borrowed), key=lambda spec: spec.index)
-            self.segments.append(
-                tuple(
-                    Cell(spec, *places[spec.name], *views[spec.name], noise.pieces(spec), spec.name in tied_names)
-                    for spec in used
-                )
-            )
-        self._torch_device = device.torch_device
+            shared = [spec for spec in tied if spec in (*layout.parameters, *layout.borrowed)]
+            works = [*views(shared, work, 0), *views(specs, work, tied_bytes if shared else 0)]
+            zs = [*views(shared, z, 0), *views(specs, z, tied_bytes)]
+            cells = []
+            for spec, perturbed, drawn in zip((*shared, *specs), works, zs, strict=True):
+                assert perturbed is not None
+                tied_here = spec.name in tied_names
+                cells.append(Cell(spec, *places[spec.name], perturbed, drawn, noise.pieces(spec), tied_here))
+            self.segments.append(tuple(sorted(cells, key=lambda cell: cell.spec.index)))
+        self._device = device
         self.elements = [sum(cell.spec.numel for cell in cells) for cells in self.segments]
         self._scratch: dict[tuple[torch.dtype, str], torch.Tensor] = {}
         self._piece = max(
@@ -95,9 +107,17 @@ class Workspace:
         """Every parameter's shaped view of the work buffer, by name."""
         return {cell.spec.name: cell.work.view(cell.spec.shape) for cells in self.segments for cell in cells}
 
+    def drawing(self, dtype: torch.dtype, purpose: str) -> torch.Tensor:
+        """Memory for a piece of z: one buffer a dtype and purpose, kept."""
+        return self._memory(dtype, purpose, self._piece)
+
     def scratch(self, dtype: torch.dtype, purpose: str) -> torch.Tensor:
-        """Memory for one piece: one buffer a dtype and purpose, kept."""
+        """Memory for arithmetic, for a piece or a part of one: one buffer a dtype and purpose, kept."""
+        return self._memory(dtype, purpose, min(self._piece, SCRATCH))
+
+    def _memory(self, dtype: torch.dtype, purpose: str, length: int) -> torch.Tensor:
         key = (dtype, purpose)
         if key not in self._scratch:
-            self._scratch[key] = torch.empty(self._piece, dtype=dtype, device=self._torch_device)
+            nbytes = length * dtype.itemsize
+            self._scratch[key] = self._device.empty(nbytes)[:nbytes].view(dtype)
         return self._scratch[key]

@@ -21,7 +21,7 @@ class _Clock:
     """The host's clock, held against an event of the GPU once."""
 
     def __init__(self) -> None:
-        self.origin = torch.cuda.Event(enable_timing=True)
+        self.origin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.origin.record()
         self.origin.synchronize()
         self.seconds = time.perf_counter()
@@ -35,20 +35,20 @@ class CudaEvent:
         stream: To record in, now.
     """
 
-    def __init__(self, clock: _Clock, stream: torch.cuda.Stream) -> None:
+    def __init__(self, clock: _Clock, stream: Any) -> None:
         self._clock = clock
-        self.recorded = torch.cuda.Event(enable_timing=True)
+        self.recorded: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.recorded.record(stream)
 
     @property
     def passed(self) -> bool:
         """Whether the stream has come here. Does not block."""
-        return self.recorded.query()
+        return bool(self.recorded.query())
 
     @property
     def seconds(self) -> float:
         """When it did."""
-        return self._clock.seconds + self._clock.origin.elapsed_time(self.recorded) / 1e3
+        return self._clock.seconds + float(self._clock.origin.elapsed_time(self.recorded)) / 1e3  # from milliseconds
 
 
 class CudaStreams:
@@ -61,9 +61,9 @@ class CudaStreams:
     def __init__(self, index: int) -> None:
         self._index = index
         with torch.cuda.device(index):
-            self._lanes = {
-                Lane.UPLOAD: torch.cuda.Stream(),  # the copy engine towards the GPU works beside the kernels
-                Lane.OFFLOAD: torch.cuda.Stream(),  # there is a second one for the way back: both at once
+            self._lanes: dict[Lane, Any] = {
+                Lane.UPLOAD: _stream(),  # the copy engine towards the GPU works beside the kernels
+                Lane.OFFLOAD: _stream(),  # there is a second one for the way back: both at once
             }
             self._clock = _Clock()
 
@@ -163,6 +163,12 @@ class CudaDevice:
         """Allocate uninitialised memory on the GPU."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self._torch_device)
 
+    def free_memory(self) -> int:
+        """What the driver has, and what torch keeps without using it."""
+        free, _ = torch.cuda.mem_get_info(self._torch_device)
+        kept = torch.cuda.memory_reserved(self._torch_device) - torch.cuda.memory_allocated(self._torch_device)
+        return free + kept
+
     def close(self) -> None:
         """Wait for the GPU and unlock all memory."""
         if self._registered:
@@ -171,7 +177,11 @@ class CudaDevice:
             _cudart().cudaHostUnregister(self._registered.pop().data_ptr())
 
 
-def _recorded(event: Event) -> torch.cuda.Event:
+def _stream() -> Any:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def _recorded(event: Event) -> Any:
     assert isinstance(event, CudaEvent), "events of one device order the work of that device"
     return event.recorded
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import psutil
 import torch
 
 from zo2core.memory import anonymous_memory
@@ -65,6 +66,10 @@ class HostDevice:
     def empty(self, nbytes: int) -> torch.Tensor:
         """The same as host memory: here they are one."""
         return self.host_memory(nbytes)
+
+    def free_memory(self) -> int:
+        """What the system has."""
+        return psutil.virtual_memory().available
 
     def close(self) -> None:
         """Nothing: memory goes with its tensors."""

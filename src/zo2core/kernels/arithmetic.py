@@ -3,7 +3,7 @@
 Each operation rounds to the parameter's dtype, in the association order of MeZO's own trainer; Python scalars act in the
 kernel's wider type. Operations that could contract into a fused multiply-add (``alpha=``, ``addcmul``) are not used.
 
-All tensors are 1-D, contiguous, of one dtype and one length.
+All tensors are 1-D, contiguous, of one dtype and, unless told otherwise, one length.
 
 Note: Folding the shift. ``(k * z) * eps`` equals ``z * (k * eps)`` bit for bit when k is a power of two, because scaling
 by k is then exact on both sides of the rounding, if k is at least 1: halving a subnormal number rounds. All shifts of MeZO's
@@ -31,14 +31,18 @@ def perturb(
         z: Direction.
         shift: Signed multiple of ``zo_eps``.
         zo_eps: Perturbation scale.
-        scratch: Overwritten; not any of the others.
+        scratch: Overwritten; not any of the others. Where it is shorter than they are, the work is done in pieces.
     """
-    if folds(shift):
-        torch.mul(z, shift * zo_eps, out=scratch)
-    else:
-        torch.mul(z, shift, out=scratch)
-        scratch.mul_(zo_eps)
-    torch.add(theta, scratch, out=out)
+    length = max(scratch.numel(), 1)
+    for start in range(0, theta.numel(), length):
+        piece = theta[start : start + length]
+        moved = scratch[: len(piece)]
+        if folds(shift):
+            torch.mul(z[start : start + length], shift * zo_eps, out=moved)
+        else:
+            torch.mul(z[start : start + length], shift, out=moved)
+            moved.mul_(zo_eps)
+        torch.add(piece, moved, out=out[start : start + length])
 
 
 def folds(shift: float) -> bool:
@@ -93,20 +97,24 @@ def walk(
         theta: Weights, changed in place.
         program: What to do.
         zs: Its directions, as many as it has seeds.
-        scratch: Overwritten; not any of the others.
-        decay_scratch: Overwritten; not any of the others.
+        scratch: Overwritten; not any of the others. Where it is shorter than they are, the work is done in pieces.
+        decay_scratch: As long; overwritten; not any of the others.
     """
-    for move in program.instructions:
-        z = zs[move.direction]
-        if isinstance(move, Perturb):
-            perturb(theta, theta, z, shift=move.shift, zo_eps=move.zo_eps, scratch=scratch)
-        else:
-            descend(
-                theta,
-                z,
-                projected_grad=move.projected_grad,
-                lr=move.lr,
-                weight_decay=move.weight_decay,
-                scratch=scratch,
-                decay_scratch=decay_scratch,
-            )
+    length = max(scratch.numel(), 1)
+    for start in range(0, theta.numel(), length):
+        piece = theta[start : start + length]
+        first, second = scratch[: len(piece)], decay_scratch[: len(piece)]
+        for move in program.instructions:
+            z = zs[move.direction][start : start + length]
+            if isinstance(move, Perturb):
+                perturb(piece, piece, z, shift=move.shift, zo_eps=move.zo_eps, scratch=first)
+            else:
+                descend(
+                    piece,
+                    z,
+                    projected_grad=move.projected_grad,
+                    lr=move.lr,
+                    weight_decay=move.weight_decay,
+                    scratch=first,
+                    decay_scratch=second,
+                )

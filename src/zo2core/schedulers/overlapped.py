@@ -178,7 +178,7 @@ class OverlappedScheduler:
 
     def _bring_ahead(self, index: int) -> None:
         """Start bringing a segment in, if there is room on both sides."""
-        if self._device.in_place:
+        if self._device.in_place or any(leaving.bucket.segment == index for leaving in self._leaving):
             return
         if index in self._own or (self._free and self._out < self._source.capacity):
             arrival = self._bring(index)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import torch
 
 from zo2core.checkpoint import Scratch, whole_pages
 from zo2core.checkpoint.ranged import PAGE
 from zo2core.protocols import TensorReader
+from zo2core.timeline import Lane, Timeline
 from zo2core.types import BlockLayout, aligned
+
+_Key = TypeVar("_Key", int, str)  # of a segment that was written back, or of a parameter of the base
 
 READERS = 4  # threads; one buffered reader does not reach a disk's rate
 CHUNK = 4 << 20  # bytes read at a time, so that all threads work on the segment that is needed first
@@ -82,7 +86,7 @@ class SegmentLoader:
         weights: The base checkpoint. Belongs to the caller.
         layouts: Segments in visiting order.
         scratch: Where written-back segments are; belongs to the caller.
-        threads: How many.
+        timeline: Takes down every read.
     """
 
     def __init__(
@@ -90,12 +94,13 @@ class SegmentLoader:
         weights: TensorReader,
         layouts: Sequence[BlockLayout],
         scratch: Scratch | None = None,
-        threads: int = READERS,
+        timeline: Timeline | None = None,
     ) -> None:
         self._weights = weights
         self._layouts = layouts
         self._scratch = scratch
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="zo2-read")
+        self._timeline = Timeline() if timeline is None else timeline
+        self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="zo2-read")
 
     def load(self, segment: int, pages: torch.Tensor, views: Sequence[torch.Tensor]) -> Loading:
         """Start filling a segment's memory and return at once.
@@ -107,18 +112,25 @@ class SegmentLoader:
         """
         version = 0 if self._scratch is None else self._scratch.version(segment)
         pages = pages[: whole_pages(self._layouts[segment].nbytes)]
-        submit = self._pool.submit
+        submit, noted = self._pool.submit, self._noted
         if self._scratch is not None and version > 0:
             starts = range(0, len(pages), CHUNK)
             read = self._scratch.read
-            return Loading([submit(read, segment, pages[start : start + CHUNK], start) for start in starts], version)
+            reads = [submit(noted, segment, read, segment, pages[start : start + CHUNK], start) for start in starts]
+            return Loading(reads, version)
         futures: list[Future[None]] = []
         for spec, view in zip(self._layouts[segment].parameters, views, strict=True):
             step, past = CHUNK // spec.dtype.itemsize, view.data_ptr() % PAGE // spec.dtype.itemsize
             cuts = [0, *range(step - past, spec.numel, step), spec.numel]  # where pages begin
             for start, stop in pairwise(cuts):
-                futures.append(submit(self._weights.read_into, spec.name, view[start:stop], start))
+                futures.append(submit(noted, segment, self._weights.read_into, spec.name, view[start:stop], start))
         return Loading(futures, 0)
+
+    def _noted(
+        self, segment: int, read: Callable[[_Key, torch.Tensor, int], None], key: _Key, out: torch.Tensor, start: int
+    ) -> None:
+        with self._timeline.noted(Lane.READ, self._layouts[segment].name, out.nbytes):
+            read(key, out, start)
 
     def close(self) -> None:
         """Drop reads that have not begun, and wait for the others."""

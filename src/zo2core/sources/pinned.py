@@ -12,6 +12,7 @@ from zo2core.errors import ClosedError
 from zo2core.protocols import TensorReader
 from zo2core.sources.loader import Loading, SegmentLoader, portions
 from zo2core.sources.writeback import WriteBack
+from zo2core.timeline import Timeline
 from zo2core.types import BlockLayout, Bucket
 
 
@@ -27,6 +28,7 @@ class PinnedSource:
         scratch: Where segments were written back to, and are again; belongs to this source.
         write_back_every: A segment is written back once it is this many versions ahead of its bytes on disk: a snapshot
             that bounds what a resumed run has to replay. None never writes.
+        timeline: Takes down every read and write: ``Device.timeline``.
 
     Raises:
         OptionError: if ``write_back_every`` is out of its range.
@@ -40,16 +42,17 @@ class PinnedSource:
         *,
         scratch: Scratch | None = None,
         write_back_every: int | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self._layouts = tuple(layouts)
-        self._write_back = WriteBack(scratch, write_back_every)
+        self._write_back = WriteBack(scratch, write_back_every, timeline)
         sizes = [whole_pages(layout.nbytes) for layout in self._layouts]
         self._pages = portions(host_memory(sum(sizes)), sizes)
         self._buckets: list[Bucket] = []
         for index, layout in enumerate(self._layouts):
             data = self._pages[index][: layout.nbytes]
             self._buckets.append(Bucket(index, data, layout.views(data), version=0))
-        self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, scratch)
+        self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, scratch, timeline)
         self._loading: dict[int, Loading] = {}
         self._filled: set[int] = set()
         self._lock = threading.Lock()

@@ -18,6 +18,7 @@ from zo2core.errors import ClosedError, OptionError
 from zo2core.protocols import TensorReader
 from zo2core.sources.loader import Loading, SegmentLoader, portions
 from zo2core.sources.writeback import WriteBack
+from zo2core.timeline import Timeline
 from zo2core.types import BlockLayout, Bucket
 
 READ_AHEAD = 2  # blocks: one is ready while the next one comes
@@ -53,6 +54,7 @@ class StreamedSource:
         scratch: Where blocks were written back to, and are again; belongs to this source.
         write_back_every: A block is written back once it is this many versions ahead of its bytes on disk; in between it is
             read again and replayed. None never writes.
+        timeline: Takes down every read and write: ``Device.timeline``.
 
     Raises:
         OptionError: if an option is out of its range.
@@ -67,11 +69,12 @@ class StreamedSource:
         buckets: int = 1 + READ_AHEAD,
         scratch: Scratch | None = None,
         write_back_every: int | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         if buckets < 1:
             raise OptionError("buckets", found=repr(buckets), expected="at least 1", remedy="leave it at its default")
         self._layouts = tuple(layouts)
-        self._write_back = WriteBack(scratch, write_back_every)
+        self._write_back = WriteBack(scratch, write_back_every, timeline)
         self._blocks = [index for index, layout in enumerate(self._layouts) if not layout.resident]
         sizes = [whole_pages(layout.nbytes) for layout in self._layouts if layout.resident]
         largest = max((whole_pages(self._layouts[index].nbytes) for index in self._blocks), default=0)
@@ -81,7 +84,7 @@ class StreamedSource:
         self._resident = {index: _Slot(next(memory)) for index, layout in enumerate(self._layouts) if layout.resident}
         self._ring = [_Slot(pages) for pages in memory]
         self._at = 0  # position among the blocks of the one acquired last
-        self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, scratch)
+        self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, scratch, timeline)
         self._lock = threading.RLock()
 
     @property

@@ -9,6 +9,7 @@ import torch
 
 from zo2core.checkpoint import Scratch
 from zo2core.errors import OptionError
+from zo2core.timeline import Lane, Timeline
 
 
 class WriteBack:
@@ -17,12 +18,13 @@ class WriteBack:
     Args:
         scratch: Where to; None never writes. Belongs to this object.
         every: A segment is written once it is this many versions ahead of its bytes on disk; None never writes.
+        timeline: Takes down every write.
 
     Raises:
         OptionError: if ``every`` is below 1, or there is nowhere to write to.
     """
 
-    def __init__(self, scratch: Scratch | None, every: int | None) -> None:
+    def __init__(self, scratch: Scratch | None, every: int | None, timeline: Timeline | None = None) -> None:
         if every is not None and (every < 1 or scratch is None):
             raise OptionError(
                 "write_back_every",
@@ -32,6 +34,7 @@ class WriteBack:
             )
         self._scratch = scratch
         self._every = every
+        self._timeline = Timeline() if timeline is None else timeline
         self._under_way: dict[int, Future[None]] = {}
         self._failure: BaseException | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zo2-write")
@@ -47,9 +50,13 @@ class WriteBack:
         """
         if self._scratch is None or self._every is None or version - self._scratch.version(segment) < self._every:
             return
-        future = self._pool.submit(self._scratch.write, segment, pages, version)
+        future = self._pool.submit(self._write, self._scratch, segment, pages, version)
         self._under_way[segment] = future
         future.add_done_callback(lambda _: then())
+
+    def _write(self, scratch: Scratch, segment: int, pages: torch.Tensor, version: int) -> None:
+        with self._timeline.noted(Lane.WRITE, f"segment {segment}", pages.nbytes):
+            scratch.write(segment, pages, version)
 
     def busy(self, segment: int) -> bool:
         """Whether a segment is being written."""

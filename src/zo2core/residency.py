@@ -1,0 +1,74 @@
+"""Which blocks stay on the device: as many as its memory holds beside what every sweep needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zo2core.account import Account, Part
+from zo2core.budget import parse_size
+from zo2core.protocols import CounterNoise, NoiseGenerator
+from zo2core.types import BlockLayout
+from zo2core.workspace import SCRATCH, drawn_bytes, work_bytes
+
+AUTO_SHARE = 0.95  # of the free memory; the rest is the allocator's
+SLOTS = 2
+_SCRATCHES = 3  # replay, decay, move
+
+
+@dataclass(frozen=True)
+class Residency(Account):
+    """A way to use a device's memory."""
+
+    kept: int  # blocks that stay; the others pass through two slots
+
+
+def choose_residency(
+    layouts: Sequence[BlockLayout],
+    noise: NoiseGenerator,
+    *,
+    memory: int | str = "auto",
+    free: int,
+    activation_bytes: int,
+    probes: int = 1,
+) -> Residency:
+    """Keep as many blocks on the device as fit.
+
+    Args:
+        layouts: Segments in visiting order.
+        noise: Its pieces say how much of z is drawn at a time.
+        memory: Bytes of the device that may be used, or a size ("8GiB"); "auto" takes what is free.
+        free: Bytes of the device that are.
+        activation_bytes: Set aside for activations and logits.
+        probes: Directions of an update: their z are held together while it is replayed.
+
+    Raises:
+        MemoryBudgetError: if the device is too small for any arrangement; it adds up what the smallest needs.
+        OptionError: if ``memory`` is no size.
+    """
+    budget = int(AUTO_SHARE * free) if memory == "auto" else parse_size(memory)
+    blocks = [layout.nbytes for layout in layouts if not layout.resident]
+    largest = max(blocks, default=0)
+    drawn = 0 if isinstance(noise, CounterNoise) else drawn_bytes(layouts, noise)
+    itemsize = max(spec.dtype.itemsize for layout in layouts for spec in layout.parameters)
+    scratch = 0 if isinstance(noise, CounterNoise) else _SCRATCHES * min(SCRATCH * itemsize, drawn)
+
+    def counted(kept: int) -> Residency:
+        moving = len(blocks) - kept
+        slots = min(SLOTS, moving)
+        parts = (
+            Part("embedding and head", sum(layout.nbytes for layout in layouts if layout.resident)),
+            Part(f"{slots} slots for {moving} blocks", slots * largest),
+            Part(f"{kept} blocks that stay", kept * largest),
+            Part("work buffer", work_bytes(layouts)),
+            Part("noise as it is drawn", (probes + 1) * drawn + scratch),
+            Part("activations, set aside", activation_bytes),
+        )
+        return Residency(parts, budget, kept)
+
+    for kept in range(len(blocks), 0, -1):
+        if (found := counted(kept)).nbytes <= budget:
+            return found
+    if (smallest := counted(0)).nbytes <= budget:
+        return smallest
+    raise smallest.too_large("device_memory", "use a larger device, smaller batches, a loss in chunks, or a 16-bit dtype")

@@ -1,0 +1,182 @@
+"""Every wait of the overlapped scheduler is needed: each one is taken out in turn, and something breaks.
+
+The device's copies and its compute run in threads. Each case slows down what the wait waits for, so that without it the
+other side comes first, always. Memory that is being filled, and buckets that were given back, are poisoned.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from threaded_device import ThreadedDevice, ThreadedStreams
+
+from zo2core import OverlappedScheduler
+from zo2core.protocols import Store, Wait
+from zo2core.timeline import Lane
+from zo2core.types import BlockLayout, Bucket, ParameterSpec, SegmentKind
+
+BLOCKS = 5
+NUMBERS = 64  # a segment
+SLOW = 0.02  # seconds
+
+
+class CheckingSource:
+    """Segments whose every number is 1000 * segment + version; whoever gives back other bytes is found out."""
+
+    def __init__(self) -> None:
+        kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * BLOCKS, SegmentKind.HEAD]
+        specs = [ParameterSpec(f"p{i}", (NUMBERS,), torch.float32, i, True) for i in range(len(kinds))]
+        self.layouts = [BlockLayout(spec.name, kind, (spec,)) for spec, kind in zip(specs, kinds, strict=True)]
+        self.capacity = BLOCKS
+        self.versions = [0] * len(kinds)
+        self.memory = [torch.empty(layout.nbytes, dtype=torch.uint8) for layout in self.layouts]
+        self.errors: list[str] = []
+        self._lock = threading.Lock()
+
+    def expected(self, index: int, version: int) -> float:
+        return 1000.0 * index + version
+
+    def prefetch(self, index: int) -> bool:
+        return True
+
+    def acquire(self, index: int) -> Bucket:
+        layout, memory = self.layouts[index], self.memory[index]
+        views = layout.views(memory)
+        views[0].fill_(self.expected(index, self.versions[index]))
+        return Bucket(index, memory, views, self.versions[index])
+
+    def release(self, bucket: Bucket, version: int | None) -> None:
+        assert version is not None
+        if not bool((bucket.views[0] == self.expected(bucket.segment, version)).all()):
+            self.errors.append(f"segment {bucket.segment} came back with other bytes than version {version}'s")
+        self.versions[bucket.segment] = version
+        bucket.data.fill_(255)  # from here on the memory is the source's
+
+    def close(self) -> None:
+        pass
+
+
+class IssuingVisitor:
+    """Issues its compute to the device's queue, as kernels are launched, and checks there what it finds."""
+
+    def __init__(self, source: CheckingSource, streams: ThreadedStreams, case: Case, *, replays: bool) -> None:
+        self.source = source
+        self.streams = streams
+        self.case = case
+        self.replays = replays
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        def work() -> None:
+            time.sleep(self.case.replay())
+            self.expect("replay", index, store, version)
+            store[0].add_(1)
+
+        if not self.replays:
+            return version
+        self.streams.compute(work)
+        return version + 1
+
+    def evaluate(self, index: int, store: Store) -> None:
+        version = self.source.versions[index] if not self.replays else None
+
+        def work() -> None:
+            before = store[0].clone()
+            time.sleep(self.case.evaluate())
+            if version is not None:
+                self.expect("evaluate", index, store, version)
+            if not torch.equal(before, store[0]):
+                self.source.errors.append(f"segment {index} changed under its forwards")
+
+        self.streams.compute(work)
+
+    def expect(self, what: str, index: int, store: Store, version: int) -> None:
+        if not bool((store[0] == self.source.expected(index, version)).all()):
+            self.source.errors.append(f"{what} of segment {index} found other bytes than version {version}'s")
+
+
+def nothing() -> float:
+    return 0.0
+
+
+def slow() -> float:
+    return SLOW
+
+
+class Case(NamedTuple):
+    """How long everything takes, and whether there is anything to replay."""
+
+    upload: Callable[[], float] = nothing
+    offload: Callable[[], float] = nothing
+    replay: Callable[[], float] = nothing
+    evaluate: Callable[[], float] = nothing
+    replays: bool = True
+
+
+# The case in which each wait counts: what it waits for is slow.
+CASES: dict[Wait, Case] = {
+    Wait.UPLOADED: Case(upload=slow),
+    Wait.REPLAYED: Case(replay=slow),
+    Wait.OFFLOADED: Case(offload=slow),
+    Wait.EVALUATED: Case(evaluate=slow),
+    Wait.RETURNED: Case(offload=slow),
+    Wait.SENT: Case(upload=slow, replays=False),
+}
+
+
+def run(case: Case, without: Sequence[Wait], kept: int = 0) -> list[str]:
+    """Two sweeps and what is left; return what was found to be wrong."""
+
+    def delay(lane: Lane, nbytes: int) -> float:
+        return case.upload() if lane is Lane.UPLOAD else case.offload()
+
+    streams = ThreadedStreams(delay, asynchronous=True, without=without)
+    device, source = ThreadedDevice(streams), CheckingSource()
+    scheduler = OverlappedScheduler(source, device, kept=kept)
+    for _ in range(2):
+        scheduler.sweep(IssuingVisitor(source, streams, case, replays=case.replays), range(BLOCKS + 2))
+    scheduler.settle()
+    device.close()
+    return [*source.errors, *map(str, streams.errors)]
+
+
+@pytest.mark.parametrize("wait", Wait)
+def test_each_wait_is_needed(wait: Wait) -> None:
+    assert run(CASES[wait], without=[]) == []
+    assert run(CASES[wait], without=[wait]) != []
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3, BLOCKS])
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_takes_long_nothing_breaks(seed: int, kept: int) -> None:
+    rng = random.Random(seed)
+
+    def some() -> float:
+        return rng.choice([0.0, 0.0, 0.001, 0.004])
+
+    assert run(Case(some, some, some, some), without=[], kept=kept) == []
+
+
+def test_transfers_and_compute_overlap() -> None:
+    """Each of three lanes takes equally long; were any two one after the other, their spans would not touch."""
+    streams = ThreadedStreams(lambda lane, nbytes: SLOW, asynchronous=True)
+    device, source = ThreadedDevice(streams), CheckingSource()
+    scheduler = OverlappedScheduler(source, device)
+    scheduler.sweep(IssuingVisitor(source, streams, Case(evaluate=slow), replays=True), range(BLOCKS + 2))
+    scheduler.settle()
+    device.close()
+    spans = device.timeline.take()
+    uploads, offloads = ([s for s in spans if s.lane is lane] for lane in (Lane.UPLOAD, Lane.OFFLOAD))
+    together = [
+        (up.name, down.name)
+        for up in uploads
+        for down in offloads
+        if up.begun.seconds < down.done.seconds and down.begun.seconds < up.done.seconds
+    ]
+    assert together, "while a block goes back another one comes in"
+    assert source.errors == []
