@@ -1,8 +1,11 @@
-"""What compute devices promise. The CUDA runtime is a recording stand-in: which memory is locked, and let go again."""
+"""What compute devices promise. The CUDA runtime is a recording stand-in: what is locked, and in which order work is queued."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from models import save_model, small_config
 
 from zo2adapters import open_checkpoint
 from zo2core import CudaDevice, DeviceError, HostDevice, MeZOSGD, ZOEngine
+from zo2core.protocols import Wait
+from zo2core.timeline import Lane
 
 
 class FakeRuntime:
@@ -29,8 +34,68 @@ class FakeRuntime:
         return 0
 
 
+class FakeStream:
+    """A stream that writes down what is queued in it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self.log = log
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.log.append(f"{self.name} waits for {event.name}")
+
+
+class FakeEvent:
+    """An event that knows where it was recorded."""
+
+    log: list[str]
+    recorded = 0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.name = "nothing"
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        FakeEvent.recorded += 1
+        self.name = f"{'compute' if stream is None else stream.name} {FakeEvent.recorded}"
+        self.log.append(f"record {self.name}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"host waits for {self.name}")
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return 1500.0  # milliseconds
+
+
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is queued, in order."""
+    lines: list[str] = []
+    names = iter(["upload", "offload"])
+    compute = FakeStream("compute", lines)
+    monkeypatch.setattr(FakeEvent, "log", lines, raising=False)
+    monkeypatch.setattr(FakeEvent, "recorded", 0)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: FakeStream(next(names), lines))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: compute)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: lines.append("host waits for all"))
+
+    @contextlib.contextmanager
+    def entered(stream: FakeStream) -> Iterator[None]:
+        lines.append(f"into {stream.name}")
+        yield
+        lines.append(f"out of {stream.name}")
+
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    return lines
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> FakeRuntime:
     fake = FakeRuntime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -51,6 +116,35 @@ def test_cuda_locks_exactly_the_arena_and_lets_go_of_it(runtime: FakeRuntime) ->
     assert first.data_ptr() % mmap.PAGESIZE == 0
     device.close()
     device.close()
+    assert runtime.locked == {}
+
+
+def test_cuda_copies_in_the_lanes_stream_between_two_events_after_what_it_waits_for(
+    runtime: FakeRuntime, log: list[str]
+) -> None:
+    streams = CudaDevice().streams
+    computed = streams.mark()
+    del log[:]
+    target, source = torch.zeros(4), torch.ones(4)
+    transfer = streams.copy(Lane.UPLOAD, target, source, {Wait.EVALUATED: computed})
+    assert log == ["upload waits for compute 2", "record upload 3", "into upload", "out of upload", "record upload 4"]
+    assert torch.equal(target, source)
+    assert transfer.target is target, "what is in flight is kept alive"
+    assert transfer.source is source
+    del log[:]
+    streams.order(transfer.done, Wait.UPLOADED)
+    streams.wait(transfer.done, Wait.SENT)
+    assert log == ["compute waits for upload 4", "host waits for upload 4"]
+    assert transfer.done.passed
+    began = time.perf_counter()
+    assert began < transfer.done.seconds < began + 2, "the GPU's clock is held against the host's"
+
+
+def test_cuda_waits_for_all_work_before_memory_goes(runtime: FakeRuntime, log: list[str]) -> None:
+    device = CudaDevice()
+    device.host_memory(64)
+    device.close()
+    assert log[-1] == "host waits for all"
     assert runtime.locked == {}
 
 

@@ -1,0 +1,98 @@
+"""Device memory: what a sweep allocates is what was counted, and what is left keeps blocks there."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from make_checkpoint import geometries
+from models import make_batch, save_model, small_config
+from threaded_device import ThreadedDevice, ThreadedStreams
+
+from zo2adapters import open_checkpoint
+from zo2adapters.checkpoint import ARCHITECTURES
+from zo2adapters.footprint import activation_bytes
+from zo2adapters.hf import build_skeleton, cut
+from zo2core import Distribution, MemoryBudgetError, MeZOSGD, OverlappedScheduler, PhiloxNoise, ZOEngine
+from zo2core.protocols import BlockSource, NoiseGenerator
+from zo2core.residency import choose_residency
+from zo2core.types import BlockLayout
+from zo2core.workspace import Workspace
+
+GB = 10**9
+
+
+class CountingDevice(ThreadedDevice):
+    """Counts what it allocates and allocates nothing: memory on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__(ThreadedStreams(lambda lane, nbytes: 0.0))
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        self.allocated.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8, device="meta")
+
+
+class LaidOut:
+    """A source as far as a scheduler's construction asks."""
+
+    def __init__(self, layouts: tuple[BlockLayout, ...]) -> None:
+        self.layouts = layouts
+        self.capacity = len(layouts)
+
+
+def test_opt_175b_takes_less_than_14_gb_of_the_device() -> None:
+    """1 x 2048 tokens at 16 bits; ZO2's paper needs 18 GB (Table 1)."""
+    config = geometries()["opt-175b"]
+    config.dtype = torch.float16
+    layouts = cut(build_skeleton(config, torch.float16), ARCHITECTURES["opt"])
+    noise: NoiseGenerator = PhiloxNoise(Distribution.GAUSSIAN)
+    activations = activation_bytes(config, 1, 2048)
+    planned = choose_residency(layouts, noise, memory=14 * GB, free=0, activation_bytes=activations)
+    device = CountingDevice()
+    source: BlockSource = LaidOut(layouts)  # type: ignore[assignment]
+    OverlappedScheduler(source, device, kept=planned.kept)
+    Workspace(layouts, device, noise, keep_noise=False)
+    assert planned.kept == 0
+    assert sum(device.allocated) + activations == planned.nbytes
+    assert planned.nbytes <= 14 * GB
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2, 5])
+def test_the_engine_allocates_what_was_counted(kept: int, tmp_path: Path) -> None:
+    save_model(tmp_path, small_config("llama", num_hidden_layers=5))
+    model = open_checkpoint(tmp_path)
+    blocks = [layout.nbytes for layout in model.layouts if not layout.resident]
+    noise = PhiloxNoise(Distribution.RADEMACHER)
+    choose = partial(choose_residency, model.layouts, noise, free=0, activation_bytes=0)
+    least = choose(memory=2**30).nbytes - len(blocks) * max(blocks)
+    moving = min(2, len(blocks) - kept)
+    memory = least + (kept + moving) * max(blocks)
+    device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
+    batch = make_batch(model.config.vocab_size, [5, 3])
+    with ZOEngine(
+        model,
+        MeZOSGD(lr=1e-3, zo_eps=1e-3),
+        noise=noise,
+        device=device,
+        device_memory=memory,
+        activation_bytes=0,
+    ) as engine:
+        assert engine.residency is not None
+        assert engine.residency.kept == kept
+        engine.step(batch)
+        allocated = sum(device.allocated)
+        assert allocated == engine.residency.nbytes <= memory
+        result = engine.step(batch)
+        assert sum(device.allocated) == allocated, "nothing is allocated once all is in place"
+        moved = 2 * (len(blocks) - kept) * max(blocks)  # up once and back once; what stays does not move
+        assert abs(result.bytes_moved - moved) <= max(blocks) * (kept < len(blocks)), "one may come in ahead"
+
+
+def test_a_device_that_is_too_small_is_told_what_is_needed() -> None:
+    layouts = cut(build_skeleton(small_config("opt"), torch.float32), ARCHITECTURES["opt"])
+    noise = PhiloxNoise(Distribution.GAUSSIAN)
+    with pytest.raises(MemoryBudgetError, match=r"device_memory.*embedding and head .*slots .*work buffer .*activations"):
+        choose_residency(layouts, noise, memory=1000, free=0, activation_bytes=5)

@@ -1,0 +1,205 @@
+"""What overlap is worth: a sweep against the slowest of its lanes, and against their sum.
+
+    python tools/bench_overlap.py --bus            # transfers over a simulated bus, as long as compute takes
+    python tools/bench_overlap.py --disk DIR       # blocks read from a checkpoint, written back every step
+
+*Bus*: copies run in threads that keep to a rate (``threaded_device.py``); the rate is chosen so that all uploads of a sweep
+take about as long as its compute. *Disk*: blocks come from the disk and go back to a scratch file; tokens are chosen so that
+disk and compute take about equally long. The serial side of the disk has one bucket, so nothing is read ahead. Sides take
+turns in one process. Prints a table and JSON; times are of whole steps, the bound is the slowest lane's busy time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from make_checkpoint import geometries, make_checkpoint
+from threaded_device import ThreadedDevice, ThreadedStreams
+
+from zo2adapters import open_checkpoint
+from zo2adapters.verify import random_batch
+from zo2core import (
+    Distribution,
+    HostDevice,
+    Journal,
+    Lane,
+    MeZOSGD,
+    OverlappedScheduler,
+    PhiloxNoise,
+    SerialScheduler,
+    StreamedSource,
+    ZOEngine,
+)
+from zo2core.checkpoint import Scratch
+from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.types import Batch, StepResult
+
+WARM_UP = 2  # steps
+
+
+def machine() -> dict[str, Any]:
+    """Where this runs."""
+    return {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+
+
+def estimator() -> MeZOSGD:
+    """Of both sides."""
+    return MeZOSGD(lr=1e-6, zo_eps=1e-3, perturb_in_place=False)
+
+
+def on_a_bus(directory: Path, scheduler: type[SerialScheduler | OverlappedScheduler], rate: float) -> ZOEngine:
+    """An engine whose device is behind a simulated bus of so many bytes a second, each way."""
+    streams = ThreadedStreams(lambda lane, nbytes: nbytes / rate, poison=False)
+    return ZOEngine(
+        open_checkpoint(directory),
+        estimator(),
+        noise=PhiloxNoise(Distribution.RADEMACHER),
+        device=ThreadedDevice(streams),
+        scheduler=scheduler,
+    )
+
+
+def from_disk(directory: Path, run: Path, *, serial: bool) -> ZOEngine:
+    """An engine whose blocks come from the disk and go back to it at every step."""
+    model, device, journal = open_checkpoint(directory), HostDevice(), Journal(run / "journal.jsonl")
+    layouts = laid_out_as_on_disk(model.layouts, model.weights)
+    source = StreamedSource(
+        model.weights,
+        layouts,
+        device.host_memory,
+        buckets=1 if serial else 4,
+        scratch=Scratch(run, layouts, journal.chain),
+        write_back_every=1,
+        timeline=device.timeline,
+    )
+    return ZOEngine(
+        model,
+        estimator(),
+        noise=PhiloxNoise(Distribution.RADEMACHER),
+        device=device,
+        journal=journal,
+        source=source,
+        scheduler=SerialScheduler if serial else OverlappedScheduler,
+    )
+
+
+def lanes_of(step: StepResult) -> dict[str, float]:
+    """Busy seconds; replay and forwards are one lane, and reads and writes share the disk."""
+    busy = {lane: use.busy_seconds for lane, use in step.lanes.items()}
+    return {
+        "compute": busy[Lane.REPLAY] + busy[Lane.EVALUATE],
+        "upload": busy[Lane.UPLOAD],
+        "offload": busy[Lane.OFFLOAD],
+        "read": busy[Lane.READ],
+        "write": busy[Lane.WRITE],
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and range."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def compare(serial: ZOEngine, overlapped: ZOEngine, batch: Batch, steps: int) -> dict[str, Any]:
+    """Take steps on both in turn; their losses must be equal."""
+    found: dict[str, list[StepResult]] = {"serial": [], "overlapped": []}
+    for number in range(WARM_UP + steps):
+        for name, engine in (("serial", serial), ("overlapped", overlapped)):
+            result = engine.step(batch)
+            if number >= WARM_UP:
+                found[name].append(result)
+        if found["serial"]:
+            assert found["serial"][-1].losses == found["overlapped"][-1].losses, "the schedulers differ"
+    report: dict[str, Any] = {}
+    for name, results in found.items():
+        lanes = [lanes_of(result) for result in results]
+        report[name] = {
+            "seconds": spread([result.seconds for result in results]),
+            "lanes": {lane: spread([each[lane] for each in lanes]) for lane in lanes[0]},
+            "against_slowest_lane": spread(
+                [result.seconds / max(each.values()) for result, each in zip(results, lanes, strict=True)]
+            ),
+            "against_sum_of_lanes": spread(
+                [result.seconds / sum(each.values()) for result, each in zip(results, lanes, strict=True)]
+            ),
+        }
+    return report
+
+
+def bench_bus(geometry: str, rows: int, tokens: int, steps: int) -> dict[str, Any]:
+    """Transfers about as long as compute."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "model"
+        make_checkpoint(geometries()[geometry], directory, dtype=torch.float32)
+        model = open_checkpoint(directory)
+        nbytes = sum(layout.nbytes for layout in model.layouts if not layout.resident)
+        batch = random_batch(model.config.vocab_size, rows, tokens, seed=0)
+        with ZOEngine(model, estimator(), noise=PhiloxNoise(Distribution.RADEMACHER)) as engine:
+            compute = min(lanes_of(engine.step(batch))["compute"] for _ in range(WARM_UP + 3))
+        rate = nbytes / compute
+        with (
+            on_a_bus(directory, SerialScheduler, rate) as serial,
+            on_a_bus(directory, OverlappedScheduler, rate) as overlapped,
+        ):
+            found = compare(serial, overlapped, batch, steps)
+    return {"what": "simulated bus", "geometry": geometry, "rows": rows, "tokens": tokens, "bytes_per_second": rate, **found}
+
+
+def bench_disk(directory: Path, rows: int, tokens: int, steps: int, folder: Path | None) -> dict[str, Any]:
+    """Blocks from a checkpoint, and back to scratch."""
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as runs,
+        from_disk(directory, Path(runs) / "serial", serial=True) as serial,
+        from_disk(directory, Path(runs) / "overlapped", serial=False) as overlapped,
+    ):
+        batch = random_batch(open_checkpoint(directory).config.vocab_size, rows, tokens, seed=0)
+        found = compare(serial, overlapped, batch, steps)
+    return {"what": "disk", "directory": directory.name, "rows": rows, "tokens": tokens, **found}
+
+
+def table(found: dict[str, Any]) -> str:
+    """For people."""
+    lines = [
+        f"{'':12s}{'step':>8s}"
+        + "".join(f"{lane:>10s}" for lane in found["serial"]["lanes"])
+        + f"{'/ slowest':>11s}{'/ sum':>8s}"
+    ]
+    for name in ("serial", "overlapped"):
+        side = found[name]
+        lanes = "".join(f"{lane['median']:10.3f}" for lane in side["lanes"].values())
+        slowest, whole = side["against_slowest_lane"]["median"], side["against_sum_of_lanes"]["median"]
+        lines.append(f"{name:12s}{side['seconds']['median']:8.3f}{lanes}{slowest:11.3f}{whole:8.3f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--bus", action="store_true")
+    which.add_argument("--disk", type=Path, metavar="DIR")
+    parser.add_argument("--geometry", choices=list(geometries()), default="opt-125m")
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--folder", type=Path, default=None, help="for the runs' files; a temporary one by default")
+    options = parser.parse_args()
+    if options.bus:
+        found = bench_bus(options.geometry, options.rows, options.tokens, options.steps)
+    else:
+        found = bench_disk(options.disk, options.rows, options.tokens, options.steps, options.folder)
+    found["machine"] = machine()
+    print(table(found))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
