@@ -1,4 +1,4 @@
-"""What compute devices promise. The CUDA runtime is a recording stand-in: what is locked, and in which order work is queued."""
+"""What compute devices promise. The CUDA runtime is a recording stand-in: what is locked, what is queued in which order."""
 
 from __future__ import annotations
 
