@@ -1,0 +1,173 @@
+"""Estimators and noises on the demo's task, at equal numbers of forwards: what each learns, and how fast.
+
+    python tools/compare_estimators.py --output tools/results/compare_estimators
+
+One base model and one task for all (the demo's); each variant runs with several seeds, which decide the directions and the
+order of rows. A variant with q directions a step takes a q-th of the steps, at q times the learning rate: every direction
+counts for as much. Prints a table and JSON; with ``--output`` both are kept, with a plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zo2adapters import open_checkpoint
+from zo2adapters.data import collate, pad_token_id, read_dataset, training_batches
+from zo2adapters.demo import RECIPE, DemoTask, accuracy, prepare, read_rows
+from zo2adapters.schedules import LearningRate
+from zo2adapters.trainer import load_tokenizer
+from zo2core import Distribution, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZOEngine
+from zo2core.protocols import NoiseGenerator, ZOEstimator
+
+LOOKS = 6  # evaluations of a run, the one before the first step included
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to train."""
+
+    name: str
+    noise: Callable[[], NoiseGenerator | None]  # None: MeZO's
+    perturb_in_place: bool
+    queries: int = 1
+
+    def estimator(self, steps: int) -> ZOEstimator:
+        """With the demo's learning rate and schedule."""
+        recipe = RECIPE.optimization
+        lr = LearningRate(peak=recipe.lr * self.queries, decay=recipe.decay, warmup_steps=0, steps=steps)
+        if self.queries == 1:
+            return MeZOSGD(lr=lr, zo_eps=recipe.zo_eps, perturb_in_place=self.perturb_in_place)
+        return MultiQueryRGE(q=self.queries, lr=lr, zo_eps=recipe.zo_eps, perturb_in_place=self.perturb_in_place)
+
+
+def gaussian() -> NoiseGenerator:
+    """Counter-based."""
+    return PhiloxNoise(Distribution.GAUSSIAN)
+
+
+def rademacher() -> NoiseGenerator:
+    """Counter-based."""
+    return PhiloxNoise(Distribution.RADEMACHER)
+
+
+VARIANTS = [
+    Variant("exact MeZO", lambda: None, perturb_in_place=True),
+    Variant("Philox Gaussian", gaussian, perturb_in_place=False),
+    Variant("Philox Rademacher", rademacher, perturb_in_place=False),
+    Variant("q = 4, Philox Rademacher", rademacher, perturb_in_place=False, queries=4),
+]
+
+
+def run(task: DemoTask, variant: Variant, *, seed: int, forwards: int) -> dict[str, Any]:
+    """Train once; return the curve over forwards, and the speed."""
+    tokenizer, rows = load_tokenizer(task.model), read_rows(task.evaluation)
+    data = read_dataset(task.train, tokenizer, sequence_length=256)
+    steps = forwards // (2 * variant.queries)
+    batches = training_batches(data, batch_size=RECIPE.batching.batch_size, seed=seed)
+    pad = pad_token_id(tokenizer)
+    curve: list[dict[str, float]] = []
+    seconds = 0.0
+    with ZOEngine(open_checkpoint(task.model), variant.estimator(steps), noise=variant.noise(), seed=seed) as engine:
+        for step in range(steps + 1):
+            if step % (steps // (LOOKS - 1)) == 0:
+                score = accuracy(engine, rows, tokenizer, labels=task.labels)
+                done = step * 2 * variant.queries
+                curve.append({"forwards": done, "accuracy": score.accuracy, "loss": score.loss})
+            if step < steps:
+                batch = collate(next(batches), pad_token_id=pad)
+                began = time.perf_counter()
+                engine.step(batch)
+                seconds += time.perf_counter() - began
+    return {"variant": variant.name, "seed": seed, "steps": steps, "seconds": seconds, "curve": curve}
+
+
+def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Median and range over seeds, a row for each variant."""
+    rows = []
+    for name in dict.fromkeys(each["variant"] for each in runs):
+        own = [each for each in runs if each["variant"] == name]
+        row: dict[str, Any] = {"variant": name, "steps": own[0]["steps"], "seeds": len(own)}
+        for key, values in {
+            "accuracy": [each["curve"][-1]["accuracy"] for each in own],
+            "loss": [each["curve"][-1]["loss"] for each in own],
+            "seconds": [each["seconds"] for each in own],
+        }.items():
+            row[key] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+        rows.append(row)
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """For people."""
+    lines = [f"{'':26s}{'steps':>6s} {'accuracy':>26s} {'loss':>24s} {'seconds':>22s}"]
+    for row in rows:
+        accuracy_, loss, seconds = (row[key] for key in ("accuracy", "loss", "seconds"))
+        lines.append(
+            f"{row['variant']:26s}{row['steps']:6d} "
+            f"{accuracy_['median']:9.1%} [{accuracy_['min']:.1%} - {accuracy_['max']:.1%}] "
+            f"{loss['median']:9.3f} [{loss['min']:.3f} - {loss['max']:.3f}] "
+            f"{seconds['median']:8.1f} [{seconds['min']:.1f} - {seconds['max']:.1f}]"
+        )
+    return "\n".join(lines)
+
+
+def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Loss and accuracy over forwards: a line for each variant's median, a band for its seeds."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - only for the plot
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for axes, key in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
+        for name in dict.fromkeys(each["variant"] for each in runs):
+            curves = [each["curve"] for each in runs if each["variant"] == name]
+            at = [point["forwards"] for point in curves[0]]
+            values = [[curve[i][key] for curve in curves] for i in range(len(at))]
+            (line,) = axes.plot(at, [statistics.median(each) for each in values], label=name)
+            low, high = [min(each) for each in values], [max(each) for each in values]
+            axes.fill_between(at, low, high, alpha=0.15, color=line.get_color())
+        axes.set_xlabel("forwards")
+        axes.set_ylabel(f"evaluation {key}")
+        axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--forwards", type=int, default=2 * RECIPE.steps)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=None, help="path without suffix, for .json and .png")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        task = prepare(Path(folder) / "task", seed=0, quiet=True)
+        runs = []
+        for seed in range(options.seeds):
+            for variant in VARIANTS:
+                runs.append(run(task, variant, seed=seed, forwards=options.forwards))
+                last = runs[-1]["curve"][-1]
+                print(f"{variant.name}, seed {seed}: accuracy {last['accuracy']:.1%}, loss {last['loss']:.3f}", flush=True)
+    found = {
+        "forwards": options.forwards,
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "summary": summary(runs),
+        "runs": runs,
+    }
+    print(table(found["summary"]))
+    print(json.dumps(found))
+    if options.output is not None:
+        options.output.with_suffix(".json").write_text(json.dumps(found) + "\n")
+        plot(runs, options.output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
