@@ -50,6 +50,11 @@ class Arrangement:
         """Expected peak of resident bytes."""
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def spare(self) -> int:
+        """Bytes that are left."""
+        return self.budget - self.nbytes
+
     def source(
         self,
         model: BlockModel,

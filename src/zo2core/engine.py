@@ -107,6 +107,8 @@ class ZOEngine:
                 self.arrangement = arrange(
                     model.layouts, memory=memory, activation_bytes=activation_bytes, compute_on_host=on_host
                 )
+                if noise is None:
+                    self._noise = SequentialNoise(model.layouts, self._device.torch_device, memory=self.arrangement.spare)
             self._journal.begin(
                 {
                     "base": model.weights.fingerprint,

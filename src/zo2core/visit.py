@@ -17,9 +17,9 @@ from queue import SimpleQueue
 import torch
 
 from zo2core.kernels import descend, perturb
-from zo2core.protocols import Activations, BlockModel, NoiseGenerator, Store
+from zo2core.protocols import SEEDS_IN_TURN, Activations, BlockModel, NoiseGenerator, Store
 from zo2core.types import Batch, Evaluation, SegmentKind, Update
-from zo2core.walk import Move, Replay, moves_to
+from zo2core.walk import Move, Replay, moves_to, rounds
 from zo2core.workspace import Cell, Workspace
 
 # Note: Second thread. Handing work over takes tens of microseconds; segments with fewer elements are done on one thread.
@@ -93,9 +93,10 @@ class SegmentVisitor:
         queue: SimpleQueue[_Piece] = SimpleQueue()
         try:
             replayed = queue if self._start_ahead(index, replays, queue) else None
-            for cell in self._workspace.segments[index]:
-                if cell.owner == index:
-                    self._replay_parameter(cell, store[cell.position], replays, replayed)
+            *before, last = rounds(replays, SEEDS_IN_TURN)
+            for some in before:
+                self._replay_segment(index, store, some, None)
+            self._replay_segment(index, store, last, replayed)
         except BaseException:
             queue.put(_Piece.LOST)  # lets the second thread go, whether it was started or not
             self.finish()
@@ -151,6 +152,13 @@ class SegmentVisitor:
     def _join(self) -> Evaluation | None:
         ahead, self._ahead = self._ahead, None
         return None if ahead is None else ahead.result()
+
+    def _replay_segment(
+        self, index: int, store: Store, replays: Sequence[Replay], replayed: SimpleQueue[_Piece] | None
+    ) -> None:
+        for cell in self._workspace.segments[index]:
+            if cell.owner == index:
+                self._replay_parameter(cell, store[cell.position], replays, replayed)
 
     def _replay_parameter(
         self, cell: Cell, theta: torch.Tensor, replays: Sequence[Replay], replayed: SimpleQueue[_Piece] | None
