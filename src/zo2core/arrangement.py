@@ -37,6 +37,11 @@ class Arrangement(Account):
     buckets: int | None  # of a StreamedSource; None: every block is resident, a PinnedSource
     keep_noise: bool  # z is held from one evaluation to the next
 
+    @property
+    def spare(self) -> int:
+        """Bytes that are left."""
+        return self.budget - self.nbytes
+
     def source(
         self,
         model: BlockModel,

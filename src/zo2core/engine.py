@@ -124,6 +124,8 @@ class ZOEngine:
                     compute_on_host=self._device.torch_device.type == "cpu",
                     may_keep_noise=not isinstance(self._noise, CounterNoise),
                 )
+                if noise is None:
+                    self._noise = SequentialNoise(model.layouts, self._device.torch_device, memory=self.arrangement.spare)
             self._journal.begin(
                 {
                     "base": model.weights.fingerprint,

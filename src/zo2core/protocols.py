@@ -14,6 +14,7 @@ from zo2core.timeline import Event, Lane, Timeline
 from zo2core.types import Batch, BlockLayout, Bucket, Evaluation, ParameterSpec, Perturb, Program, Update
 
 Activations: TypeAlias = Any  # what a model hands from segment to segment; opaque to the core
+SEEDS_IN_TURN = 256  # of a noise generator, at most, that a thread draws from in turn, one piece after the other
 Store: TypeAlias = Sequence[torch.Tensor]  # a segment's owned parameters on the compute device: flat, in layout order
 
 
@@ -150,7 +151,8 @@ class NoiseGenerator(Protocol):
             out: 1-D, contiguous, of the parameter's dtype; as long as the piece.
             seed: Of the direction.
             parameter: Whose noise.
-            start: The piece's first element. Parameters in drawing order and pieces in ascending order is the fast way.
+            start: The piece's first element. Parameters in drawing order and pieces in ascending order is the fast way, for
+                up to ``SEEDS_IN_TURN`` seeds in turn.
         """
 
     def retain(self, seeds: Collection[int]) -> None:

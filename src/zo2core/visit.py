@@ -20,10 +20,10 @@ import torch
 
 from zo2core.kernels import perturb, walk
 from zo2core.mover import Mover
-from zo2core.protocols import Activations, BlockModel, CounterNoise, Device, Forward, NoiseGenerator, Store
+from zo2core.protocols import SEEDS_IN_TURN, Activations, BlockModel, CounterNoise, Device, Forward, NoiseGenerator, Store
 from zo2core.timeline import Lane
 from zo2core.types import Batch, Evaluation, SegmentKind, Update
-from zo2core.walk import Move, Replay, moves_to
+from zo2core.walk import Move, Replay, moves_to, rounds
 from zo2core.workspace import Cell, Workspace
 
 # Note: Second thread. Handing work over takes tens of microseconds; segments with fewer elements are done on one thread.
@@ -119,9 +119,10 @@ class SegmentVisitor:
         queue: SimpleQueue[_Piece] = SimpleQueue()
         try:
             replayed = queue if self._start_ahead(index, replays, queue) else None
-            for cell in self._workspace.segments[index]:
-                if cell.owner == index:
-                    self._replay_parameter(cell, store[cell.position], replays, replayed)
+            *before, last = rounds(replays, SEEDS_IN_TURN)
+            for some in before:
+                self._replay_segment(index, store, some, None)
+            self._replay_segment(index, store, last, replayed)
         except BaseException:
             queue.put(_Piece.LOST)  # lets the second thread go, whether it was started or not
             self.finish()
@@ -182,6 +183,13 @@ class SegmentVisitor:
         ahead, self._ahead = self._ahead, None
         at, self._at = self._at, None
         return at if ahead is None else ahead.result()
+
+    def _replay_segment(
+        self, index: int, store: Store, replays: Sequence[Replay], replayed: SimpleQueue[_Piece] | None
+    ) -> None:
+        for cell in self._workspace.segments[index]:
+            if cell.owner == index:
+                self._replay_parameter(cell, store[cell.position], replays, replayed)
 
     def _replay_parameter(
         self, cell: Cell, theta: torch.Tensor, replays: Sequence[Replay], replayed: SimpleQueue[_Piece] | None

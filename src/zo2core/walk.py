@@ -6,7 +6,7 @@ MeZO perturbs the weights in place: for the evaluations (s, +1), (s, -1) they mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -63,3 +63,17 @@ class Replay:
     def program(self, *, decays: bool) -> Program:
         """What it does to a parameter with or without weight decay."""
         return self._programs[decays]
+
+
+def rounds(replays: Sequence[Replay], most_seeds: int) -> Iterator[Sequence[Replay]]:
+    """Cut a replay, in its order, into rounds of so many directions at most, or of one update that has more.
+
+    There is one at least; without updates it is empty.
+    """
+    begin, seeds = 0, 0
+    for at, replay in enumerate(replays):
+        if seeds + len(replay.seeds) > most_seeds and at > begin:
+            yield replays[begin:at]
+            begin, seeds = at, 0
+        seeds += len(replay.seeds)
+    yield replays[begin:]

@@ -1,9 +1,10 @@
 """MeZO's noise: torch's generator, drawn parameter after parameter in registration order.
 
-Trade-off: the numbers are MeZO's own, bit for bit, but a sequential generator has no random access. Its state is kept
-wherever a sweep has to jump, because segments are visited in another order than they were registered in, and at the start
-of the segment being visited, which may be drawn again (the RNG state manager of ZO2, arXiv 2503.12668, section 5.1).
-States of all segments would take 5 KB each for every seed, which a replay of many updates multiplies.
+Trade-off: the numbers are MeZO's own, bit for bit, but a sequential generator has no random access. One is kept for each
+seed, where it stands, and copies of it wherever a sweep has to jump, because segments are visited in another order than they
+were registered in, and at the start of the segment being visited, which may be drawn again (the RNG state manager of ZO2,
+arXiv 2503.12668, section 5.1). A replay of many updates multiplies that by their number, so it is bounded: generators that
+are beyond the bound start over at every segment.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from itertools import pairwise
 
 import torch
 
+from zo2core.protocols import SEEDS_IN_TURN
 from zo2core.types import BlockLayout, ParameterSpec
 
 # Note: Drawing in pieces. torch's CPU `normal_` of 16 or more elements fills the tensor with uniforms and transforms them
@@ -22,16 +24,49 @@ from zo2core.types import BlockLayout, ParameterSpec
 PIECE = 32768  # elements: in fp32 an eighth of a MiB, at home in a core's cache; longer operations fork threads
 
 
+MEMORY = 256 << 20  # bytes, by default: of 20,000 updates or more
+GENERATOR = 2700  # bytes of one on the CPU, of which 2496 are the Mersenne twister's; measured, torch 2.13
+STREAM = 700  # bytes of what is around the generators of a seed; measured
+
+
 class _Stream:
-    """One seed's generator, where it stands, and states to return to."""
+    """One seed's generator, where it stands, and copies of it to return to."""
+
+    __slots__ = ("copies", "generator", "lock", "position", "run", "seed")
 
     def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
         self.generator = torch.Generator(device)
         self.generator.manual_seed(seed)
         self.position = (0, 0)  # place in drawing order, element: what the generator would draw next
-        self.states = {0: self.generator.get_state()}  # place that a sweep jumps to -> state before it
-        self.runs = dict(self.states)  # the same for the run being drawn and the one before it
+        self.copies: dict[int, torch.Generator] = {}  # place -> as the generator was before it
+        self.run: int | None = None  # place of the one copy that is no jump's: where the segment being drawn begins
         self.lock = threading.Lock()
+
+    def keep(self, place: int) -> None:
+        """Keep a copy of the generator, which stands at a place."""
+        if place not in self.copies:
+            self.copies[place] = self.generator.clone_state()
+
+    def begin_run(self, place: int) -> None:
+        """Keep a copy until the next run begins."""
+        if self.run != place:
+            if self.run is not None:
+                del self.copies[self.run]
+            self.run = place
+            self.keep(place)
+
+    def nearest(self, place: int) -> int:
+        """The last place up to a given one that the generator can return to."""
+        return max((kept for kept in self.copies if kept <= place), default=0)
+
+    def return_to(self, place: int) -> None:
+        """Stand at a place there is a copy for, or at the beginning."""
+        if place in self.copies:
+            self.generator = self.copies[place].clone_state()
+        else:
+            self.generator.manual_seed(self.seed)
+        self.position = (place, 0)
 
 
 class SequentialNoise:
@@ -42,21 +77,23 @@ class SequentialNoise:
     Args:
         layouts: Segments in visiting order. Their parameters' indices are the drawing order.
         device: Whose generator. CPU and CUDA generators give different numbers for one seed.
+        memory: Bytes that generators may take, but for those of the seeds that are drawn from in turn.
     """
 
-    def __init__(self, layouts: Sequence[BlockLayout], device: torch.device | str = "cpu") -> None:
+    def __init__(self, layouts: Sequence[BlockLayout], device: torch.device | str = "cpu", *, memory: int = MEMORY) -> None:
         self._device = torch.device(device)
         self._parameters = sorted((spec for layout in layouts for spec in layout.parameters), key=lambda spec: spec.index)
         self._places = {spec.index: place for place, spec in enumerate(self._parameters)}
-        visited = [
-            self._places[spec.index] for layout in layouts for spec in sorted(layout.parameters, key=lambda s: s.index)
-        ]
-        # A run is what one segment draws without a jump.
-        self._jumps = {after for before, after in pairwise([-1, *visited]) if after != before + 1}
-        starts = {min(places) for layout in layouts if (places := [self._places[spec.index] for spec in layout.parameters])}
-        self._starts = starts | self._jumps
+        used = [[self._places[spec.index] for spec in (*layout.parameters, *layout.borrowed)] for layout in layouts]
+        visited = [place for places in used for place in sorted(places)]
+        self._jumps = {after for before, after in pairwise([-1, *visited]) if after != before + 1} - {0}
+        starts = {min(self._places[spec.index] for spec in layout.parameters) for layout in layouts if layout.parameters}
+        self._starts = starts - self._jumps - {0}
+        copies = 1 + len(self._jumps)
+        self._most = memory // (STREAM + GENERATOR * (1 + copies))
         self._pieces: dict[int, list[tuple[int, int]]] = {}  # elements -> pieces; for each parameter of OPT-175B: half a GB
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, _Stream] = {}  # so many seeds', until they are forgotten
+        self._passing: dict[int, _Stream] = {}  # those of others that were used last, the latest at the end
         self._streams_lock = threading.Lock()
 
     @property
@@ -74,14 +111,13 @@ class SequentialNoise:
 
     def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:
         """Write a piece of one parameter's z. See the contract for the pieces that are allowed."""
-        with self._streams_lock:
-            stream = self._streams.get(seed)
-            if stream is None:
-                stream = self._streams[seed] = _Stream(seed, self._device)
+        stream = self._stream(seed)
         place = self._places[parameter.index]
         with stream.lock:
             if stream.position != (place, start):
                 self._seek(stream, place, start)
+            if start == 0 and place in self._starts:
+                stream.begin_run(place)
             out.normal_(generator=stream.generator)
             self._advance(stream, place, start + out.numel())
 
@@ -89,28 +125,34 @@ class SequentialNoise:
         """Forget the generators of all other seeds."""
         with self._streams_lock:
             self._streams = {seed: stream for seed, stream in self._streams.items() if seed in seeds}
+            self._passing.clear()
+
+    def _stream(self, seed: int) -> _Stream:
+        with self._streams_lock:
+            if seed in self._streams:
+                return self._streams[seed]
+            stream = self._passing.pop(seed, None) or _Stream(seed, self._device)
+            if len(self._streams) < self._most:
+                self._streams[seed] = stream
+                return stream
+            self._passing[seed] = stream
+            if len(self._passing) > 2 * SEEDS_IN_TURN:  # of one turn, and of what other threads draw in the meantime
+                del self._passing[next(iter(self._passing))]
+            return stream
 
     def _advance(self, stream: _Stream, place: int, element: int) -> None:
         if element < self._parameters[place].numel:
             stream.position = (place, element)
             return
-        following = place + 1
-        stream.position = (following, 0)
-        if following in self._jumps:
-            if following not in stream.states:
-                stream.states[following] = stream.generator.get_state()
-        elif following in self._starts:
-            stream.runs[following] = stream.generator.get_state()
-            while len(stream.runs) > 2:
-                del stream.runs[next(iter(stream.runs))]
+        stream.position = (place + 1, 0)
+        if place + 1 in self._jumps:
+            stream.keep(place + 1)
 
     def _seek(self, stream: _Stream, place: int, start: int) -> None:
-        """Bring the generator to an element: from where it stands if that is nearest, else from a kept state."""
-        states = {**stream.states, **stream.runs}
-        nearest = max(kept for kept in states if kept <= place)
+        """Bring the generator to an element: from where it stands if that is nearest, else from a copy of it."""
+        nearest = stream.nearest(place)
         if not (nearest, 0) <= stream.position <= (place, start):
-            stream.generator.set_state(states[nearest])
-            stream.position = (nearest, 0)
+            stream.return_to(nearest)
         while stream.position < (place, start):
             at, element = stream.position
             spec = self._parameters[at]

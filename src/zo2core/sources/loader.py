@@ -64,7 +64,8 @@ class Loading:
 
     def failed(self) -> bool:
         """Wait for all reads to end, and say whether one failed."""
-        return any([future.exception() is not None for future in self._futures])
+        self.settle()
+        return any(future.exception() is not None for future in self._futures)
 
     def wait(self) -> None:
         """Wait for all reads to end, then report the first failure: none may write into the memory later.
