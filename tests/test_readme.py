@@ -44,6 +44,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     rows = "\n".join(json.dumps({"prompt": "a b", "completion": f" c {word}"}) for word in WORDS[2:6])
     for name in ("train.jsonl", "eval.jsonl"):
         (tmp_path / name).write_text(rows + "\n")
+    question = {"prompt": "the cat is", "candidates": [" yes", " no"], "answer": " no"}
+    (tmp_path / "choices.jsonl").write_text(json.dumps(question) + "\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -63,6 +65,7 @@ def test_commands_run_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
         "verify",
         "train",
         "evaluate",
+        "generate",
         "export",
         "plan",
         "journal",

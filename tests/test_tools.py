@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import sys
 from pathlib import Path
 
+import bench_queries
 import pytest
 import torch
+from bench_queries import SlowReader
 from make_checkpoint import main, make_checkpoint
 from models import CONFIGS, small_config
 
@@ -64,3 +67,25 @@ def test_opt_175b_takes_no_disk_and_opens(
     model = open_checkpoint(tmp_path / "opt")
     assert len(model.layouts) == 98
     assert sum(spec.nbytes for layout in model.layouts for spec in layout.parameters) > 349e9
+
+
+def test_a_slow_reader_reads_the_same(tmp_path: Path) -> None:
+    make_checkpoint(small_config("opt"), tmp_path / "base", dtype=torch.float32, sparse=False)
+    model = open_checkpoint(tmp_path / "base")
+    slow = SlowReader(model.weights, 1e9)
+    spec = model.layouts[1].parameters[0]
+    ours, theirs = (torch.zeros(spec.numel) for _ in range(2))
+    slow.read_into(spec.name, ours)
+    model.weights.read_into(spec.name, theirs)
+    assert torch.equal(ours, theirs)
+
+
+def test_queries_are_timed_against_single_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(small_config("llama"), tmp_path / "base", dtype=torch.float32, sparse=False)
+    arguments = ["--queries", "2", "--tokens", "6", "--rounds", "1", "--rate", "100MB"]
+    monkeypatch.setattr(sys, "argv", ["bench_queries.py", str(tmp_path / "base"), *arguments])
+    bench_queries.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(found["step_seconds"]) == ["one query", "2 queries", "2 micro-batches"]

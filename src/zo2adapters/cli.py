@@ -11,25 +11,19 @@ from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import tyro
-from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from zo2adapters.checkpoint import open_checkpoint, resolve_directory
+from zo2adapters.commands import Evaluate, Export, Generate
 from zo2adapters.convert import convert
-from zo2adapters.data import pad_token_id, read_dataset
 from zo2adapters.demo import run_demo
-from zo2adapters.footprint import activation_bytes
-from zo2adapters.hf import HFBlockModel
 from zo2adapters.options import Batching, DtypeName, RunOptions, TrainOptions
 from zo2adapters.plan import plan
 from zo2adapters.run import JOURNAL, METRICS, RunDirectory
-from zo2adapters.trainer import Trainer, evaluate_dataset, load_tokenizer, perplexity
+from zo2adapters.trainer import Trainer
 from zo2adapters.verify import verify
-from zo2core import Journal, JournalError, OptionError, ZO2Error, ZOEngine
-from zo2core.budget import parse_size
+from zo2core import Journal, JournalError, OptionError, ZO2Error
 from zo2core.checkpoint import require_unused
-
-STREAMS = 8  # of the longest batches, that an evaluation takes at a time by default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,113 +98,6 @@ class Train(RunOptions):
                 )
                 raise
         print(f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: {options.output / JOURNAL}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _AtStep:
-    model: str | None = None
-    """Base model directory with safetensors weights, or a hub id."""
-    journal: Path | None = None
-    """Journal of a run on that base: the weights are those after its last step. Without one: the base itself."""
-    run_directory: Annotated[Path | None, tyro.conf.arg(name="run")] = None
-    """Directory of a run: its base, dtype and journal."""
-    at: int | None = None
-    """Step of the journal to stop after; by default its last."""
-    dtype: DtypeName = "auto"
-    """Of the weights; with a journal, the one the run was made with."""
-    memory: str = "auto"
-    """Host memory the process may have in all, such as 6GiB; auto takes what is free."""
-
-    def resolved(self) -> _AtStep:
-        """The same with base, dtype and journal of the run filled in.
-
-        Raises:
-            OptionError: if neither or both are named.
-        """
-        if (self.model is None) == (self.run_directory is None) or (self.run_directory and self.journal):
-            raise OptionError(
-                "--model", found="neither or both", expected="either --model or --run", remedy="name one of the two"
-            )
-        if self.run_directory is None:
-            return self
-        options = RunDirectory.options(self.run_directory)
-        return replace(
-            self, model=options.model, dtype=options.dtype, journal=self.run_directory / JOURNAL, run_directory=None
-        )
-
-    def base(self) -> Path:
-        """The base model's directory."""
-        assert self.model is not None, "resolved"
-        return resolve_directory(self.model)
-
-    def engine(
-        self, model: HFBlockModel, *, activation_bytes: int = 256 << 20, micro_batch_size: int | None = None
-    ) -> ZOEngine:
-        """An engine at the step."""
-        journal = Journal(self.journal)
-        if self.journal is not None and journal.header is None:
-            raise JournalError(self.journal, found="no journal", expected="a run's journal.jsonl", remedy="check the path")
-        return ZOEngine(
-            model,
-            None,
-            journal=journal if self.at is None else journal.until(self.at),
-            memory=self.memory,
-            activation_bytes=activation_bytes,
-            micro_batch_size=micro_batch_size,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluate(_AtStep):
-    """Evaluate a model, or a run at any of its steps, on a JSONL file."""
-
-    data: Path
-    """JSONL file, as for training."""
-    batching: Batching = field(default_factory=Batching)
-    activation_memory: str | None = None
-    """Of the memory, set aside for activations, such as 1GiB: as many batches as fit in there share one pass over the
-    blocks. By default what eight of the longest take."""
-
-    def run(self) -> None:
-        """Print loss and perplexity."""
-        at = self.resolved()
-        tokenizer = load_tokenizer(at.base())
-        model = open_checkpoint(at.base(), dtype=at.dtype)
-        dataset = read_dataset(self.data, tokenizer, sequence_length=self.batching.length_for(model))
-        longest = max(len(row.input_ids) for row in dataset)
-        with self._engine(at, model, longest) as engine, tqdm(total=len(dataset), unit="row", file=sys.stderr) as bar:
-            result = evaluate_dataset(
-                engine, dataset, batch_size=self.batching.batch_size, pad=pad_token_id(tokenizer), progress=bar.update
-            )
-        print(
-            f"loss {result.loss:.6f}, perplexity {perplexity(result.loss):.4f}, {result.tokens} tokens, "
-            f"{len(dataset)} rows, {result.sweeps} sweeps"
-        )
-
-    def _engine(self, at: _AtStep, model: HFBlockModel, longest: int) -> ZOEngine:
-        rows, micro_rows = self.batching.batch_size, self.batching.micro_batch_size
-        nbytes = (
-            activation_bytes(model.config, rows, longest, streams=STREAMS, micro_rows=micro_rows)
-            if self.activation_memory is None
-            else parse_size(self.activation_memory)
-        )
-        return at.engine(model, activation_bytes=nbytes, micro_batch_size=micro_rows)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Export(_AtStep):
-    """Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout."""
-
-    output: Path
-    """Directory to write; must not exist or be empty."""
-
-    def run(self) -> None:
-        """Replay and write."""
-        require_unused(self.output)
-        at = self.resolved()
-        with at.engine(open_checkpoint(at.base(), dtype=at.dtype)) as engine:
-            engine.export(self.output)
-            print(f"{self.output}: the model after {engine.version} steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,6 +220,7 @@ Command: TypeAlias = (
     Annotated[Demo, tyro.conf.subcommand("demo")]
     | Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[ShowJournal, tyro.conf.subcommand("journal")]
@@ -349,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    command: Demo | Train | Evaluate | Export | Verify | ShowJournal | Plan | Convert = tyro.cli(
+    command: Demo | Train | Evaluate | Generate | Export | Verify | ShowJournal | Plan | Convert = tyro.cli(
         Command,
         prog="zo2",
         description="Zeroth-order fine-tuning of language models, block by block.",

@@ -80,26 +80,56 @@ def read_dataset(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBas
     """
     _at_least("sequence_length", sequence_length, 2)
     rows, truncated = [], 0
+    for line, row in parsed_rows(path):
+        try:
+            ids, prompt = _tokenized(row, tokenizer)
+            found = f"{len(ids)} tokens, {prompt} of them prompt, at a sequence length of {sequence_length}"
+            expected = "a token to predict, after the prompt and not the first"
+            remedy = "lengthen the text, shorten the prompt or raise the sequence length"
+            _require(min(len(ids), sequence_length) > max(prompt, 1), found, expected, remedy)
+        except DataError as error:  # about the row; only here its path and line are known
+            raise _at_line(error, path, line) from error.__cause__
+        truncated += len(ids) > sequence_length
+        rows.append(TokenizedRow(array("i", ids[:sequence_length]), prompt, line))
+    return Dataset(tuple(rows), truncated)
+
+
+def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Read a JSONL file's rows as JSON objects, without the keys that are null.
+
+    Args:
+        path: File in UTF-8, with or without byte order mark; blank lines are skipped.
+
+    Yields:
+        Line, from 1, and row; at least one.
+
+    Raises:
+        DataError: The file cannot be read, a row is no JSON object, or there is none.
+    """
+    line, empty = 0, True
     try:
         with open(path, "rb") as file:
             # Bytes split at line feeds alone; str.splitlines would cut inside a string that holds U+2028.
             for line, raw in enumerate(file, 1):
                 if raw.strip(b"\xef\xbb\xbf \t\r\n"):  # the first three are the byte order mark
-                    ids, prompt = _tokenized(_parsed(raw), tokenizer)
-                    found = f"{len(ids)} tokens, {prompt} of them prompt, at a sequence length of {sequence_length}"
-                    expected = "a token to predict, after the prompt and not the first"
-                    remedy = "lengthen the text, shorten the prompt or raise the sequence length"
-                    _require(min(len(ids), sequence_length) > max(prompt, 1), found, expected, remedy)
-                    truncated += len(ids) > sequence_length
-                    rows.append(TokenizedRow(array("i", ids[:sequence_length]), prompt, line))
-    except DataError as error:  # about the row; only here its path and line are known
-        where = f"{path}, line {line}"
-        raise DataError(where, found=error.found, expected=error.expected, remedy=error.remedy) from error.__cause__
+                    row, empty = _parsed(raw), False
+                    yield line, row
+    except DataError as error:
+        raise _at_line(error, path, line) from error.__cause__
     except OSError as error:
         raise DataError(path, found=str(error.strerror), expected="a readable file", remedy="check the path") from error
-    if not rows:
+    if empty:
         raise DataError(path, found="no rows", expected="a JSON object on each line", remedy="write at least one")
-    return Dataset(tuple(rows), truncated)
+
+
+def completion_ids(prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+    """Tokenise a prompt and what follows it, without an EOS of our own.
+
+    Returns:
+        Token ids of both, and how many of them are the prompt's.
+    """
+    whole = _text_ids(prompt + completion, tokenizer, closed=False)
+    return whole, _parting(_text_ids(prompt, tokenizer, closed=False), whole)
 
 
 def collate(rows: Sequence[TokenizedRow], *, pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -185,6 +215,10 @@ def _require(condition: bool, found: str, expected: str, remedy: str) -> None:  
         raise DataError("row", found=found, expected=expected, remedy=remedy)
 
 
+def _at_line(error: DataError, path: str | os.PathLike[str], line: int) -> DataError:
+    return DataError(f"{path}, line {line}", found=error.found, expected=error.expected, remedy=error.remedy)
+
+
 def _parsed(raw: bytes) -> dict[str, Any]:
     expected, remedy = "a JSON object", "write one JSON object per line, in UTF-8"
     try:
@@ -215,10 +249,14 @@ def _tokenized(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple
             found = f"the keys {', '.join(map(repr, present or row)) or '(none)'}"
             expected = "'text', or 'prompt' and 'completion', or 'messages'"
             raise DataError("row", found=found, expected=expected, remedy="keep the keys of exactly one kind of row")
+    return whole, _parting(prompt, whole)
+
+
+def _parting(prompt: list[int], whole: list[int]) -> int:
     # The prompt ends where the two tokenisations part: mostly at its own length, but a token that merges its end with the
     # completion's start ("is " + "blue") counts as completion, so that nothing of the completion goes unlearned.
     parted = [ours != theirs for ours, theirs in zip(prompt, whole, strict=False)]
-    return whole, [*parted, True].index(True)
+    return [*parted, True].index(True)
 
 
 def _text_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, closed: bool = True) -> list[int]:

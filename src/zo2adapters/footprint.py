@@ -52,5 +52,12 @@ def activation_bytes(
     return held + forward_bytes(config, running, tokens, loss_chunk=loss_chunk)
 
 
+def cache_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:
+    """Expected bytes of all layers' keys and values for so many tokens of so many rows."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return int(2 * config.num_hidden_layers * rows * tokens * width * _itemsize(config))
+
+
 def _itemsize(config: PretrainedConfig) -> int:
     return int(getattr(getattr(config, "dtype", None), "itemsize", 4))

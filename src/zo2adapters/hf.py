@@ -11,7 +11,7 @@ Trade-off: embedding, positions and masks are computed twice a forward, which co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,6 +91,11 @@ class HFBlockModel:
         for i, layer in enumerate(self._layers):
             last = i + 1 == len(self._layers)
             layers[i] = Stub(layer, self._recorder, last=last, returns_tuple=architecture.returns_tuple)
+
+    @property
+    def hf_forward(self) -> Callable[..., Any]:
+        """HF's forward, for asking which arguments it takes."""
+        return self._skeleton.forward
 
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Make these views the modules' parameters, a tied one under each of its names."""

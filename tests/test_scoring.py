@@ -1,0 +1,134 @@
+"""Scoring: candidates' log-likelihoods are Hugging Face's, and sweeps are as few as the activation budget allows."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from models import CONFIGS, WORDS, save_model, save_tokenizer, small_config
+from transformers import AutoModelForCausalLM
+
+from zo2adapters import open_checkpoint
+from zo2adapters.choices import holds_choices, read_choices
+from zo2adapters.cli import main
+from zo2adapters.data import TokenizedRow, collate
+from zo2adapters.scoring import LogLikelihood, Scored, score
+from zo2adapters.trainer import load_tokenizer
+from zo2core import BatchError, DataError, MeZOSGD, ZOEngine
+from zo2core.evaluation import held_bytes
+
+PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
+CANDIDATES = [[[1], [2, 3]], [[4, 5, 6], [7], [8, 9]], [[1]]]
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_log_likelihoods_are_hugging_faces(model_type: str, chunk: int | None, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config(model_type), torch.float64)
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    model = open_checkpoint(base, loss_chunk=chunk)
+    with ZOEngine(model, None) as engine:
+        scored = score(engine, model, PROMPTS, CANDIDATES, batch_size=4)
+    assert scored.tokens == ((1, 2), (3, 1, 2), (1,))
+    for prompt, answers, found in zip(PROMPTS, CANDIDATES, scored.log_likelihoods, strict=True):
+        for answer, value in zip(answers, found, strict=True):
+            with torch.inference_mode():
+                logs = whole(input_ids=torch.tensor([prompt + answer])).logits[0].float().log_softmax(-1)
+            expected = sum(logs[len(prompt) - 1 + i, token].item() for i, token in enumerate(answer))
+            assert value == pytest.approx(expected, rel=1e-5)
+
+
+def test_scores_are_of_the_present_weights(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("opt"))
+    model = open_checkpoint(base)
+    batch = collate([TokenizedRow((prompt := [3, 4, 5, 1]), 3, 1)], pad_token_id=0)  # type: ignore[arg-type]
+    with ZOEngine(model, MeZOSGD(lr=1e-1, zo_eps=1e-3)) as engine:
+        before = score(engine, model, [prompt[:3]], [[[1]]]).log_likelihoods[0][0]
+        engine.step(batch, seed=1)
+        after = score(engine, model, [prompt[:3]], [[[1]]]).log_likelihoods[0][0]
+        assert after != before
+        assert after == pytest.approx(-engine.evaluate([batch]).loss, rel=1e-5)
+
+
+def test_a_thousand_examples_take_the_sweeps_that_the_budget_gives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
+    save_tokenizer(base)
+    rows = [{"prompt": f"the {WORDS[3 + i % 5]} is", "candidates": [" yes", " no"], "answer": i % 2} for i in range(1000)]
+    data = tmp_path / "choices.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = open_checkpoint(base)
+    batch = collate([TokenizedRow([3, 4, 8, 9], 3, 1)] * 16, pad_token_id=0)  # type: ignore[arg-type]
+    forward = LogLikelihood(model)
+    with ZOEngine(model, None), torch.inference_mode():
+        held, running = held_bytes(forward.embed(batch)), forward.forward_bytes(batch)
+    for fitting in (1, 10, 125):
+        budget = fitting * held + running
+        main(["evaluate", "--model", str(base), "--data", str(data), "--activation-memory", str(budget)])
+        printed = capsys.readouterr().out
+        assert f"1000 rows, 2000 candidates, {math.ceil(2000 / 16 / fitting)} sweeps" in printed
+    with ZOEngine(model := open_checkpoint(base), None) as engine:
+        choices = read_choices(data, load_tokenizer(base), sequence_length=12)
+        scored = score(engine, model, [c.prompt for c in choices], [c.candidates for c in choices])
+    right = sum(mine == each.answer for mine, each in zip(scored.choices(), choices, strict=True))
+    assert f"accuracy {right / 1000:.1%}," in printed
+
+
+def test_the_likeliest_is_chosen_by_sum_or_by_mean() -> None:
+    scored = Scored(((-3.0, -2.0), (-1.0, -1.0)), ((3, 1), (1, 1)), 1)
+    assert scored.choices() == (1, 0)
+    assert scored.choices(by_length=True) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "candidates"),
+    [([], []), ([[]], [[[1]]]), ([[1]], [[]]), ([[1]], [[[]]]), ([[1] * 12], [[[1]]]), ([[40]], [[[1]]])],
+)
+def test_what_cannot_be_scored_is_refused(
+    tmp_path: Path, prompts: list[list[int]], candidates: list[list[list[int]]]
+) -> None:
+    model = open_checkpoint(save_model(tmp_path / "base", small_config("opt")))
+    with ZOEngine(model, None) as engine, pytest.raises(BatchError):
+        score(engine, model, prompts, candidates)
+
+
+BAD_ROWS = {
+    "no candidates": {"prompt": "the cat", "answer": 0},
+    "one candidate": {"prompt": "the cat", "candidates": [" yes"], "answer": 0},
+    "an empty candidate": {"prompt": "the cat", "candidates": [" yes", ""], "answer": 0},
+    "no prompt": {"candidates": [" yes", " no"], "answer": 0},
+    "an empty prompt": {"prompt": "", "candidates": [" yes", " no"], "answer": 0},
+    "no answer": {"prompt": "the cat", "candidates": [" yes", " no"]},
+    "another answer": {"prompt": "the cat", "candidates": [" yes", " no"], "answer": " maybe"},
+    "an answer beyond the candidates": {"prompt": "the cat", "candidates": [" yes", " no"], "answer": 2},
+    "an answer before them": {"prompt": "the cat", "candidates": [" yes", " no"], "answer": -1},
+    "too long": {"prompt": "the cat sat", "candidates": [" yes", " no no"], "answer": 0},
+    "a candidate without a token": {"prompt": "the cat", "candidates": [" yes", " "], "answer": 0},
+}
+
+
+@pytest.mark.parametrize("row", BAD_ROWS.values(), ids=BAD_ROWS)
+def test_rows_that_are_no_choices_are_named_by_their_line(tmp_path: Path, row: dict[str, object]) -> None:
+    save_tokenizer(tmp_path)
+    good = {"prompt": "the cat", "candidates": [" yes", " no"], "answer": " no"}
+    path = tmp_path / "choices.jsonl"
+    path.write_text(f"{json.dumps(good)}\n\n{json.dumps(row)}\n")
+    assert holds_choices(path)
+    with pytest.raises(DataError, match=r"choices\.jsonl, line 3"):
+        read_choices(path, load_tokenizer(tmp_path), sequence_length=4)
+    path.write_text(json.dumps(good))
+    [choice] = read_choices(path, load_tokenizer(tmp_path), sequence_length=4)
+    assert (choice.prompt, choice.candidates, choice.answer) == ((3, 4), ((9,), (10,)), 1)
+
+
+def test_files_without_candidates_are_no_choices(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "the cat"}\n')
+    assert not holds_choices(path)
+    path.write_text("\n")
+    with pytest.raises(DataError, match="no rows"):
+        holds_choices(path)
