@@ -18,7 +18,7 @@ def perturb(
 ) -> None:
     """As ``arithmetic.perturb``; the scratch may stay as it is."""
     if native.takes(out, theta, z):
-        native.walk(theta, Program((0,), (Perturb(0, shift, zo_eps),)), [z], out=out, own=0)
+        native.move(out, theta, z, Perturb(0, shift, zo_eps))
     else:
         arithmetic.perturb(out, theta, z, shift=shift, zo_eps=zo_eps, scratch=scratch)
 
@@ -34,8 +34,18 @@ def descend(
     decay_scratch: torch.Tensor,
 ) -> None:
     """As ``arithmetic.descend``; the scratch may stay as it is."""
-    program = Program((0,), (Descend(0, projected_grad, lr, weight_decay),))
-    walk(theta, program, [z], scratch=scratch, decay_scratch=decay_scratch)
+    if native.takes(theta, z):
+        native.move(theta, theta, z, Descend(0, projected_grad, lr, weight_decay))
+        return
+    arithmetic.descend(
+        theta,
+        z,
+        projected_grad=projected_grad,
+        lr=lr,
+        weight_decay=weight_decay,
+        scratch=scratch,
+        decay_scratch=decay_scratch,
+    )
 
 
 def walk(
