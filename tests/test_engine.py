@@ -274,7 +274,7 @@ def test_an_interrupted_replay_loses_nothing(base: Path, monkeypatch: pytest.Mon
             calls += 1
             if calls == 17:
                 raise KeyboardInterrupt
-            descend(*args, **kwargs)
+            walk(*args, **kwargs)
 
         with monkeypatch.context() as patch:
             patch.setattr(zo2core.visit, "walk", interrupted)
