@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -71,6 +71,12 @@ def walk(
         arithmetic.walk(theta, program, zs, scratch=scratch, decay_scratch=decay_scratch)
 
 
+@lru_cache(maxsize=8)
+def _followed(program: Program, then: Perturb) -> Program:
+    """One object for all ranges, so that it is coded for the kernels once."""
+    return Program(program.seeds, (*program.instructions, then))
+
+
 @cache
 def _triton() -> ModuleType | None:
     """The Triton kernels, imported when the first CUDA tensor comes; None without Triton."""
@@ -109,7 +115,7 @@ def walk_drawing(
         then: Its direction is a place in ``program.seeds``, though the program need not use it.
     """
     own = len(program.instructions)
-    whole = program if then is None else Program(program.seeds, (*program.instructions, then))
+    whole = program if then is None else _followed(program, then)
     if native.takes(theta, *(() if out is None else (out,))):
         native.walk(theta, whole, None, out=out, own=own, distribution=distribution, parameter=parameter, start=start)
         return

@@ -119,7 +119,8 @@ CLONES static void store(int dtype, void *restrict to, const float *restrict fro
  *
  * block and count are multiples of 8, so that a vector's counters differ in the low word alone. A counter's word lies in the
  * lower half of a 64-bit lane, and what a product leaves in the upper half is ignored by the next one: compilers do not find
- * that form of the multiplication by themselves, which is why it is spelled out. `together` vectors hide each other's latency.
+ * that form of the multiplication by themselves, which is why it is spelled out. Several vectors `together` hide each other's
+ * latency.
  */
 
 #define DEFINE_PHILOX(name, attributes, width, together, mul)                                                               \

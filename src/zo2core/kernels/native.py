@@ -133,7 +133,7 @@ def walk(
     )
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=256)
 def _compiled(program: Program) -> tuple[ctypes.Array[_Instruction], ctypes.Array[_Direction]]:
     instructions = (_Instruction * len(program.instructions))()
     for to, instruction in zip(instructions, program.instructions, strict=True):
