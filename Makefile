@@ -16,10 +16,10 @@ test: .venv/.installed
 test-long: .venv/.installed
 	$(BIN)/pytest --long
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.installed: pyproject.toml constraints.txt src/zo2core/kernels/native.c
 	$(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf .venv build src/zo2core/kernels/*.so

@@ -95,6 +95,14 @@ def test_the_fastest_arrangement_that_fits_is_taken(room: int, buckets: int | No
     assert found.nbytes <= found.budget
 
 
+@pytest.mark.parametrize(("room", "buckets"), [(16 + 160 + 16, None), (16 + 9 * 16 + 16, 9), (16 + 2 * 16 + 16 + 7, 2)])
+def test_counter_based_noise_takes_no_memory(room: int, buckets: int | None) -> None:
+    memory = resident_memory() + READERS * STAGING + 4 * MiB + room * MiB
+    found = arrange(layouts(), memory=memory, activation_bytes=2 * MiB, may_keep_noise=False)
+    assert (found.buckets, found.keep_noise) == (buckets, False)
+    assert found.nbytes <= found.budget
+
+
 def test_what_does_not_fit_is_added_up_part_by_part() -> None:
     with pytest.raises(MemoryBudgetError) as info:
         arrange(layouts(), memory=resident_memory() + 20 * MiB, activation_bytes=5 * MiB)

@@ -19,18 +19,21 @@ from parity import assert_same_bits
 from toy import ToyBlockModel
 
 import zo2core.kernels
+import zo2core.mover
 import zo2core.visit
 from zo2adapters import HFBlockModel, open_checkpoint
 from zo2core import (
     BatchError,
     BusyError,
     ClosedError,
+    Distribution,
     Journal,
     JournalError,
     MeZOSGD,
     NonFiniteLossError,
     OptionError,
     OutputError,
+    PhiloxNoise,
     SequentialNoise,
     ZOEngine,
 )
@@ -63,14 +66,15 @@ def assert_equal_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.
 BATCH = make_batch(40, [9, 5])
 
 
-def test_global_random_state_is_untouched(base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("noise", [None, PhiloxNoise(), PhiloxNoise(Distribution.RADEMACHER)])
+def test_global_random_state_is_untouched(base: Path, tmp_path: Path, noise: PhiloxNoise | None) -> None:
     def state() -> tuple[object, ...]:
         """Of torch, Python and numpy."""
         of_numpy = np.random.get_state(legacy=False)["state"]
         return torch.random.get_rng_state().tolist(), random.getstate(), of_numpy["key"].tolist(), of_numpy["pos"]
 
     before = state()
-    with ZOEngine(open_checkpoint(base), MEZO) as engine:
+    with ZOEngine(open_checkpoint(base), MEZO, noise=noise) as engine:
         engine.step(BATCH)
         engine.step(BATCH, seed=3)
         engine.evaluate([BATCH])
@@ -125,8 +129,63 @@ def test_a_journal_of_another_base_or_noise_is_refused(base: Path, tmp_path: Pat
         name = "other"
 
     model = open_checkpoint(base)
-    with pytest.raises(JournalError, match="noise"):
-        ZOEngine(model, MEZO, noise=OtherNoise(model.layouts), journal=Journal(path))
+    for noise in (OtherNoise(model.layouts), PhiloxNoise(), PhiloxNoise(Distribution.RADEMACHER)):
+        with pytest.raises(JournalError, match="noise"):
+            ZOEngine(open_checkpoint(base), MEZO, noise=noise, journal=Journal(path))
+
+
+@pytest.mark.parametrize("distribution", Distribution)
+def test_counter_based_noise_is_never_kept(base: Path, distribution: Distribution) -> None:
+    with ZOEngine(open_checkpoint(base), MEZO, noise=PhiloxNoise(distribution)) as engine:
+        assert not engine._workspace.keeps_noise
+        assert engine.arrangement is not None
+        assert not engine.arrangement.keep_noise
+
+
+@pytest.mark.parametrize("distribution", Distribution)
+def test_a_journal_is_replayed_with_the_noise_it_was_written_with(
+    base: Path, tmp_path: Path, distribution: Distribution
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    with ZOEngine(open_checkpoint(base), MEZO, noise=PhiloxNoise(distribution), journal=Journal(path)) as engine:
+        for _ in range(3):
+            engine.step(BATCH)
+        expected = weights(engine)
+    with ZOEngine(open_checkpoint(base), None, noise=PhiloxNoise(distribution), journal=Journal(path)) as replayed:
+        assert_equal_weights(weights(replayed), expected)
+
+
+def test_threads_share_a_segment_and_a_failure_leaves_none_behind(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zo2core.visit, "PARALLEL_FROM", 0)
+    monkeypatch.setattr(zo2core.mover, "SHARE", 64)
+    expected = []
+    with ZOEngine(open_checkpoint(base), MEZO, noise=PhiloxNoise()) as engine:
+        expected += [engine.step(BATCH).losses for _ in range(2)]
+        threads: set[str] = set()
+        failing = False
+
+        class FailureError(Exception):
+            pass
+
+        walk = PhiloxNoise.walk
+
+        def walked(self: PhiloxNoise, theta: torch.Tensor, *args: Any, **options: Any) -> None:
+            threads.add(threading.current_thread().name)
+            if failing and len(threads) == 2:
+                raise FailureError
+            walk(self, theta, *args, **options)
+
+        monkeypatch.setattr(PhiloxNoise, "walk", walked)
+        expected.append(engine.step(BATCH).losses)
+        assert len(threads) == 2
+        failing = True
+        with pytest.raises(FailureError):
+            engine.step(BATCH)
+        failing = False
+        expected.append(engine.step(BATCH).losses)
+    monkeypatch.undo()
+    with ZOEngine(open_checkpoint(base), MEZO, noise=PhiloxNoise()) as alone:
+        assert [alone.step(BATCH).losses for _ in range(4)] == expected
 
 
 def test_a_loss_that_is_not_finite_stops_the_step(base: Path) -> None:
@@ -223,17 +282,17 @@ def test_an_interrupted_replay_loses_nothing(base: Path, monkeypatch: pytest.Mon
             for seed in range(3):
                 each.step(BATCH, seed=seed)
         calls = 0
-        descend = zo2core.kernels.descend
+        walk = zo2core.kernels.walk
 
         def interrupted(*args: Any, **kwargs: Any) -> None:
             nonlocal calls
             calls += 1
             if calls == 17:
                 raise KeyboardInterrupt
-            descend(*args, **kwargs)
+            walk(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(zo2core.visit, "descend", interrupted)
+            patch.setattr(zo2core.visit, "walk", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.flush()
         assert_equal_weights(weights(engine), weights(undisturbed))

@@ -93,11 +93,12 @@ class Mover:
 
     def _share(self, index: int, run: Callable[[Cell, int, int], None], cells: Sequence[Cell]) -> None:
         """Run on all ranges of these cells, on two threads if that pays."""
-        ranges = deque(
-            (cell, start, min(start + SHARE, cell.spec.numel))
-            for cell in cells
-            for start in range(0, cell.spec.numel, SHARE)
-        )
+        worker = self._worker if self._workspace.elements[index] >= self._parallel_from else None
+        ranges: deque[tuple[Cell, int, int]] = deque()
+        for cell in cells:
+            numel = cell.spec.numel
+            share = max(numel, 1) if worker is None else SHARE
+            ranges.extend((cell, start, min(start + share, numel)) for start in range(0, numel, share))
 
         def work() -> None:
             with torch.inference_mode():
@@ -108,10 +109,10 @@ class Mover:
                         return
                     run(cell, start, stop)
 
-        if self._worker is None or self._workspace.elements[index] < self._parallel_from:
+        if worker is None:
             work()
             return
-        other = self._worker.submit(work)
+        other = worker.submit(work)
         try:
             work()
         finally:

@@ -14,9 +14,9 @@ import torch
 from zo2core.checkpoint.ranged import RangedFile, byte_view
 from zo2core.devices import HostDevice
 from zo2core.errors import ScratchError
-from zo2core.kernels import descend, perturb
-from zo2core.protocols import NoiseGenerator
-from zo2core.types import BlockLayout, ParameterSpec
+from zo2core.kernels import walk
+from zo2core.protocols import CounterNoise, NoiseGenerator
+from zo2core.types import BlockLayout, Descend, ParameterSpec, Perturb, Program
 
 _BYTES = 64 << 20  # written by the disk probe
 _PIECES = 64  # drawn by the noise probe
@@ -36,21 +36,16 @@ def replay_seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout]) -> flo
 def _replay(noise: NoiseGenerator, spec: ParameterSpec, pieces: Sequence[tuple[int, int]]) -> float:
     longest = max(stop - start for start, stop in pieces)
     theta, z, scratch, other = (torch.zeros(longest, dtype=spec.dtype) for _ in range(4))
+    walked = (Perturb(0, shift, 1e-3) for shift in (1.0, -2.0, 1.0))
+    program = Program((0,), (*walked, Descend(0, projected_grad=1.0, lr=1e-6, weight_decay=0.0)))
     began = time.perf_counter()
     for start, stop in pieces:
         length = stop - start
+        if isinstance(noise, CounterNoise):
+            noise.walk(theta[:length], program, spec, start)
+            continue
         noise.fill(z[:length], 0, spec, start)
-        for shift in (1.0, -2.0, 1.0):
-            perturb(theta[:length], theta[:length], z[:length], shift=shift, zo_eps=1e-3, scratch=scratch[:length])
-        descend(
-            theta[:length],
-            z[:length],
-            projected_grad=1.0,
-            lr=1e-6,
-            weight_decay=0.0,
-            scratch=scratch[:length],
-            decay_scratch=other[:length],
-        )
+        walk(theta[:length], program, [z[:length]], scratch=scratch[:length], decay_scratch=other[:length])
     return time.perf_counter() - began
 
 

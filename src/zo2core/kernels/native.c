@@ -117,51 +117,59 @@ CLONES static void store(int dtype, void *restrict to, const float *restrict fro
 
 /* Words of the counters (block + i, parameter, 0), i below count: word w of counter i goes to words[w * count + i].
  *
- * block and count are multiples of LANES, so that a vector's counters differ in the low word alone. A counter's word lies in
- * the lower half of a 64-bit lane, and what a product leaves in the upper half is ignored by the next one: compilers do not
- * find that form of the multiplication by themselves, which is why it is spelled out.
+ * block and count are multiples of 8, so that a vector's counters differ in the low word alone. A counter's word lies in the
+ * lower half of a 64-bit lane, and what a product leaves in the upper half is ignored by the next one: compilers do not find
+ * that form of the multiplication by themselves, which is why it is spelled out. Several vectors `together` hide each other's
+ * latency.
  */
-enum { LANES = 8 };
 
-#define DEFINE_PHILOX(name, attributes, width, mul)                                                                     \
-    attributes static void name(uint32_t *words, size_t count, uint64_t block, uint32_t parameter, uint64_t seed) {     \
-        typedef uint64_t lanes __attribute__((vector_size(8 * width)));                                                 \
-        typedef uint32_t narrow __attribute__((vector_size(4 * width), aligned(4)));                                    \
-        lanes k0[10], k1[10], place = {0};                                                                              \
-        for (size_t i = 0; i < width; i++) place[i] = i;                                                                \
-        for (uint32_t i = 0; i < 10; i++) {                                                                             \
-            k0[i] = (lanes){0} + (uint32_t)((uint32_t)seed + i * 0x9E3779B9);                                           \
-            k1[i] = (lanes){0} + (uint32_t)((uint32_t)(seed >> 32) + i * 0xBB67AE85);                                   \
-        }                                                                                                               \
-        for (size_t first = 0; first < count; first += width) {                                                         \
-            const uint64_t base = block + first;                                                                        \
-            lanes c0 = place + (uint32_t)base, c1 = (lanes){0} + (base >> 32), c2 = (lanes){0} + parameter, c3 = {0};   \
-            _Pragma("GCC unroll 10") for (int round = 0; round < 10; round++) {                                         \
-                const lanes p0 = mul(lanes, c0, 0xD2511F53), p1 = mul(lanes, c2, 0xCD9E8D57);                           \
-                c0 = p1 >> 32 ^ c1 ^ k0[round], c1 = p1;                                                                \
-                c2 = p0 >> 32 ^ c3 ^ k1[round], c3 = p0;                                                                \
-            }                                                                                                           \
-            *(narrow *)(words + first) = __builtin_convertvector(c0, narrow);                                           \
-            *(narrow *)(words + count + first) = __builtin_convertvector(c1, narrow);                                   \
-            *(narrow *)(words + 2 * count + first) = __builtin_convertvector(c2, narrow);                               \
-            *(narrow *)(words + 3 * count + first) = __builtin_convertvector(c3, narrow);                               \
-        }                                                                                                               \
+#define DEFINE_PHILOX(name, attributes, width, together, mul)                                                               \
+    attributes static void name(uint32_t *words, size_t count, uint64_t block, uint32_t parameter, uint64_t seed) {         \
+        typedef uint64_t lanes __attribute__((vector_size(8 * width)));                                                     \
+        typedef uint32_t narrow __attribute__((vector_size(4 * width), aligned(4)));                                        \
+        lanes place = {0};                                                                                                  \
+        for (size_t i = 0; i < width; i++) place[i] = i;                                                                    \
+        for (size_t first = 0; first < count; first += width * together) {                                                  \
+            lanes c0[together], c1[together], c2[together], c3[together];                                                   \
+            uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);                                                      \
+            _Pragma("GCC unroll 4") for (size_t i = 0; i < together; i++) {                                                 \
+                const uint64_t base = block + first + i * width;                                                            \
+                c0[i] = place + (uint32_t)base, c1[i] = (lanes){0} + (base >> 32);                                          \
+                c2[i] = (lanes){0} + parameter, c3[i] = (lanes){0};                                                         \
+            }                                                                                                               \
+            _Pragma("GCC unroll 10") for (int round = 0; round < 10; round++) {                                             \
+                _Pragma("GCC unroll 4") for (size_t i = 0; i < together; i++) {                                             \
+                    const lanes p0 = mul(lanes, c0[i], 0xD2511F53), p1 = mul(lanes, c2[i], 0xCD9E8D57);                     \
+                    c0[i] = p1 >> 32 ^ c1[i] ^ k0, c1[i] = p1;                                                              \
+                    c2[i] = p0 >> 32 ^ c3[i] ^ k1, c3[i] = p0;                                                              \
+                }                                                                                                           \
+                k0 += 0x9E3779B9, k1 += 0xBB67AE85;                                                                         \
+            }                                                                                                               \
+            _Pragma("GCC unroll 4") for (size_t i = 0; i < together; i++) {                                                 \
+                uint32_t *to = words + first + i * width;                                                                   \
+                *(narrow *)to = __builtin_convertvector(c0[i], narrow);                                                     \
+                *(narrow *)(to + count) = __builtin_convertvector(c1[i], narrow);                                           \
+                *(narrow *)(to + 2 * count) = __builtin_convertvector(c2[i], narrow);                                       \
+                *(narrow *)(to + 3 * count) = __builtin_convertvector(c3[i], narrow);                                       \
+            }                                                                                                               \
+        }                                                                                                                   \
     }
 
 #define MUL(lanes, x, m) (((x) & 0xffffffff) * (uint64_t)(m))
-DEFINE_PHILOX(philox_plain, , 2, MUL)
+DEFINE_PHILOX(philox_plain, , 2, 2, MUL)
 
 #ifdef X86
 #define MUL_AVX2(lanes, x, m) (lanes) _mm256_mul_epu32((__m256i)(x), _mm256_set1_epi64x(m))
 #define MUL_AVX512(lanes, x, m) (lanes) _mm512_mul_epu32((__m512i)(x), _mm512_set1_epi64(m))
-DEFINE_PHILOX(philox_avx2, __attribute__((target("avx2"))), 4, MUL_AVX2)
-DEFINE_PHILOX(philox_avx512, __attribute__((target("avx512f"))), 8, MUL_AVX512)
+DEFINE_PHILOX(philox_avx2, __attribute__((target("avx2"))), 4, 2, MUL_AVX2)
+DEFINE_PHILOX(philox_avx512, __attribute__((target("avx512f"))), 8, 4, MUL_AVX512)
+DEFINE_PHILOX(philox_avx512_few, __attribute__((target("avx512f"))), 8, 1, MUL_AVX512)
 #endif
 
 static void philox(uint32_t *words, size_t count, uint64_t block, uint32_t parameter, uint64_t seed) {
 #ifdef X86
     if (__builtin_cpu_supports("avx512f")) {
-        philox_avx512(words, count, block, parameter, seed);
+        (count % 32 ? philox_avx512_few : philox_avx512)(words, count, block, parameter, seed);
         return;
     }
     if (__builtin_cpu_supports("avx2")) {
@@ -323,4 +331,13 @@ PUBLIC void zo2core_walk(
             store(dtype, (char *)theta + done * size, weights, elements);
         done += elements;
     }
+}
+
+/* Write theta, moved by one instruction along z, to out. They may be the same memory, else they must not overlap. */
+PUBLIC void zo2core_move(
+    int dtype, const void *theta, void *out, const void *z, uint64_t count, int32_t kind, float scale, float rate,
+    float weight_decay) {
+    const struct instruction move = {kind, 0, scale, rate, weight_decay};
+    const struct direction direction = {0, z};
+    zo2core_walk(dtype, (void *)theta, out, count, &move, 0, 1, &direction, GAUSSIAN, 0, 0);
 }

@@ -16,7 +16,7 @@ import torch
 
 from zo2core.kernels.arithmetic import folds
 from zo2core.kernels.philox import Distribution
-from zo2core.types import Perturb, Program
+from zo2core.types import Descend, Perturb, Program
 
 _REVISION = 1  # of native.c
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -54,6 +54,10 @@ def library() -> ctypes.CDLL | None:
         walk = (ctypes.c_int, pointer, pointer, u64, pointer, size, size, pointer, ctypes.c_int, u32, u64)
         loaded.zo2core_walk.argtypes = walk
         loaded.zo2core_walk.restype = None
+        real = ctypes.c_float
+        move = (ctypes.c_int, pointer, pointer, pointer, u64, ctypes.c_int32, real, real, real)
+        loaded.zo2core_move.argtypes = move
+        loaded.zo2core_move.restype = None
         return loaded
     return None
 
@@ -75,6 +79,14 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
     loaded.zo2core_fill(
         _DTYPES[out.dtype], out.data_ptr(), out.numel(), _DISTRIBUTIONS[distribution], seed, parameter, start
     )
+
+
+def move(out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, instruction: Perturb | Descend) -> None:
+    """One instruction along a given direction: a program's set-up would take as long as the pass over a small piece."""
+    loaded = library()
+    assert loaded is not None
+    coded = _coded(instruction)
+    loaded.zo2core_move(_DTYPES[theta.dtype], theta.data_ptr(), out.data_ptr(), z.data_ptr(), theta.numel(), *coded)
 
 
 def walk(
@@ -121,15 +133,19 @@ def walk(
     )
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=256)
 def _compiled(program: Program) -> tuple[ctypes.Array[_Instruction], ctypes.Array[_Direction]]:
     instructions = (_Instruction * len(program.instructions))()
-    for to, move in zip(instructions, program.instructions, strict=True):
-        to.direction = move.direction
-        if not isinstance(move, Perturb):
-            to.kind, to.scale, to.rate, to.weight_decay = _DESCEND, move.projected_grad, move.lr, move.weight_decay
-        elif folds(move.shift):
-            to.kind, to.scale = _PERTURB_FOLDED, move.shift * move.zo_eps
-        else:
-            to.kind, to.scale, to.rate = _PERTURB, move.shift, move.zo_eps
+    for to, instruction in zip(instructions, program.instructions, strict=True):
+        to.direction = instruction.direction
+        to.kind, to.scale, to.rate, to.weight_decay = _coded(instruction)
     return instructions, (_Direction * len(program.seeds))(*[_Direction(seed, None) for seed in program.seeds])
+
+
+def _coded(instruction: Perturb | Descend) -> tuple[int, float, float, float]:
+    """Kind, scale, rate, weight decay."""
+    if not isinstance(instruction, Perturb):
+        return _DESCEND, instruction.projected_grad, instruction.lr, instruction.weight_decay
+    if folds(instruction.shift):
+        return _PERTURB_FOLDED, instruction.shift * instruction.zo_eps, 0.0, 0.0
+    return _PERTURB, instruction.shift, instruction.zo_eps, 0.0

@@ -1,0 +1,185 @@
+"""The one-pass kernel for CUDA, in Triton: programs with drawn directions, with the same bits as the reference.
+
+Imported for CUDA tensors only. It must be launched without fusing multiplications and additions, as LAUNCH says. Run under
+Triton's interpreter and compiled to PTX in the tests. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from zo2core.kernels.arithmetic import folds
+from zo2core.kernels.philox import Distribution
+from zo2core.types import Perturb, Program
+
+BLOCK = 1024  # elements of a program instance: a multiple of what is drawn together
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
+_PERTURB, _PERTURB_FOLDED, _DESCEND = range(3)
+
+
+@triton.jit
+def _horner7(x, a, b, c, d, e, f, g, h):
+    return ((((((a * x + b) * x + c) * x + d) * x + e) * x + f) * x + g) * x + h
+
+
+@triton.jit
+def _horner3(x, a, b, c, d):
+    return ((a * x + b) * x + c) * x + d
+
+
+@triton.jit
+def _box_muller(radial, angular):
+    """As ``philox.box_muller``, operation by operation."""
+    u = (radial >> 1).to(tl.int32, bitcast=True).to(tl.float32) + 0.5
+    bits = u.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) >> 23
+    f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
+    p = _horner7(f, 0.20213786, -0.3244516, 0.3450166, -0.3980033, 0.4993982, -0.6667012, 1.0000073, -1.9999999)
+    radius = tl.sqrt_rn(p * f + (exponent - 31).to(tl.float32) * -1.3862944)
+
+    quarter = angular + 0x20000000
+    t = ((angular << 2).to(tl.int32, bitcast=True) >> 2).to(tl.float32) * 1.862645149230957e-09  # 2**-29
+    y = t * t
+    sine = _horner3(y, -3.595045e-05, 0.002490001, -0.080745436, 0.7853982) * t
+    cosine = _horner3(y, -0.0003188805, 0.015849914, -0.30842426, 1.0)
+    odd = (quarter & 0x40000000) != 0
+    first = tl.where(odd, sine, cosine)
+    second = tl.where(odd, cosine, sine)
+    first = tl.where(((quarter + 0x40000000) & 0x80000000) != 0, -first, first)
+    second = tl.where((quarter & 0x80000000) != 0, -second, second)
+    return radius * first, radius * second
+
+
+@triton.jit
+def _draw(seed, parameter, element, GAUSSIAN: tl.constexpr, BLOCK: tl.constexpr):
+    """Z of BLOCK elements from ``element`` on, a multiple of BLOCK: float32 (BLOCK,). See ``philox`` for the order."""
+    if GAUSSIAN:
+        call = element // 4 + tl.arange(0, BLOCK // 4)
+    else:  # each call four times: word (i % 32) // 8 of call i % 8 of group i // 32
+        i = tl.arange(0, BLOCK // 32)
+        call = element // 128 + i // 32 * 8 + i % 8
+    c0 = call.to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, c0, (call >> 32).to(tl.uint32), c0 * 0 + parameter.to(tl.uint32), c0 * 0)
+    if GAUSSIAN:
+        z0, z1 = _box_muller(w0, w1)
+        z2, z3 = _box_muller(w2, w3)
+        lanes = tl.join(tl.join(z0, z2), tl.join(z1, z3))  # number 2a + b of call i at [i, a, b]
+        z = tl.permute(tl.reshape(lanes, (BLOCK // 256, 64, 2, 2)), (0, 2, 3, 1))
+    else:
+        word = i % 32 // 8
+        chosen = tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
+        bit = (tl.reshape(chosen, (BLOCK // 1024, 1, 32)) >> tl.arange(0, 32)[None, :, None]) & 1
+        z = 1.0 - 2.0 * bit.to(tl.int32).to(tl.float32)
+    return tl.reshape(z, (BLOCK,))
+
+
+@triton.jit
+def _walk(
+    theta,
+    out,
+    kinds,  # int32: what each instruction is
+    places,  # int32: its direction
+    scalars,  # float32, three an instruction: scale, rate, weight decay
+    seeds,  # int64, one a direction
+    own,  # instructions of theta's own; the others are out's
+    length,
+    numel,
+    parameter,
+    start,  # element of the parameter at which theta starts
+    GAUSSIAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    number = theta.dtype.element_ty
+    element = (start // BLOCK + tl.program_id(0)).to(tl.int64) * BLOCK
+    at = element - start + tl.arange(0, BLOCK)
+    inside = (at >= 0) & (at < numel)
+    weights = tl.load(theta + at, mask=inside, other=0.0).to(tl.float32)
+    z = weights * 0.0
+    held = -1
+    for i in range(length):
+        if (i == own) & (own > 0):
+            tl.store(theta + at, weights.to(number), mask=inside)
+        place = tl.load(places + i)
+        if place != held:
+            z = _draw(tl.load(seeds + place), parameter, element, GAUSSIAN, BLOCK).to(number).to(tl.float32)
+            held = place
+        kind = tl.load(kinds + i)
+        scale = tl.load(scalars + 3 * i)
+        rate = tl.load(scalars + 3 * i + 1)
+        weight_decay = tl.load(scalars + 3 * i + 2)
+        move = (z * scale).to(number).to(tl.float32)
+        if kind == 2:
+            if weight_decay != 0:
+                decay = (weights * weight_decay).to(number).to(tl.float32)
+                move = (move + decay).to(number).to(tl.float32)
+            weights = (weights - (move * rate).to(number).to(tl.float32)).to(number).to(tl.float32)
+        else:
+            if kind == 0:
+                move = (move * rate).to(number).to(tl.float32)
+            weights = (weights + move).to(number).to(tl.float32)
+    if own < length:
+        tl.store(out + at, weights.to(number), mask=inside)
+    elif own > 0:
+        tl.store(theta + at, weights.to(number), mask=inside)
+
+
+def takes(theta: torch.Tensor) -> bool:
+    """Whether the kernel works on weights of this dtype."""
+    return theta.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def walk(
+    theta: torch.Tensor,
+    program: Program,
+    *,
+    out: torch.Tensor | None,
+    own: int,
+    distribution: Distribution,
+    parameter: int,
+    start: int,
+) -> None:
+    """As ``native.walk`` with drawn directions."""
+    if theta.numel() == 0 or not program.instructions:
+        return
+    blocks = triton.cdiv(start % BLOCK + theta.numel(), BLOCK)
+    _walk[(blocks,)](
+        theta,
+        theta if out is None else out,
+        *_table(program, theta.device),
+        own,
+        len(program.instructions),
+        theta.numel(),
+        parameter,
+        start,
+        GAUSSIAN=distribution is Distribution.GAUSSIAN,
+        BLOCK=BLOCK,
+        **LAUNCH,
+    )
+
+
+@lru_cache(maxsize=8)
+def _table(program: Program, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The program in the device's memory: kinds, places, scalars, seeds."""
+    coded: list[tuple[int, float, float, float]] = []
+    for move in program.instructions:
+        if not isinstance(move, Perturb):
+            coded.append((_DESCEND, move.projected_grad, move.lr, move.weight_decay))
+        elif folds(move.shift):
+            coded.append((_PERTURB_FOLDED, move.shift * move.zo_eps, 0.0, 0.0))
+        else:
+            coded.append((_PERTURB, move.shift, move.zo_eps, 0.0))
+
+    def tensor(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64 if dtype is torch.float32 else dtype).to(dtype).to(device)
+
+    return (
+        tensor([kind for kind, *_ in coded], torch.int32),
+        tensor([move.direction for move in program.instructions], torch.int32),
+        tensor([value for _, *values in coded for value in values], torch.float32),
+        tensor(list(program.seeds), torch.int64),
+    )

@@ -1,0 +1,80 @@
+"""What the tests of the Triton kernel run in processes of their own: ``interpret`` or ``compile``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+from zo2core import Distribution
+from zo2core.kernels import fused
+from zo2core.types import Descend, Perturb, Program
+
+ARGUMENTS = {
+    "theta": "*{}",
+    "out": "*{}",
+    "kinds": "*i32",
+    "places": "*i32",
+    "scalars": "*fp32",
+    "seeds": "*i64",
+    "own": "i32",
+    "length": "i32",
+    "numel": "i32",
+    "parameter": "i32",
+    "start": "i64",
+    "GAUSSIAN": "constexpr",
+    "BLOCK": "constexpr",
+}
+
+
+def interpret() -> None:
+    """Hold the interpreted kernel against the other kernels. (The interpreter cannot round to bfloat16.)"""
+    from zo2core.kernels import triton_kernels
+
+    walk = (Perturb(0, 1.0, 1e-3), Perturb(0, -2.0, 1e-3), Perturb(1, 0.3, 1e-3))
+    descends = (Descend(0, 0.5, 1e-2, 0.1), Descend(1, 0.7, 1e-3, 0.0))
+    then = Perturb(2, 1.0, 1e-3)
+    seeds = (5, 6, 2**62 + 3)
+    for distribution in Distribution:
+        for dtype, integer in ((torch.float32, torch.int32), (torch.float16, torch.int16)):
+            for start, length in ((0, 3000), (777, 1500), (2**34 - 300, 1000)):
+                for own in ((*walk, *descends), ()):
+                    ours = torch.randn(length, generator=torch.Generator().manual_seed(1)).to(dtype)
+                    theirs, out, expected = ours.clone(), torch.zeros_like(ours), torch.zeros_like(ours)
+                    whole = Program(seeds, (*own, then))
+                    triton_kernels.walk(
+                        ours, whole, out=out, own=len(own), distribution=distribution, parameter=9, start=start
+                    )
+                    fused.walk_drawing(theirs, Program(seeds, own), distribution, 9, start, out=expected, then=then)
+                    for name, a, b in (("theta", ours, theirs), ("out", out, expected)):
+                        assert torch.equal(a.view(integer), b.view(integer)), (distribution, dtype, start, name)
+
+
+def compile_to_ptx() -> None:
+    """Compile for a Hopper GPU, and see that every operation rounds by itself."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from zo2core.kernels import triton_kernels
+
+    for gaussian in (True, False):
+        for number in ("fp32", "bf16", "fp16"):
+            source = ASTSource(
+                fn=triton_kernels._walk,
+                signature={name: kind.format(number) for name, kind in ARGUMENTS.items()},
+                constexprs={"GAUSSIAN": gaussian, "BLOCK": triton_kernels.BLOCK},
+            )
+            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=triton_kernels.LAUNCH)
+            ptx = compiled.asm["ptx"]
+            assert ".target sm_90" in ptx
+            assert "mul.f32" in ptx or "mul.rn.f32" in ptx
+            for banned in ("fma.", ".ftz", ".approx"):
+                assert banned not in ptx, (gaussian, number, banned)
+
+
+PROGRAMS: dict[str, Callable[[], None]] = {"interpret": interpret, "compile": compile_to_ptx}
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]]()

@@ -1,0 +1,138 @@
+"""Measure noise and one-pass arithmetic on this CPU: numbers a second, and bytes a second beside memcpy's.
+
+    python tools/bench_noise.py
+    python tools/bench_noise.py --dtype bfloat16
+
+Prints a table and JSON: medians over the rounds with their range. The ways alternate, each on one thread and then on two
+that share the work. Noise is drawn into a buffer that stays in the cache; weights are larger than any cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from zo2adapters.checkpoint import DTYPES
+from zo2core import Distribution
+from zo2core.kernels import native, philox, walk_drawing
+from zo2core.types import Descend, Perturb, Program
+
+PIECE = 32768  # elements drawn at once
+SHARE = 1 << 18  # weights worked on at once
+THREADS = 2
+
+Work = Callable[[int, int], None]  # (thread, which piece)
+
+
+def drawing(dtype: torch.dtype) -> dict[str, Work]:
+    """Ways to draw a piece."""
+    outs = [torch.empty(PIECE, dtype=dtype) for _ in range(THREADS)]
+    generators = [torch.Generator().manual_seed(i) for i in range(THREADS)]
+
+    def normal(thread: int, piece: int) -> None:
+        outs[thread].normal_(generator=generators[thread])
+
+    def drawn(fill: Callable[..., None], distribution: Distribution) -> Work:
+        return lambda thread, piece: fill(outs[thread], distribution, 5, 0, piece * PIECE)
+
+    ways: dict[str, Work] = {"torch normal_": normal}
+    for kind, fill in (("torch operations", philox.fill), ("compiled", native.fill)):
+        if kind == "compiled" and native.library() is None:
+            continue
+        ways |= {f"Philox {distribution.value}, {kind}": drawn(fill, distribution) for distribution in Distribution}
+    return ways
+
+
+def passes(dtype: torch.dtype, elements: int) -> dict[str, Work]:
+    """Ways to go over weights once: copy them, or replay an update and perturb into a work buffer."""
+    theta, work = torch.zeros(elements, dtype=dtype), torch.zeros(SHARE * THREADS, dtype=dtype)
+    update = Program(
+        (1, 2), (*(Perturb(0, shift, 1e-3) for shift in (1.0, -2.0, 1.0)), Descend(0, 0.5, lr=1e-6, weight_decay=0.0))
+    )
+
+    def ranges(thread: int, piece: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = piece * SHARE % elements
+        return theta[start : start + SHARE], work[thread * SHARE : (thread + 1) * SHARE]
+
+    def copy(thread: int, piece: int) -> None:
+        source, out = ranges(thread, piece)
+        out.copy_(source)
+
+    def replayed(distribution: Distribution) -> Work:
+        def run(thread: int, piece: int) -> None:
+            source, out = ranges(thread, piece)
+            walk_drawing(source, update, distribution, 0, piece * SHARE, out=out, then=Perturb(1, 1.0, 1e-3))
+
+        return run
+
+    ways: dict[str, Work] = {"copy": copy}
+    return ways | {f"replay and perturb, {distribution.value}": replayed(distribution) for distribution in Distribution}
+
+
+def rate(work: Work, pieces: int, size: int, threads: int) -> float:
+    """Units a second of one run."""
+
+    def share(thread: int) -> None:
+        for piece in range(thread, pieces, threads):
+            work(thread, piece)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda _: time.sleep(1e-3), range(threads)))  # starts the threads
+        began = time.perf_counter()
+        list(pool.map(share, range(threads)))
+        return pieces * size / (time.perf_counter() - began)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and range."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def bench(dtype: torch.dtype, elements: int, rounds: int) -> dict[str, Any]:
+    """Run all ways; return everything measured."""
+    torch.set_num_threads(1)  # threads are this program's own
+    found: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for threads in range(1, THREADS + 1):
+            suffix = f"{threads} thread" + "s" * (threads > 1)
+            for name, work in drawing(dtype).items():
+                pieces = 20 if "torch operations" in name else 1000
+                found.setdefault(f"{name}, {suffix}: numbers", []).append(rate(work, pieces, PIECE, threads))
+            for name, work in passes(dtype, elements).items():
+                nbytes = SHARE * dtype.itemsize
+                found.setdefault(f"{name}, {suffix}: bytes", []).append(rate(work, elements // SHARE, nbytes, threads))
+    return {
+        "dtype": str(dtype),
+        "machine": {"processor": platform.processor() or platform.machine(), "threads": THREADS},
+        "torch": torch.__version__,
+        "compiled_kernels": native.library() is not None,
+        "weights": elements,
+        "rounds": rounds,
+        "per_second": {name: spread(values) for name, values in found.items()},
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--elements", type=int, default=1 << 26)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    found = bench(DTYPES[options.dtype], options.elements, options.rounds)
+    print(f"{'millions a second':56s} {'median':>8s} {'min':>8s} {'max':>8s}")
+    for name, values in found["per_second"].items():
+        print(f"{name:56s} {values['median'] / 1e6:8.0f} {values['min'] / 1e6:8.0f} {values['max'] / 1e6:8.0f}")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
