@@ -47,6 +47,7 @@ class SlowReader:
         self._lock = threading.Lock()
         self.fingerprint = inner.fingerprint
         self.close = inner.close
+        self.page_offset = inner.page_offset
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         """Read, then wait for the slower disk."""

@@ -123,7 +123,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """Loss and accuracy over forwards: a line for each variant's median, a band for its seeds."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - only for the plot
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, key in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
