@@ -696,7 +696,7 @@ def report(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     profile = ["--long"] if request.config.getoption("--long") else []
     done = subprocess.run(
         [sys.executable, __file__, str(folder), *profile],
-        env=os.environ | {"LD_PRELOAD": str(shim)},
+        env=os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=False,
