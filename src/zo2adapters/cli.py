@@ -17,7 +17,7 @@ from zo2adapters.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.commands import Evaluate, Export, Generate
 from zo2adapters.convert import convert
 from zo2adapters.demo import run_demo
-from zo2adapters.options import Batching, DtypeName, RunOptions, TrainOptions
+from zo2adapters.options import Batching, DtypeName, Noise, Optimization, RunOptions, TrainOptions
 from zo2adapters.plan import plan
 from zo2adapters.run import JOURNAL, METRICS, RunDirectory
 from zo2adapters.trainer import Trainer
@@ -141,6 +141,10 @@ class Plan:
     """A directory on the disk that the run would be on."""
     json: bool = False
     """Print JSON instead of a table."""
+    noise: Noise = Noise.RADEMACHER
+    """As for training."""
+    exact_mezo: bool = False
+    """As for training."""
     batching: Batching = field(default_factory=Batching)
 
     def run(self) -> None:
@@ -155,6 +159,7 @@ class Plan:
             tokens=tokens,
             scratch=self.scratch,
             micro_rows=self.batching.micro_batch_size,
+            noise=Optimization(noise=self.noise, exact_mezo=self.exact_mezo).generator(model.layouts),
         )
         print(planned.to_json() if self.json else planned.table())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -11,11 +12,25 @@ from typing import Any, Literal, TypeAlias
 
 from zo2adapters.hf import HFBlockModel
 from zo2adapters.schedules import Decay, LearningRate
-from zo2core import MeZOSGD, MultiQueryRGE, OptionError
+from zo2core import BlockLayout, Distribution, MeZOSGD, MultiQueryRGE, OptionError, PhiloxNoise
+from zo2core.protocols import NoiseGenerator
 
 DEFAULT_LENGTH = 1024  # tokens, where the model takes as many
 
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+
+
+class Noise(Enum):
+    """Where directions come from."""
+
+    MEZO = "mezo"
+    GAUSSIAN = "gaussian"
+    RADEMACHER = "rademacher"
+
+    @property
+    def distribution(self) -> Distribution | None:
+        """Of counter-based noise."""
+        return None if self is Noise.MEZO else Distribution(self.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +43,13 @@ class Optimization:
     """Perturbation scale: evaluations are made at the weights plus and minus zo_eps times a random direction."""
     weight_decay: float = 0.0
     """Weight decay of MeZO's update; biases and layer norms do not decay."""
-    perturb_in_place: bool = True
-    """MeZO's arithmetic bit for bit. Off: evaluations start from the weights and leave no rounding behind."""
+    noise: Noise = Noise.RADEMACHER
+    """Random directions: mezo draws MeZO's own numbers; the others are counter-based and cost next to nothing."""
+    perturb_in_place: bool = False
+    """Walk from evaluation to evaluation and back, as MeZO does, with the rounding that this leaves in the weights. Off:
+    each evaluation starts from the weights."""
+    exact_mezo: bool = False
+    """MeZO bit for bit: its noise and its walk, whatever the two options above say."""
     decay: Decay = Decay.CONSTANT
     """How the learning rate falls after the warm-up."""
     queries: int = 1
@@ -38,14 +58,20 @@ class Optimization:
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly."""
 
+    def generator(self, layouts: Sequence[BlockLayout]) -> NoiseGenerator | None:
+        """Where directions come from; None is the engine's own choice, MeZO's numbers."""
+        distribution = None if self.exact_mezo else self.noise.distribution
+        return None if distribution is None else PhiloxNoise(distribution)
+
     def estimator(self, steps: int) -> MeZOSGD:
         """The estimator of a run of so many steps.
 
         Raises:
             OptionError: if a number is out of its range.
         """
+        in_place = self.perturb_in_place or self.exact_mezo
         estimator = MeZOSGD(  # refuses a bad peak before it is scheduled
-            lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=self.perturb_in_place
+            lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=in_place
         )
         lr = LearningRate(peak=self.lr, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
         if self.queries == 1:
@@ -55,7 +81,7 @@ class Optimization:
             lr=lr,
             zo_eps=self.zo_eps,
             weight_decay=self.weight_decay,
-            perturb_in_place=self.perturb_in_place,
+            perturb_in_place=in_place,
             q=self.queries,
         )
 
@@ -159,6 +185,7 @@ class TrainOptions(RunOptions):
         values = dict(values)
         optimization = dict(values.pop("optimization"))
         optimization["decay"] = Decay(optimization["decay"])
+        optimization["noise"] = Noise(optimization["noise"])
         evaluation = values.pop("evaluation")
         return cls(
             output=output,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from zo2core import HostDevice, SequentialNoise
 from zo2core.arrangement import MOST_USEFUL_BUCKETS, Arrangement, arrange
 from zo2core.checkpoint.scratch import scratch_bytes
 from zo2core.probes import replay_seconds, write_back_interval, write_bytes_per_second
+from zo2core.protocols import CounterNoise, NoiseGenerator
 from zo2core.sources.loader import CHUNK, READERS
 from zo2core.types import ParameterSpec, aligned, flat_views
 
@@ -27,6 +29,9 @@ _ROUNDS = 3  # the best counts
 # Note: Updates. Beside the replay, which one thread does, a second one draws and perturbs for the first evaluation; the walk
 # to the second one is shared. Measured on steps of OPT-125m and OPT-1.3B, that takes this share of a replay more.
 _WALK = 0.25
+# Counter-based noise is drawn in every pass, and both threads share each of them: to the first evaluation, to the second.
+_MOVES = 1.6
+THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,9 @@ def plan(
     tokens: int,
     scratch: Path,
     micro_rows: int | None = None,
+    noise: NoiseGenerator | None = None,
 ) -> Plan:
-    """Plan a run of exact MeZO on the CPU. Nothing is loaded; the probes take a few seconds.
+    """Plan a run of MeZO's estimator on the CPU. Nothing is loaded; the probes take a few seconds.
 
     Args:
         model: From ``open_checkpoint``.
@@ -89,6 +95,7 @@ def plan(
         tokens: Of a row.
         scratch: A directory on the disk to write back to.
         micro_rows: Rows that run at a time; None: all of a batch.
+        noise: Draws z; None is MeZO's.
 
     Raises:
         MemoryBudgetError: if no arrangement fits.
@@ -97,10 +104,12 @@ def plan(
     """
     layouts = model.layouts
     activations = activation_bytes(model.config, rows, tokens, micro_rows=micro_rows, loss_chunk=model.loss_chunk)
-    arrangement = arrange(layouts, memory=memory, activation_bytes=activations)
+    drawn = SequentialNoise(layouts) if noise is None else noise
+    counted = isinstance(drawn, CounterNoise)
+    arrangement = arrange(layouts, memory=memory, activation_bytes=activations, may_keep_noise=not counted)
     model_bytes = sum(layout.nbytes for layout in layouts)
     block_bytes = sum(layout.nbytes for layout in layouts if not layout.resident)
-    replay = replay_seconds(SequentialNoise(layouts), layouts)
+    replay = replay_seconds(drawn, layouts) / (min(THREADS, os.cpu_count() or 1) if counted else 1)
     write_rate = write_bytes_per_second(scratch)
     streamed = arrangement.buckets is not None
     every = write_back_interval(replay, model_bytes / write_rate, resident=not streamed)
@@ -112,7 +121,7 @@ def plan(
         read = block_bytes * (blocks - kept) // blocks
         disk_seconds = read / read_bytes_per_second(model) + written / write_rate
     lag = (every + 1) / 2 if streamed else 1.0
-    draws = _WALK if arrangement.keep_noise else 1.0
+    draws = _MOVES if counted else _WALK if arrangement.keep_noise else 1.0
     return Plan(
         arrangement=arrangement,
         model_bytes=model_bytes,

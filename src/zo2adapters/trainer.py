@@ -96,6 +96,7 @@ class Trainer:
             self.engine = ZOEngine(
                 model,
                 estimator,
+                noise=options.optimization.generator(model.layouts),
                 journal=Journal(options.output / JOURNAL),
                 seed=options.seed,
                 memory=storage.memory,

@@ -21,7 +21,7 @@ from zo2core.devices import choose_device
 from zo2core.errors import BusyError, ClosedError, OptionError
 from zo2core.evaluation import evaluate, fill_sweeps
 from zo2core.journal import Journal
-from zo2core.noise import SequentialNoise
+from zo2core.noise import choose_noise
 from zo2core.numbers import directions, learning_rate, probes, require_finite, require_finite_update
 from zo2core.pieces import cut, joined_loss, labelled_tokens
 from zo2core.protocols import (
@@ -55,7 +55,7 @@ class ZOEngine:
         source: Where segments live; by default a ``PinnedSource`` over the model's checkpoint, or a ``StreamedSource`` if
             that does not fit into ``memory``.
         scheduler: Builds the scheduler from source and device; by default ``OverlappedScheduler``.
-        noise: Draws z; by default ``SequentialNoise``, MeZO's numbers.
+        noise: Draws z; by default what the journal was begun with, else ``SequentialNoise``, MeZO's numbers.
         device: "cpu", "cuda", "cuda:N" or a ``Device``.
         device_memory: Of a GPU, that may be used, in bytes or as a size ("8GiB"); "auto" takes what is free. What is left
             beside a sweep's needs keeps blocks there, which are then visited without transfers.
@@ -108,12 +108,14 @@ class ZOEngine:
         self._model = model
         self._estimator = estimator
         self._device = choose_device(device)
-        self._noise = SequentialNoise(model.layouts, self._device.torch_device) if noise is None else noise
         self._journal = Journal() if journal is None else journal
         with contextlib.ExitStack() as undo:  # an engine that cannot be made closes its parts, as a made one does
             for part in (self._device, model.weights, self._journal, source):
                 if part is not None:
                     undo.callback(part.close)
+            begun_with = None if self._journal.header is None else self._journal.header["noise"]
+            choose = partial(choose_noise, begun_with, model.layouts, self._device.torch_device)
+            self._noise = choose() if noise is None else noise
             self.arrangement: Arrangement | None = None  # of host memory; None for a source that was passed
             self.write_back_every: int | None = None
             if source is None:
@@ -125,7 +127,7 @@ class ZOEngine:
                     may_keep_noise=not isinstance(self._noise, CounterNoise),
                 )
                 if noise is None:
-                    self._noise = SequentialNoise(model.layouts, self._device.torch_device, memory=self.arrangement.spare)
+                    self._noise = choose(memory=self.arrangement.spare)
             self._journal.begin(
                 {
                     "base": model.weights.fingerprint,

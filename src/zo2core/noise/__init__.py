@@ -1,4 +1,5 @@
 """Noise generators: where z comes from."""
 
+from zo2core.noise.choice import choose_noise as choose_noise
 from zo2core.noise.philox import PhiloxNoise as PhiloxNoise
 from zo2core.noise.sequential import SequentialNoise as SequentialNoise

@@ -25,6 +25,7 @@ class PhiloxNoise:
 
     def __init__(self, distribution: Distribution = Distribution.GAUSSIAN) -> None:
         self._distribution = distribution
+        self._pieces: dict[int, list[tuple[int, int]]] = {}  # elements -> pieces: equal parameters share their list
 
     @property
     def name(self) -> str:
@@ -33,7 +34,10 @@ class PhiloxNoise:
 
     def pieces(self, parameter: ParameterSpec) -> list[tuple[int, int]]:
         """Cut a parameter into cache-sized pieces. Any other pieces would do."""
-        return [(start, min(start + _PIECE, parameter.numel)) for start in range(0, max(parameter.numel, 1), _PIECE)]
+        numel = parameter.numel
+        if numel not in self._pieces:
+            self._pieces[numel] = [(start, min(start + _PIECE, numel)) for start in range(0, max(numel, 1), _PIECE)]
+        return self._pieces[numel]
 
     def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:
         """Write any range of one parameter's z."""

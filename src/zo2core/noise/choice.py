@@ -1,0 +1,40 @@
+"""A noise generator by the name that a journal knows it by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zo2core.errors import OptionError
+from zo2core.kernels import Distribution
+from zo2core.noise.philox import PhiloxNoise
+from zo2core.noise.sequential import MEMORY, SequentialNoise
+from zo2core.protocols import NoiseGenerator
+from zo2core.types import BlockLayout
+
+
+def choose_noise(
+    name: str | None, layouts: Sequence[BlockLayout], device: torch.device, *, memory: int = MEMORY
+) -> NoiseGenerator:
+    """The generator of a name; by default MeZO's numbers, as this device draws them.
+
+    Args:
+        name: ``NoiseGenerator.name`` of one of this package's, or None.
+        layouts: Segments in visiting order.
+        device: That computes.
+        memory: Bytes that sequential noise may keep generators in.
+
+    Raises:
+        OptionError: for a name that no generator of this device has.
+    """
+    known: list[NoiseGenerator] = [SequentialNoise(layouts, device, memory=memory), *map(PhiloxNoise, Distribution)]
+    for noise in known:
+        if name in (None, noise.name):
+            return noise
+    raise OptionError(
+        "noise",
+        found=repr(name),
+        expected=f"one of {', '.join(noise.name for noise in known)}",
+        remedy="use the device that the run was made on; noise of one's own is passed as noise=",
+    )
