@@ -124,7 +124,8 @@ class OverlappedScheduler:
         try:
             replayed = self._replay(visitor, arrival)
             if arrival.place is not None:
-                bucket = arrival.bucket or self._acquire(index)
+                self._release_all()  # its own bucket may be on the way
+                bucket = self._acquire(index) if arrival.bucket is None else arrival.bucket
                 arrival.bucket = bucket
                 memory = arrival.place.memory[: len(bucket.data)]
                 transfer = self._copy(Lane.OFFLOAD, index, bucket.data, memory, {Wait.REPLAYED: replayed})
