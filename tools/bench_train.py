@@ -23,8 +23,9 @@ from typing import Any
 
 from zo2adapters import open_checkpoint
 from zo2adapters.footprint import activation_bytes
+from zo2adapters.options import Noise, Optimization
 from zo2adapters.verify import random_batch
-from zo2core import Journal, MeZOSGD, ZOEngine
+from zo2core import Journal, ZOEngine
 from zo2core.budget import resident_memory
 
 
@@ -35,7 +36,7 @@ def peak() -> int:
 
 def planned(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     """What ``zo2 plan`` says, in a process of its own: what it takes does not count here."""
-    batching = ["--batch-size", str(options.rows), "--sequence-length", str(options.tokens)]
+    batching = ["--batch-size", str(options.rows), "--sequence-length", str(options.tokens), "--noise", options.noise]
     command = [
         "plan",
         "--model",
@@ -60,7 +61,10 @@ def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     model = open_checkpoint(options.directory)
     opened = {"seconds": time.perf_counter() - began, "peak_bytes": peak()}
     batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
+    noise = Noise(options.noise)
+    optimization = Optimization(noise=noise, exact_mezo=noise is Noise.MEZO)
     found: dict[str, Any] = {
+        "noise": options.noise,
         "directory": options.directory.name,
         "dtype": str(model.layouts[0].parameters[0].dtype),
         "rows": options.rows,
@@ -74,7 +78,8 @@ def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     }
     with ZOEngine(
         model,
-        MeZOSGD(lr=1e-6, zo_eps=1e-3),
+        optimization.estimator(options.steps),
+        noise=optimization.generator(model.layouts),
         journal=Journal(run / "journal.jsonl"),
         memory=options.memory,
         activation_bytes=activation_bytes(model.config, options.rows, options.tokens),
@@ -109,6 +114,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--noise", choices=[each.value for each in Noise], default="rademacher", help="mezo is exact MeZO")
     parser.add_argument("--evaluate-only", action="store_true")
     parser.add_argument("--no-scratch", action="store_true", help="never write back")
     parser.add_argument("--folder", type=Path, default=None, help="for the run's files; a temporary one by default")
