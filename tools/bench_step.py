@@ -116,7 +116,9 @@ def bench(
     ours: list[float] = []
     theirs: list[float] = []
     parts: dict[str, list[float]] = {"forward": [], "noise": [], "arithmetic": [], "noise on a second thread": []}
-    with ZOEngine(model, MeZOSGD(lr=1e-6, zo_eps=1e-3), noise=noise) as engine:
+    in_place = isinstance(plain, SequentialNoise)  # as `zo2 train` and `zo2 train --exact-mezo` do
+    estimator = MeZOSGD(lr=1e-6, zo_eps=1e-3, perturb_in_place=in_place)
+    with ZOEngine(model, estimator, noise=noise) as engine:
         for pair in range(-1, pairs):  # the first one warms up: it loads the weights and has nothing to replay
             forward.seconds = noise.main = noise.beside = 0.0
             began = time.perf_counter()
