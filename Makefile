@@ -6,18 +6,22 @@ BIN := .venv/bin
 demo: .venv/.installed
 	$(BIN)/zo2 demo
 
-test: .venv/.installed
+test: .venv/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest
 
 # The same tests with many more drawn examples.
-test-long: .venv/.installed
+test-long: .venv/.tools
 	$(BIN)/pytest --long
 
 .venv/.installed: pyproject.toml constraints.txt src/zo2core/kernels/native.c
 	$(PYTHON) -m venv .venv
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable .
+	touch $@
+
+.venv/.tools: .venv/.installed
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 
