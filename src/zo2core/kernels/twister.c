@@ -61,6 +61,14 @@ static void draw_words(struct twister *t, uint32_t *to, size_t count) {
     }
 }
 
+static void skip_words(struct twister *t, uint64_t count) {
+    while (count > WORDS - t->next) {
+        count -= WORDS - t->next;
+        refill(t);
+    }
+    t->next += (uint32_t)count;
+}
+
 /* ---- Sixteen or more numbers ---- */
 
 /* Box-Muller on the polynomials of Cephes (Moshier), single precision: logf, sinf and cosf. */
@@ -150,6 +158,12 @@ static void draw_as(struct twister *t, int dtype, void *out, size_t count) {
     store(dtype, out, z, count);
 }
 
+/* Words between the last whole group and the one that ends with the tensor: in float32 torch draws a uniform for each
+ * element before it transforms any, and then draws the last group's again. */
+static uint64_t dropped(int dtype, uint64_t count) {
+    return dtype == FLOAT32 ? count % GROUP : 0;
+}
+
 /* ---- Fewer ---- */
 
 static double uniform(struct twister *t) {
@@ -196,9 +210,14 @@ PUBLIC void zo2core_twister_fill(struct twister *t, int dtype, void *out, uint64
         done += some;
     }
     if (done == count) return;
-    if (dtype == FLOAT32) { /* torch has drawn a uniform for each element before, and draws the last group's again */
-        uint32_t unused[GROUP];
-        draw_words(t, unused, count - done);
-    }
+    skip_words(t, dropped(dtype, count));
     draw_as(t, dtype, (char *)out + (count - GROUP) * size, GROUP); /* over the end of the group before */
+}
+
+/* Leave the generator as filling would. */
+PUBLIC void zo2core_twister_skip(struct twister *t, int dtype, uint64_t count) {
+    if (count < GROUP)
+        for (size_t i = 0; i < count; i++) draw_one(t);
+    else
+        skip_words(t, count - count % GROUP + dropped(dtype, count) + (count % GROUP ? GROUP : 0));
 }
