@@ -16,7 +16,7 @@ test: .venv/.tools
 test-long: .venv/.tools
 	$(BIN)/pytest --long
 
-.venv/.installed: pyproject.toml constraints.txt src/zo2core/kernels/native.c
+.venv/.installed: pyproject.toml constraints.txt $(wildcard src/zo2core/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --editable .
 	touch $@

@@ -4,8 +4,7 @@
  * arithmetic.py are the reference, and give the same bits: every float operation below is one IEEE operation that rounds
  * once, as it does in torch. So this must be compiled with -ffp-contract=off, and never with -ffast-math.
  *
- * Loops are plain and of constant length where it counts; the compiler vectorises them for each instruction set that
- * CLONES names, and the loader picks one when the program starts.
+ * Loops are plain and of constant length where it counts, so that the compiler vectorises them.
  */
 
 #include <math.h>
@@ -13,19 +12,14 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__) && defined(__gnu_linux__)
+#include "floats.h"
+
+#ifdef X86
 #include <immintrin.h>
-#define X86
-#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define CLONES
 #endif
-#define INLINE static inline __attribute__((always_inline))
-#define PUBLIC __attribute__((visibility("default")))
 
 enum { CHUNK = 1024 };  /* elements, worked on while they are in the first cache; a multiple of both groups of philox.py */
 enum { GAUSSIAN, RADEMACHER };
-enum { FLOAT32, BFLOAT16, FLOAT16 };
 enum { PERTURB, PERTURB_FOLDED, DESCEND };
 enum { HELD = 4 };  /* directions whose chunk of z is kept for the next instructions */
 
@@ -42,76 +36,6 @@ struct direction {
     uint64_t seed;
     const void *z;  /* drawn before, in the parameter's dtype, from the range's first element on; NULL: draw from seed */
 };
-
-/* ---- Bits ---- */
-
-INLINE uint32_t bits(float x) {
-    uint32_t u;
-    memcpy(&u, &x, sizeof u);
-    return u;
-}
-
-INLINE float number(uint32_t u) {
-    float x;
-    memcpy(&x, &u, sizeof x);
-    return x;
-}
-
-/* ---- 16-bit numbers, computed with as floats that have been rounded ---- */
-
-INLINE float rounded(int dtype, float x) {
-    const uint32_t u = bits(x);
-    if (dtype == BFLOAT16) {
-        const uint32_t near = (u + 0x7fff + (u >> 16 & 1)) & 0xffff0000;
-        return x == x ? number(near) : x;
-    }
-    if (dtype == FLOAT16) {
-        const uint32_t sign = u & 0x80000000, magnitude = u ^ sign;
-        const uint32_t normal = (magnitude + 0xfff + (magnitude >> 13 & 1)) & 0xffffe000;
-        const uint32_t small = bits((number(magnitude) + 0.5f) - 0.5f);  /* floats from 0.5 on are 2^-24 apart */
-        uint32_t near = magnitude < 0x38800000 ? small : normal;         /* 2^-14 */
-        near = near >= 0x47800000 ? 0x7f800000 : near;                   /* 65536 */
-        return x == x ? number(near | sign) : x;
-    }
-    return x;
-}
-
-INLINE float from_half(uint16_t h) {
-    const uint32_t magnitude = (uint32_t)(h & 0x7fff) << 13;
-    const uint32_t scaled = bits(number(magnitude) * 0x1p112f);
-    return number((magnitude >= 0x0f800000 ? scaled | 0x7f800000 : scaled) | (uint32_t)(h & 0x8000) << 16);
-}
-
-INLINE uint16_t to_half(float x) {  /* of a number that has been rounded */
-    const uint32_t u = bits(x), magnitude = u & 0x7fffffff;
-    const uint32_t finite = bits(number(magnitude) * 0x1p-112f) >> 13;
-    const uint32_t other = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
-    return (uint16_t)((magnitude >= 0x7f800000 ? other : finite) | (u >> 16 & 0x8000));
-}
-
-INLINE uint16_t to_bfloat(float x) {  /* of a number that has been rounded */
-    return x == x ? (uint16_t)(bits(x) >> 16) : 0x7fc0;
-}
-
-CLONES static void load(int dtype, float *restrict to, const void *restrict from, size_t count) {
-    const uint16_t *halves = from;
-    if (dtype == BFLOAT16)
-        for (size_t i = 0; i < count; i++) to[i] = number((uint32_t)halves[i] << 16);
-    else if (dtype == FLOAT16)
-        for (size_t i = 0; i < count; i++) to[i] = from_half(halves[i]);
-    else
-        memcpy(to, from, count * sizeof *to);
-}
-
-CLONES static void store(int dtype, void *restrict to, const float *restrict from, size_t count) {
-    uint16_t *halves = to;
-    if (dtype == BFLOAT16)
-        for (size_t i = 0; i < count; i++) halves[i] = to_bfloat(from[i]);
-    else if (dtype == FLOAT16)
-        for (size_t i = 0; i < count; i++) halves[i] = to_half(from[i]);
-    else
-        memcpy(to, from, count * sizeof *from);
-}
 
 /* ---- Philox4x32-10 (Salmon et al., SC 2011) ---- */
 
@@ -227,8 +151,7 @@ CLONES static void gaussian(int dtype, float *restrict z, uint64_t element, uint
             for (size_t i = 0; i < COUNTERS; i++) box_muller(from[i], from[COUNTERS + i], out + i, out + COUNTERS + i);
         }
     }
-    if (dtype != FLOAT32)
-        for (size_t i = 0; i < CHUNK; i++) z[i] = dtype == BFLOAT16 ? rounded(BFLOAT16, z[i]) : rounded(FLOAT16, z[i]);
+    round_all(dtype, z, CHUNK);
 }
 
 CLONES static void rademacher(float *restrict z, uint64_t element, uint32_t parameter, uint64_t seed) {
@@ -277,8 +200,8 @@ CLONES static void apply(int dtype, float *theta, const float *z, const struct i
 
 /* ---- What is called ---- */
 
-/* Changes whenever the functions below, or what they compute, change: the loader compares it. */
-PUBLIC int zo2core_revision(void) { return 1; }
+/* Changes whenever the functions below or in twister.c, or what they compute, change: the loader compares it. */
+PUBLIC int zo2core_revision(void) { return 2; }
 
 /* Write z of the elements from start on. */
 PUBLIC void zo2core_fill(

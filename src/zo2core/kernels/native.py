@@ -1,4 +1,4 @@
-"""The compiled kernels of native.c, through ctypes: CPU tensors of 32 and 16 bits.
+"""The compiled kernels of native.c and twister.c, through ctypes: CPU tensors of 32 and 16 bits.
 
 The library is built when the package is installed, and only then. Where that was not possible everything runs on the
 reference, with the same bits.
@@ -18,8 +18,8 @@ from zo2core.kernels.arithmetic import folds
 from zo2core.kernels.philox import Distribution
 from zo2core.types import Descend, Perturb, Program
 
-_REVISION = 1  # of native.c
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_REVISION = 2  # of native.c and twister.c
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DISTRIBUTIONS = {Distribution.GAUSSIAN: 0, Distribution.RADEMACHER: 1}
 _PERTURB, _PERTURB_FOLDED, _DESCEND = range(3)
 
@@ -58,6 +58,13 @@ def library() -> ctypes.CDLL | None:
         move = (ctypes.c_int, pointer, pointer, pointer, u64, ctypes.c_int32, real, real, real)
         loaded.zo2core_move.argtypes = move
         loaded.zo2core_move.restype = None
+        loaded.zo2core_twister_size.restype = size
+        for function, arguments in (
+            (loaded.zo2core_twister_seed, (pointer, u64)),
+            (loaded.zo2core_twister_fill, (pointer, ctypes.c_int, pointer, u64)),
+            (loaded.zo2core_twister_skip, (pointer, ctypes.c_int, u64)),
+        ):
+            function.argtypes, function.restype = arguments, None
         return loaded
     return None
 
@@ -67,7 +74,7 @@ def takes(*tensors: torch.Tensor) -> bool:
     first = tensors[0]
     return (
         library() is not None
-        and first.dtype in _DTYPES
+        and first.dtype in DTYPES
         and all(t.device.type == "cpu" and t.dtype is first.dtype and t.is_contiguous() for t in tensors)
     )
 
@@ -77,7 +84,7 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
     loaded = library()
     assert loaded is not None
     loaded.zo2core_fill(
-        _DTYPES[out.dtype], out.data_ptr(), out.numel(), _DISTRIBUTIONS[distribution], seed, parameter, start
+        DTYPES[out.dtype], out.data_ptr(), out.numel(), _DISTRIBUTIONS[distribution], seed, parameter, start
     )
 
 
@@ -86,7 +93,7 @@ def move(out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, instruction: P
     loaded = library()
     assert loaded is not None
     coded = _coded(instruction)
-    loaded.zo2core_move(_DTYPES[theta.dtype], theta.data_ptr(), out.data_ptr(), z.data_ptr(), theta.numel(), *coded)
+    loaded.zo2core_move(DTYPES[theta.dtype], theta.data_ptr(), out.data_ptr(), z.data_ptr(), theta.numel(), *coded)
 
 
 def walk(
@@ -119,7 +126,7 @@ def walk(
         directions = (_Direction * len(zs))(*[_Direction(0, z.data_ptr()) for z in zs])
     length = len(program.instructions)
     loaded.zo2core_walk(
-        _DTYPES[theta.dtype],
+        DTYPES[theta.dtype],
         theta.data_ptr(),
         None if out is None else out.data_ptr(),
         theta.numel(),

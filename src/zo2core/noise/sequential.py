@@ -10,11 +10,13 @@ are beyond the bound start over at every segment.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
 
+from zo2core.kernels.generators import Generator, seeded
 from zo2core.protocols import SEEDS_IN_TURN
 from zo2core.types import BlockLayout, ParameterSpec
 
@@ -25,28 +27,27 @@ PIECE = 32768  # elements: in fp32 an eighth of a MiB, at home in a core's cache
 
 
 MEMORY = 256 << 20  # bytes, by default: of 20,000 updates or more
-GENERATOR = 2700  # bytes of one on the CPU, of which 2496 are the Mersenne twister's; measured, torch 2.13
+GENERATOR = 2750  # bytes of one on the CPU, of which 2496 are the Mersenne twister's; measured, torch's and ours
 STREAM = 700  # bytes of what is around the generators of a seed; measured
 
 
 class _Stream:
     """One seed's generator, where it stands, and copies of it to return to."""
 
-    __slots__ = ("copies", "generator", "lock", "position", "run", "seed")
+    __slots__ = ("_begin", "copies", "generator", "lock", "position", "run")
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self.seed = seed
-        self.generator = torch.Generator(device)
-        self.generator.manual_seed(seed)
+    def __init__(self, begin: Callable[[], Generator]) -> None:
+        self._begin = begin
+        self.generator = begin()
         self.position = (0, 0)  # place in drawing order, element: what the generator would draw next
-        self.copies: dict[int, torch.Generator] = {}  # place -> as the generator was before it
+        self.copies: dict[int, Generator] = {}  # place -> as the generator was before it
         self.run: int | None = None  # place of the one copy that is no jump's: where the segment being drawn begins
         self.lock = threading.Lock()
 
     def keep(self, place: int) -> None:
         """Keep a copy of the generator, which stands at a place."""
         if place not in self.copies:
-            self.copies[place] = self.generator.clone_state()
+            self.copies[place] = self.generator.copy()
 
     def begin_run(self, place: int) -> None:
         """Keep a copy until the next run begins."""
@@ -63,9 +64,9 @@ class _Stream:
     def return_to(self, place: int) -> None:
         """Stand at a place there is a copy for, or at the beginning."""
         if place in self.copies:
-            self.generator = self.copies[place].clone_state()
+            self.generator = self.copies[place].copy()
         else:
-            self.generator.manual_seed(self.seed)
+            self.generator = self._begin()
         self.position = (place, 0)
 
 
@@ -83,6 +84,7 @@ class SequentialNoise:
     def __init__(self, layouts: Sequence[BlockLayout], device: torch.device | str = "cpu", *, memory: int = MEMORY) -> None:
         self._device = torch.device(device)
         self._parameters = sorted((spec for layout in layouts for spec in layout.parameters), key=lambda spec: spec.index)
+        self._dtypes = {spec.dtype for spec in self._parameters}
         self._places = {spec.index: place for place, spec in enumerate(self._parameters)}
         used = [[self._places[spec.index] for spec in (*layout.parameters, *layout.borrowed)] for layout in layouts]
         visited = [place for places in used for place in sorted(places)]
@@ -118,7 +120,7 @@ class SequentialNoise:
                 self._seek(stream, place, start)
             if start == 0 and place in self._starts:
                 stream.begin_run(place)
-            out.normal_(generator=stream.generator)
+            stream.generator.fill(out)
             self._advance(stream, place, start + out.numel())
 
     def retain(self, seeds: Collection[int]) -> None:
@@ -131,7 +133,7 @@ class SequentialNoise:
         with self._streams_lock:
             if seed in self._streams:
                 return self._streams[seed]
-            stream = self._passing.pop(seed, None) or _Stream(seed, self._device)
+            stream = self._passing.pop(seed, None) or _Stream(partial(seeded, seed, self._device, self._dtypes))
             if len(self._streams) < self._most:
                 self._streams[seed] = stream
                 return stream
@@ -158,6 +160,5 @@ class SequentialNoise:
             spec = self._parameters[at]
             stop = start if at == place else spec.numel
             last = min((last for first, last in self.pieces(spec) if first <= element < last), default=spec.numel)
-            scratch = torch.empty(min(last, stop) - element, dtype=spec.dtype, device=self._device)
-            scratch.normal_(generator=stream.generator)
+            stream.generator.skip(min(last, stop) - element, spec.dtype)
             self._advance(stream, at, min(last, stop))
