@@ -15,13 +15,13 @@ from bench_paper import main
 from make_checkpoint import geometries
 from paper_models import PatternReader, block_model, scaled
 from paper_places import Usage
-from paper_tables import TABLES, Figures, Row, Variant
+from paper_tables import MISPRINTED, TABLES, Figures, Row, Variant
 from paper_variants import AllocatingScheduler
 from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2core import MeZOSGD, PinnedSource, ZOEngine
 
-SMALL = ["--scale", "64", "--steps", "2", "--bus", "1e10"]
+SMALL = ["--scale", "64", "--steps", "1", "--bus", "1e10"]
 Run = Callable[..., tuple[str, dict[str, Any]]]
 
 
@@ -40,16 +40,17 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_printed_ratios_are_those_of_the_printed_numbers(name: str) -> None:
-    checked = 0
+    checked, wrong = 0, []
     for row in TABLES[name].rows:
         for figures in (row.monolithic, *row.zo2.values()):
             for cell, base in ((figures.memory, row.base.memory), (figures.speed, row.base.speed)):
                 if cell.ratio is not None:
                     assert cell.value is not None
                     assert base.value is not None
-                    # The paper rounds some and cuts others.
-                    assert cell.value / base.value == pytest.approx(cell.ratio, abs=0.01), (row.model, figures)
                     checked += 1
+                    if abs(cell.value / base.value - cell.ratio) > 0.01:  # the paper rounds some and cuts others
+                        wrong.append((row.model, row.bits, cell))
+    assert wrong == ([] if name != "main" else MISPRINTED)
     assert checked == {"main": 24, "ablation": 16, "batch": 30, "length": 30, "qwen3": 10}[name]
 
 
@@ -80,7 +81,7 @@ def test_every_table_runs_and_losses_are_those_of_monolithic_mezo(run: Run) -> N
             for name, variant in row["variants"].items():
                 assert variant["losses_equal_monolithic"] is True, (row["model"], name)
                 assert variant["to_monolithic"]["speed"] > 0
-                assert len(variant["seconds"]) == 2
+                assert len(variant["seconds"]) == 1
                 if name == Variant.FULL.value:
                     assert variant["memory_bytes"] < row["monolithic"]["memory_bytes"]
     variants = found["tables"]["ablation"][0]["variants"]
@@ -106,7 +107,8 @@ def test_what_does_not_fit_is_left_out_with_a_reason(run: Run) -> None:
     (row,) = found["tables"]["main"]
     assert "of the device's memory" in row["monolithic"]["reason"]
     assert row["variants"][Variant.FULL.value]["to_monolithic"] == {"memory": None, "speed": None}
-    assert out.splitlines()[5].split()[5] == "-"
+    (line,) = (line for line in out.splitlines() if line.startswith("opt-1.3b"))
+    assert line.split()[5] == "-"
     _, found = run("--sizes", "opt-1.3b", "--tables", "ablation", "--dtype", "float32", "--device-memory", "2MB")
     variants = found["tables"]["ablation"][0]["variants"]
     assert "blocks fit into" in variants[Variant.RESIDENT.value]["reason"]
@@ -167,7 +169,7 @@ def test_without_slot_reuse_every_block_has_memory_of_its_own() -> None:
     with ZOEngine(
         model, MeZOSGD(lr=1e-6, zo_eps=1e-3), source=source, scheduler=AllocatingScheduler, device=device
     ) as engine:
-        for _ in range(2):
+        for _ in range(3):  # the second one allocates what replaying takes
             before = len(device.allocated)
             engine.step({"input_ids": ids, "labels": ids})
         assert device.allocated[before:] == [model.layouts[1].nbytes] * config.num_hidden_layers

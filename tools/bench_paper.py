@@ -20,7 +20,6 @@ be held against the paper's. Speed cannot: work shrinks by the third power, and 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import platform
@@ -124,7 +123,6 @@ class Bench:
                 self._found[key] = self._monolithic(row, dtype) if variant is None else self._engine(row, dtype, variant)
             except (ZO2Error, torch.OutOfMemoryError) as error:
                 self._found[key] = Missing(f"{type(error).__name__}: {error}".splitlines()[0])
-            gc.collect()  # an error's frames hold what was on the device
         return self._found[key]
 
     def _monolithic(self, row: Row, dtype: torch.dtype) -> Outcome:
