@@ -149,7 +149,7 @@ class Bench:
             return Missing(f"{kept} of {config.num_hidden_layers} blocks fit into {free / 1e6:.0f} MB")
         offloaded = place.offload(model, variant, self._noise)
         if offloaded is None:
-            return Missing("is nothing else here")
+            return Missing("no such variant here: blocks are computed on in their buckets")
         engine, traffic, shared = offloaded
         batch = batch_of(config.vocab_size, row.batch, tokens, place.torch_device)
 
