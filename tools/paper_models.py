@@ -1,0 +1,191 @@
+"""Models of any geometry without files: block by block and whole, with the same made-up weights.
+
+Matrices repeat a table of numbers drawn from N(0, 0.02), norms are ones, biases zeros: losses are finite, as those of a
+freshly initialised model, and filling a bucket costs a copy. A model that is larger than the host's memory can let its
+blocks share a few buckets: sizes, transfers and arithmetic are then the true ones, its weights and losses are not.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from copy import deepcopy
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from zo2adapters import HFBlockModel
+from zo2adapters.checkpoint import ARCHITECTURES
+from zo2adapters.hf import build_skeleton, parameter_names
+from zo2core.checkpoint import whole_pages
+from zo2core.protocols import TensorReader
+from zo2core.sources.loader import portions
+from zo2core.types import BlockLayout, Bucket, ParameterSpec
+
+_TABLE = 1_000_003  # numbers; prime, so that rows of a matrix are not alike
+_STAGING = 1 << 24  # elements on their way to a whole model's device
+
+
+class PatternReader:
+    """The base checkpoint of a model that has none.
+
+    Args:
+        dtype: Of the weights.
+        vectors: Names of the parameters of one dimension: norms and biases.
+    """
+
+    fingerprint = "a repeated table"
+
+    def __init__(self, dtype: torch.dtype, vectors: Collection[str]) -> None:
+        table = torch.empty(_TABLE).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(0))
+        self._table = table.to(dtype)
+        self._vectors = frozenset(vectors)
+
+    def page_offset(self, spec: ParameterSpec) -> int | None:
+        """Nothing is on disk."""
+        return None
+
+    def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
+        """Fill memory with a range of one parameter. See the contract."""
+        if parameter in self._vectors:
+            out.fill_(0.0 if "bias" in parameter else 1.0)
+            return
+        at, done = (zlib.crc32(parameter.encode()) + start) % _TABLE, 0
+        while done < out.numel():
+            part = self._table[at : at + out.numel() - done]
+            out[done : done + part.numel()] = part
+            at, done = 0, done + part.numel()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class SharedSource:
+    """A few buckets that all blocks take in turns, whatever block's bytes were in them before.
+
+    Each segment has a version of its own, as if its bytes were: a visit replays what it would replay.
+
+    Args:
+        weights: Fills the buckets, once.
+        layouts: Segments in visiting order.
+        host_memory: Allocates: ``Device.host_memory``.
+        buckets: For blocks.
+    """
+
+    def __init__(
+        self,
+        weights: TensorReader,
+        layouts: Sequence[BlockLayout],
+        host_memory: Callable[[int], torch.Tensor],
+        *,
+        buckets: int,
+    ) -> None:
+        self._layouts = tuple(layouts)
+        blocks = [layout for layout in self._layouts if not layout.resident]
+        residents = [index for index, layout in enumerate(self._layouts) if layout.resident]
+        sizes = [whole_pages(self._layouts[index].nbytes) for index in residents]
+        sizes += [max(whole_pages(layout.nbytes) for layout in blocks)] * buckets
+        memory = portions(host_memory(sum(sizes)), sizes)
+        self._own = dict(zip(residents, memory, strict=False))
+        self._free = deque(memory[len(residents) :])
+        self._out: dict[int, torch.Tensor] = {}
+        self._versions = [0] * len(self._layouts)
+        filled = [(self._layouts[index], pages) for index, pages in self._own.items()]
+        for layout, pages in [*filled, *((blocks[0], pages) for pages in self._free)]:
+            for spec, view in zip(layout.parameters, layout.views(pages), strict=True):
+                weights.read_into(spec.name, view)
+        self.capacity = buckets
+
+    @property
+    def layouts(self) -> Sequence[BlockLayout]:
+        """Segments in visiting order."""
+        return self._layouts
+
+    def prefetch(self, index: int) -> bool:
+        """There is nothing to fetch."""
+        return True
+
+    def acquire(self, index: int) -> Bucket:
+        """Hand out a segment's own bucket, or the one that was free for longest."""
+        layout = self._layouts[index]
+        self._out[index] = self._own[index] if index in self._own else self._free.popleft()
+        data = self._out[index][: layout.nbytes]
+        return Bucket(index, data, layout.views(data), self._versions[index])
+
+    def release(self, bucket: Bucket, version: int | None) -> None:
+        """Take a bucket back. Bytes that are lost are as good as any others here."""
+        index = bucket.segment
+        memory = self._out.pop(index)
+        if index not in self._own:
+            self._free.append(memory)
+        if version is not None:
+            self._versions[index] = version
+
+    def close(self) -> None:
+        """Nothing runs here."""
+
+
+def scaled(config: PretrainedConfig, by: int, tokens: int) -> PretrainedConfig:
+    """A geometry with width, heads and vocabulary divided, for sequences of so many tokens at least.
+
+    Depth stays: blocks, embedding, activations and logits then keep their shares of the memory.
+
+    Args:
+        config: Of the model in its true size; stays as it is.
+        by: Divisor.
+        tokens: Of a row.
+    """
+    small = deepcopy(config)
+    small.max_position_embeddings = max(config.max_position_embeddings // by, tokens)
+    if by == 1:
+        return small
+    small.hidden_size = config.hidden_size // by
+    small.vocab_size = config.vocab_size // by
+    heads = max(1, config.num_attention_heads // by)
+    small.num_attention_heads = next(n for n in range(heads, 0, -1) if small.hidden_size % n == 0)
+    if config.model_type == "opt":
+        small.ffn_dim, small.word_embed_proj_dim = config.ffn_dim // by, small.hidden_size
+    else:
+        small.intermediate_size = config.intermediate_size // by
+        groups = min(max(1, config.num_key_value_heads // by), small.num_attention_heads)
+        small.num_key_value_heads = next(n for n in range(groups, 0, -1) if small.num_attention_heads % n == 0)
+    for special in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        token = getattr(small, special, None)
+        if isinstance(token, int) and token >= small.vocab_size:
+            setattr(small, special, None)
+    return small
+
+
+def block_model(config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
+    """A model in segments, whose checkpoint is the pattern. The config's dtype is set."""
+    config.dtype = dtype
+    skeleton = build_skeleton(config, dtype)
+    vectors = [name for name, parameter in skeleton.named_parameters() if parameter.dim() == 1]
+    return HFBlockModel(skeleton, ARCHITECTURES[config.model_type], PatternReader(dtype, vectors), {})
+
+
+def whole_model(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, weights: TensorReader
+) -> PreTrainedModel:
+    """The whole model on a device with a checkpoint's weights, which are never whole in the host's memory on the way."""
+    config.dtype = dtype
+    model = build_skeleton(config, dtype)
+    modules = dict(model.named_modules())
+    staging = torch.empty(_STAGING, dtype=dtype)
+    for name, aliases in parameter_names(model).items():
+        value = torch.empty(model.get_parameter(name).shape, dtype=dtype, device=device)
+        flat = value.view(-1)
+        for start in range(0, flat.numel(), _STAGING):
+            part = flat[start : start + _STAGING]
+            weights.read_into(name, staging[: part.numel()], start)
+            part.copy_(staging[: part.numel()])
+        parameter = nn.Parameter(value)
+        for alias in aliases:
+            path, _, leaf = alias.rpartition(".")
+            modules[path]._parameters[leaf] = parameter
+    for module in modules.values():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(device)
+    return model

@@ -1,0 +1,358 @@
+"""Where the paper's tables are measured: on a GPU behind its bus, or on a CPU with two tiers of memory in these roles.
+
+    Cuda    host memory and a GPU                      not yet run on a GPU
+    Bus     host memory behind a bus, played by threads that copy as slowly as it would, and host memory
+    Disk    a checkpoint on disk, and host memory
+
+Each builds the engine with a variant's parts and counts what the device holds.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from make_checkpoint import make_checkpoint
+from paper_models import SharedSource, block_model
+from paper_tables import Variant
+from paper_variants import SCHEDULERS, Noise
+from threaded_device import ThreadedDevice, ThreadedStreams
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PretrainedConfig
+
+from zo2adapters import HFBlockModel, open_checkpoint
+from zo2core import (
+    CudaDevice,
+    HostDevice,
+    Journal,
+    Lane,
+    MeZOSGD,
+    PinnedSource,
+    StreamedSource,
+    Trace,
+    ZOEngine,
+)
+from zo2core.checkpoint import Scratch, whole_pages
+from zo2core.protocols import BlockSource, Device
+from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.timeline import Span
+
+LR, ZO_EPS = 1e-7, 1e-3  # the paper's learning rate; MeZO's scale
+SHARED_BUCKETS = 4
+
+
+class Traffic(Trace):
+    """Adds up what every sweep moved, instead of writing it down."""
+
+    def __init__(self) -> None:
+        self.nbytes = dict.fromkeys((Lane.READ, Lane.UPLOAD, Lane.OFFLOAD, Lane.WRITE), 0)
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Count."""
+        for span in spans:
+            if span.lane in self.nbytes:
+                self.nbytes[span.lane] += span.nbytes
+
+    def close(self) -> None:
+        """There is no file."""
+
+
+class Offloaded(NamedTuple):
+    """An engine, ready to run."""
+
+    engine: ZOEngine
+    traffic: Traffic
+    shared_buckets: int | None  # that all blocks share; None: each has its own bytes
+
+
+class Place(Protocol):
+    """Where both sides are measured."""
+
+    note: str  # to be said beside every result
+    torch_device: torch.device
+
+    def free_memory(self) -> int:
+        """Bytes of the device that are free."""
+
+    def model(self, config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
+        """A model of this geometry."""
+
+    def offload(self, model: HFBlockModel, variant: Variant, noise: Noise) -> Offloaded | None:
+        """An engine with a variant's parts; None where the variant makes no sense."""
+
+    def settle(self) -> None:
+        """Wait for all work of the device."""
+
+    def peak_bytes(self, run: Callable[[], object], held: Iterable[torch.Tensor]) -> int:
+        """Most bytes that the device holds while something runs, with tensors that are there already."""
+
+    def close(self) -> None:
+        """Remove files. May be called twice."""
+
+
+def _from_host(device: Device, model: HFBlockModel, variant: Variant, noise: Noise, host_memory: int) -> Offloaded:
+    """Blocks in host memory, as far as they fit."""
+    size = sum(whole_pages(layout.nbytes) for layout in model.layouts)
+    source: BlockSource
+    if fits := size <= host_memory:
+        source = PinnedSource(model.weights, model.layouts, device.host_memory, timeline=device.timeline)
+    else:
+        source = SharedSource(model.weights, model.layouts, device.host_memory, buckets=SHARED_BUCKETS)
+    traffic = Traffic()
+    engine = ZOEngine(
+        model,
+        MeZOSGD(lr=LR, zo_eps=ZO_EPS),
+        source=source,
+        scheduler=SCHEDULERS[variant],
+        noise=noise(model.layouts, device.torch_device),
+        device=device,
+        trace=traffic,
+    )
+    return Offloaded(engine, traffic, None if fits else SHARED_BUCKETS)
+
+
+class Cuda:
+    """Host memory and a GPU. Not yet run on a GPU.
+
+    Args:
+        host_memory: Bytes that may be page-locked.
+    """
+
+    torch_device = torch.device("cuda", 0)
+
+    def __init__(self, host_memory: int) -> None:
+        self._host_memory = host_memory
+        name, nbytes = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+        self.note = f"{name}, {nbytes / 1e9:.1f} GB; memory is torch.cuda.max_memory_allocated over a step"
+
+    def free_memory(self) -> int:
+        """What the driver has, with torch's cache emptied."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def model(self, config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
+        """A model without files."""
+        return block_model(config, dtype)
+
+    def offload(self, model: HFBlockModel, variant: Variant, noise: Noise) -> Offloaded | None:
+        """From page-locked memory."""
+        return _from_host(CudaDevice(0), model, variant, noise, self._host_memory)
+
+    def settle(self) -> None:
+        """Wait for all streams."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def peak_bytes(self, run: Callable[[], object], held: Iterable[torch.Tensor]) -> int:
+        """By torch's allocator, which knows what is held."""
+        self.settle()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        run()
+        self.settle()
+        return int(torch.cuda.max_memory_allocated(self.torch_device))
+
+    def close(self) -> None:
+        """There are no files."""
+
+
+class Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of storages in the device's role: buffers it is told of and, while active, results of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._known: dict[int, int] = {}  # address -> bytes that count
+
+    def hold(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
+        """Count a tensor's storage until it is freed, once, or (with counts=False) never."""
+        storage = tensor.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes() if counts else 0
+        if address == 0 or address in self._known:
+            return
+        self._known[address] = nbytes
+        weakref.finalize(storage, self._freed, address)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def _freed(self, address: int) -> None:
+        self.now -= self._known.pop(address)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and count its results."""
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(each, torch.Tensor) and each.device.type == "cpu":
+                self.hold(each)
+        return out
+
+
+class _OnHost:
+    """What both CPU places share.
+
+    Args:
+        device_memory: Bytes that the device is said to have.
+    """
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, device_memory: int) -> None:
+        self._device_memory = device_memory
+        self._usage = Usage()
+
+    def free_memory(self) -> int:
+        """What the device has beside what is counted."""
+        gc.collect()
+        return self._device_memory - self._usage.now
+
+    def settle(self) -> None:
+        """Nothing is in flight that a step would not wait for."""
+
+    def peak_bytes(self, run: Callable[[], object], held: Iterable[torch.Tensor]) -> int:
+        """By counting every operation's results."""
+        for tensor in held:
+            self._usage.hold(tensor)
+        self._usage.peak = self._usage.now
+        with self._usage:
+            run()
+        return self._usage.peak
+
+    def close(self) -> None:
+        """There are no files."""
+
+
+class _BusDevice(ThreadedDevice):
+    """Counts its memory; the host's does not count."""
+
+    def __init__(self, streams: ThreadedStreams, usage: Usage) -> None:
+        super().__init__(streams)
+        self._usage = usage
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Of the device."""
+        memory = super().empty(nbytes)
+        self._usage.hold(memory)
+        return memory
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Of the host."""
+        memory = super().host_memory(nbytes)
+        self._usage.hold(memory, counts=False)
+        return memory
+
+
+class Bus(_OnHost):
+    """Host memory behind a bus, and host memory.
+
+    Args:
+        host_memory: Bytes of the tier behind the bus.
+        device_memory: Bytes of the tier before it.
+        rate: Of the bus, bytes a second each way.
+    """
+
+    def __init__(self, host_memory: int, device_memory: int, rate: float) -> None:
+        super().__init__(device_memory)
+        self._host_memory, self._rate = host_memory, rate
+        self.note = (
+            f"no GPU: the CPU in its place, behind a simulated bus of {rate / 1e9:g} GB/s each way; "
+            f"{device_memory / 1e6:.0f} MB count as the device's; memory is buffers and tensors, counted"
+        )
+
+    def model(self, config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
+        """A model without files."""
+        return block_model(config, dtype)
+
+    def offload(self, model: HFBlockModel, variant: Variant, noise: Noise) -> Offloaded | None:
+        """Copies take as long as on the bus, beside the copying itself."""
+        streams = ThreadedStreams(lambda lane, nbytes: nbytes / self._rate, poison=False)
+        return _from_host(_BusDevice(streams, self._usage), model, variant, noise, self._host_memory)
+
+
+class _CountedHost(HostDevice):
+    """Counts all its memory: here the host is the device."""
+
+    def __init__(self, usage: Usage) -> None:
+        super().__init__()
+        self._usage = usage
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Of the device."""
+        memory = super().host_memory(nbytes)
+        self._usage.hold(memory)
+        return memory
+
+
+class Disk(_OnHost):
+    """A checkpoint on disk and a scratch file, to which every block is written back in every step, and host memory.
+
+    Args:
+        folder: For the files; a temporary directory is made there.
+        device_memory: Bytes of host memory that count as the device's.
+    """
+
+    def __init__(self, folder: Path | None, device_memory: int) -> None:
+        super().__init__(device_memory)
+        self._folder = tempfile.TemporaryDirectory(dir=folder)
+        self._made = 0
+        self.note = (
+            "no GPU: disk and host memory in the roles of host and GPU, every block read and written back each step; "
+            f"{device_memory / 1e6:.0f} MB count as the device's; memory is buffers and tensors, counted"
+        )
+
+    def model(self, config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
+        """A model with files; the last one's are removed."""
+        parent = Path(self._folder.name).parent
+        self._folder.cleanup()
+        self._folder = tempfile.TemporaryDirectory(dir=parent)
+        self._made = 0
+        make_checkpoint(config, Path(self._folder.name) / "base", dtype=dtype)
+        return open_checkpoint(Path(self._folder.name) / "base")
+
+    def offload(self, model: HFBlockModel, variant: Variant, noise: Noise) -> Offloaded | None:
+        """One bucket leaves no room to read ahead: nothing overlaps."""
+        if variant in (Variant.ALLOCATING, Variant.RESIDENT):
+            return None
+        self._made += 1
+        run = Path(self._folder.name) / f"run-{self._made}"
+        run.mkdir()
+        device, journal = _CountedHost(self._usage), Journal(run / "journal.jsonl")
+        layouts = laid_out_as_on_disk(model.layouts, model.weights)
+        source = StreamedSource(
+            model.weights,
+            layouts,
+            device.host_memory,
+            buckets=1 if variant is Variant.SERIAL else 3,
+            scratch=Scratch(run, layouts, journal.chain),
+            write_back_every=1,
+            timeline=device.timeline,
+        )
+        traffic = Traffic()
+        engine = ZOEngine(
+            model,
+            MeZOSGD(lr=LR, zo_eps=ZO_EPS),
+            source=source,
+            scheduler=SCHEDULERS[variant],
+            noise=noise(model.layouts, device.torch_device),
+            device=device,
+            journal=journal,
+            trace=traffic,
+        )
+        return Offloaded(engine, traffic, None)
+
+    def close(self) -> None:
+        """Remove the checkpoint and what was written back."""
+        self._folder.cleanup()
+
+
+def wall_seconds(place: Place, run: Callable[[], object]) -> float:
+    """Of something, with all work of the device that it leaves behind."""
+    place.settle()
+    began = time.perf_counter()
+    run()
+    place.settle()
+    return time.perf_counter() - began

@@ -1,0 +1,53 @@
+"""What differs between the variants that the ablation compares, and which noise they draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from paper_tables import Variant
+
+from zo2core import Distribution, OverlappedScheduler, PhiloxNoise, SequentialNoise, SerialScheduler
+from zo2core.protocols import BlockSource, Device, NoiseGenerator, Scheduler
+from zo2core.types import BlockLayout
+
+Noise = Callable[[Sequence[BlockLayout], torch.device], NoiseGenerator]
+NOISES: dict[str, Noise] = {
+    "sequential": SequentialNoise,
+    "philox-gaussian": lambda layouts, device: PhiloxNoise(Distribution.GAUSSIAN),
+    "philox-rademacher": lambda layouts, device: PhiloxNoise(Distribution.RADEMACHER),
+}
+
+
+class AllocatingScheduler(OverlappedScheduler):
+    """Allocates device memory for each block that comes and frees it when the block is gone.
+
+    Freeing waits for all that uses the memory, as ``cudaFree`` does. On a GPU torch's cache is emptied, so that memory goes
+    back to the driver; what else the cache held goes with it.
+    """
+
+    def _bring(self, index: int) -> Any:
+        if not self._device.in_place and index not in self._own:
+            place, nothing = self._free[0], torch.empty(0, dtype=torch.uint8)
+            for why, event in place.last_uses.items():
+                self._device.streams.wait(event, why)
+            self._release_arrived()
+            nbytes, place.memory, place.last_uses = len(place.memory), nothing, {}
+            if self._device.torch_device.type == "cuda":
+                torch.cuda.empty_cache()
+            place.memory = self._device.empty(nbytes)
+        return super()._bring(index)
+
+
+def _all_kept(source: BlockSource, device: Device) -> OverlappedScheduler:
+    return OverlappedScheduler(source, device, kept=sum(not layout.resident for layout in source.layouts))
+
+
+SCHEDULERS: dict[Variant, Callable[[BlockSource, Device], Scheduler]] = {
+    Variant.FULL: OverlappedScheduler,  # keeps no block on the device, like the paper's
+    Variant.SERIAL: SerialScheduler,
+    Variant.ALLOCATING: AllocatingScheduler,
+    Variant.EAGER: OverlappedScheduler,
+    Variant.RESIDENT: _all_kept,
+}
