@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_sources import checkpoint, tensors
+from test_waits import CheckingSource
 from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2core import HostDevice, OptionError, OverlappedScheduler, PinnedSource, SerialScheduler, StreamedSource
@@ -165,6 +166,28 @@ def test_few_buckets_suffice(make: Make, on: Callable[[], Device], buckets: int,
     assert source.out == set()
     device.close()
     source.close()
+
+
+@every_device
+def test_what_came_in_ahead_makes_room_for_another_order(on: Callable[[], Device]) -> None:
+    device, source = on(), CheckingSource()
+    scheduler = OverlappedScheduler(source, device)
+    visits: list[int] = []
+
+    class Visits:
+        def replay(self, index: int, store: Store, version: int) -> int:
+            store[0].add_(1)
+            return version + 1
+
+        def evaluate(self, index: int, store: Store) -> None:
+            visits.append(index)
+
+    for order in (range(7), [4], [3, 5], range(7)):  # the first blocks are there ahead when the fourth is asked for
+        scheduler.sweep(Visits(), order)
+    scheduler.settle()
+    assert visits == [*range(7), 4, 3, 5, *range(7)]
+    assert source.errors == []
+    device.close()
 
 
 @every_device

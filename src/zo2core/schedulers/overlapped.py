@@ -25,7 +25,7 @@ from zo2core.timeline import Event, Lane, now
 from zo2core.types import Bucket
 
 SLOTS = 2
-TOLD_AHEAD = 2  # blocks the source is told of: one to be ready while the next one comes
+AHEAD = 2  # blocks the source is told of; as many slots are free while embedding and head are computed
 
 
 class _Place:
@@ -97,10 +97,10 @@ class OverlappedScheduler:
         try:
             for position, index in enumerate(order):
                 arrival = self._ahead.pop(index, None) or self._on_device.get(index) or self._bring(index)
-                following = list(self._following(order, position))
-                told = [self._source.prefetch(each) for each in following[:TOLD_AHEAD]]
-                if told[:1] == [True]:
-                    self._bring_ahead(following[0])
+                coming = list(self._following(order, position))[:AHEAD]
+                there = [self._source.prefetch(each) for each in coming]
+                while there and there.pop(0):
+                    self._bring_ahead(coming.pop(0))
                 self._visit(visitor, arrival)
                 if arrival.bucket is not None and self._layouts[index].resident:
                     reached.append(arrival)
@@ -108,8 +108,8 @@ class OverlappedScheduler:
                     self._let_go(arrival)
                 arrival = None
                 self._release_arrived()
-                if told[:1] == [False]:  # the host waits for the disk now, while the device computes
-                    self._bring_ahead(following[0])
+                for late in coming[:1]:  # the host waits for the disk now, while the device computes
+                    self._bring_ahead(late)
         finally:
             if arrival is not None:
                 reached.append(arrival)
@@ -203,6 +203,8 @@ class OverlappedScheduler:
         if self._device.in_place:
             return _Arrival(index, bucket.version, bucket.views, now(), None, bucket, None)
         stays = index in self._own
+        if not (stays or self._free):
+            self._let_go(self._ahead.popitem()[1])  # for a sweep that is not this one's
         place = self._own[index] if stays else self._free.popleft()
         memory = place.memory[: len(bucket.data)]
         transfer = self._copy(Lane.UPLOAD, index, memory, bucket.data, place.last_uses)
