@@ -23,10 +23,12 @@ from typing import Any
 import torch
 
 from zo2adapters import open_checkpoint
+from zo2adapters.options import Optimization
 from zo2adapters.verify import random_batch
-from zo2core import CudaDevice, HostDevice, MeZOSGD, MultiQueryRGE, StreamedSource, ZOEngine
+from zo2core import CudaDevice, HostDevice, StreamedSource, ZOEngine
 from zo2core.budget import parse_size
 from zo2core.protocols import TensorReader
+from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.types import Batch
 
 BUCKETS = 3
@@ -62,13 +64,12 @@ def step_seconds(options: argparse.Namespace, queries: int, batch: Batch, micro_
     model = open_checkpoint(options.directory)
     device = CudaDevice() if options.device == "cuda" else HostDevice()
     weights = model.weights if options.rate is None else SlowReader(model.weights, parse_size(options.rate))
-    source = StreamedSource(weights, model.layouts, device.host_memory, buckets=BUCKETS)
-    estimator = (
-        MeZOSGD(lr=1e-6, zo_eps=1e-3, perturb_in_place=not options.fresh)
-        if queries == 1
-        else MultiQueryRGE(lr=1e-6, zo_eps=1e-3, perturb_in_place=not options.fresh, q=queries)
-    )
-    with ZOEngine(model, estimator, source=source, device=device, micro_batch_size=micro_rows) as engine:
+    source = StreamedSource(weights, laid_out_as_on_disk(model.layouts, weights), device.host_memory, buckets=BUCKETS)
+    optimization = Optimization(lr=1e-6, queries=queries, exact_mezo=options.exact_mezo)
+    noise = optimization.generator(model.layouts)
+    with ZOEngine(
+        model, optimization.estimator(2), noise=noise, source=source, device=device, micro_batch_size=micro_rows
+    ) as engine:
         engine.step(batch, seed=0)
         return engine.step(batch, seed=1).seconds
 
@@ -101,7 +102,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
         "tokens": options.tokens,
         "queries": q,
         "rate": options.rate,
-        "perturb_in_place": not options.fresh,
+        "exact_mezo": options.exact_mezo,
         "machine": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
         "torch": torch.__version__,
         "step_seconds": {name: spread(values) for name, values in seconds.items()},
@@ -121,7 +122,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", default=None, help="bytes a second that a slower disk would read, such as 20MB")
-    parser.add_argument("--fresh", action="store_true", help="perturb_in_place=False")
+    parser.add_argument("--exact-mezo", action="store_true", help="MeZO's noise and walk, as of `zo2 train`")
     options = parser.parse_args()
     found = bench(options)
     print(f"{'':24s} {'seconds':>8s} {'min':>8s} {'max':>8s} {'single steps':>13s}")

@@ -29,8 +29,9 @@ _ROUNDS = 3  # the best counts
 # Note: Updates. Beside the replay, which one thread does, a second one draws and perturbs for the first evaluation; the walk
 # to the second one is shared. Measured on steps of OPT-125m and OPT-1.3B, that takes this share of a replay more.
 _WALK = 0.25
-# Counter-based noise is drawn in every pass, and both threads share each of them: to the first evaluation, to the second.
-_MOVES = 1.6
+# Counter-based noise is drawn in every pass, and both threads share each: to the first evaluation and to the second one takes
+# as long as a replay, without MeZO's walk.
+_MOVES = 2.0
 THREADS = 2
 
 
@@ -109,7 +110,7 @@ def plan(
     arrangement = arrange(layouts, memory=memory, activation_bytes=activations, may_keep_noise=not counted)
     model_bytes = sum(layout.nbytes for layout in layouts)
     block_bytes = sum(layout.nbytes for layout in layouts if not layout.resident)
-    replay = replay_seconds(drawn, layouts) / (min(THREADS, os.cpu_count() or 1) if counted else 1)
+    replay = replay_seconds(drawn, layouts, in_place=not counted) / (min(THREADS, os.cpu_count() or 1) if counted else 1)
     write_rate = write_bytes_per_second(scratch)
     streamed = arrangement.buckets is not None
     every = write_back_interval(replay, model_bytes / write_rate, resident=not streamed)

@@ -23,20 +23,26 @@ _PIECES = 64  # drawn by the noise probe
 _ROUNDS = 3  # the best counts: others disturb, nothing helps
 
 
-def replay_seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout]) -> float:
-    """Seconds to replay one update of MeZO's over the whole model, on one thread."""
+def replay_seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_place: bool = True) -> float:
+    """Seconds to replay one update over the whole model, on one thread.
+
+    Args:
+        noise: Draws z.
+        layouts: Of the model.
+        in_place: With MeZO's walk.
+    """
     specs = [spec for layout in layouts for spec in layout.parameters]
     largest = max(specs, key=lambda spec: spec.numel)
     pieces = noise.pieces(largest)[:_PIECES]
     elements = sum(stop - start for start, stop in pieces)
-    seconds = min(_replay(noise, largest, pieces) for _ in range(_ROUNDS))
+    seconds = min(_replay(noise, largest, pieces, in_place=in_place) for _ in range(_ROUNDS))
     return seconds / elements * sum(spec.numel for spec in specs)
 
 
-def _replay(noise: NoiseGenerator, spec: ParameterSpec, pieces: Sequence[tuple[int, int]]) -> float:
+def _replay(noise: NoiseGenerator, spec: ParameterSpec, pieces: Sequence[tuple[int, int]], *, in_place: bool) -> float:
     longest = max(stop - start for start, stop in pieces)
     theta, z, scratch, other = (torch.zeros(longest, dtype=spec.dtype) for _ in range(4))
-    walked = (Perturb(0, shift, 1e-3) for shift in (1.0, -2.0, 1.0))
+    walked = (Perturb(0, shift, 1e-3) for shift in ((1.0, -2.0, 1.0) if in_place else ()))
     program = Program((0,), (*walked, Descend(0, projected_grad=1.0, lr=1e-6, weight_decay=0.0)))
     began = time.perf_counter()
     for start, stop in pieces:
