@@ -121,14 +121,14 @@ def test_verify_names_the_first_difference(
     base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import zo2core.visit
-    from zo2core.kernels import descend
+    from zo2core.kernels import walk
 
     def wrong(theta: torch.Tensor, *args: object, **kwargs: object) -> None:
-        descend(theta, *args, **kwargs)  # type: ignore[arg-type]
+        walk(theta, *args, **kwargs)  # type: ignore[arg-type]
         if theta.numel() == 12 * 20:
             theta[7] += 1e-3
 
-    monkeypatch.setattr(zo2core.visit, "descend", wrong)
+    monkeypatch.setattr(zo2core.visit, "walk", wrong)
     with pytest.raises(SystemExit) as info:
         run("verify", "--model", base, "--tokens", 9, "--steps", 1)
     assert info.value.code == 1
@@ -196,4 +196,4 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("--help")
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("demo", "train", "evaluate", "export", "verify"))
+    assert all(command in shown for command in ("demo", "train", "evaluate", "export", "verify", "timeline"))

@@ -9,8 +9,8 @@ Prints a table and JSON: medians over the pairs with their range, the ratio pair
 into forwards, noise on the main thread (the noise that a second thread draws beside it is listed apart) and the rest,
 arithmetic. Counter-based noise is drawn in the same pass as its arithmetic, and counts with it.
 
-Both sides run the same seeds. With MeZO's own noise their losses are bitwise equal, which is checked at every pair; with other
-noise monolithic MeZO stays as it is.
+Both sides run the same seeds. With MeZO's own noise their losses are bitwise equal, which is checked at every pair; with
+other noise monolithic MeZO stays as it is.
 """
 
 from __future__ import annotations

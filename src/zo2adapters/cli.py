@@ -18,14 +18,16 @@ from zo2adapters.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.convert import convert
 from zo2adapters.data import pad_token_id, read_dataset
 from zo2adapters.demo import run_demo
+from zo2adapters.device_plan import plan_device
 from zo2adapters.footprint import activation_bytes
 from zo2adapters.hf import HFBlockModel
-from zo2adapters.options import Batching, DtypeName, RunOptions, TrainOptions
+from zo2adapters.inspection import Timeline
+from zo2adapters.options import Batching, DtypeName, Execution, RunOptions, TrainOptions
 from zo2adapters.plan import plan
 from zo2adapters.run import JOURNAL, METRICS, RunDirectory
 from zo2adapters.trainer import Trainer, evaluate_dataset, load_tokenizer, perplexity
 from zo2adapters.verify import verify
-from zo2core import Journal, JournalError, OptionError, ZO2Error, ZOEngine
+from zo2core import Journal, JournalError, OptionError, Trace, ZO2Error, ZOEngine
 from zo2core.budget import parse_size
 from zo2core.checkpoint import require_unused
 
@@ -62,7 +64,9 @@ class Train(RunOptions):
     output: Path | None = None
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. Must not exist or be empty."""
     resume: Path | None = None
-    """Directory of a run to go on with, exactly as if it had not been interrupted; takes no other options."""
+    """Directory of a run to go on with, exactly as if it had not been interrupted; takes no other options than those of
+    execution."""
+    execution: Execution = field(default_factory=Execution)
 
     def options(self) -> TrainOptions:
         """The run's options: those given, or those of the run to resume.
@@ -71,11 +75,11 @@ class Train(RunOptions):
             OptionError: if some are missing, or given beside ``resume``.
         """
         if self.resume is not None:
-            if replace(self, resume=None) != Train():
+            if replace(self, resume=None, execution=Execution()) != Train():
                 raise OptionError(
                     "resume",
                     found="other options beside it",
-                    expected="none",
+                    expected="none but --trace and --scheduler",
                     remedy="a run keeps what it began with",
                 )
             return RunDirectory.options(self.resume)
@@ -89,7 +93,7 @@ class Train(RunOptions):
     def run(self) -> None:
         """Train and say where the result is."""
         options = self.options()
-        with Trainer(options, resume=self.resume is not None) as trainer:
+        with Trainer(options, resume=self.resume is not None, execution=self.execution) as trainer:
             if trainer.truncated:
                 print(f"{trainer.truncated} rows were cut to the sequence length", file=sys.stderr)
             print(trainer.storage(), file=sys.stderr)
@@ -144,7 +148,12 @@ class _AtStep:
         return resolve_directory(self.model)
 
     def engine(
-        self, model: HFBlockModel, *, activation_bytes: int = 256 << 20, micro_batch_size: int | None = None
+        self,
+        model: HFBlockModel,
+        *,
+        activation_bytes: int = 256 << 20,
+        micro_batch_size: int | None = None,
+        trace: Trace | None = None,
     ) -> ZOEngine:
         """An engine at the step."""
         journal = Journal(self.journal)
@@ -157,6 +166,7 @@ class _AtStep:
             memory=self.memory,
             activation_bytes=activation_bytes,
             micro_batch_size=micro_batch_size,
+            trace=trace,
         )
 
 
@@ -170,15 +180,18 @@ class Evaluate(_AtStep):
     activation_memory: str | None = None
     """Of the memory, set aside for activations, such as 1GiB: as many batches as fit in there share one pass over the
     blocks. By default what eight of the longest take."""
+    trace: Path | None = None
+    """File to write each sweep to, for ui.perfetto.dev and zo2 timeline. Must not exist."""
 
     def run(self) -> None:
         """Print loss and perplexity."""
+        trace = None if self.trace is None else Trace(self.trace)
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())
         model = open_checkpoint(at.base(), dtype=at.dtype)
         dataset = read_dataset(self.data, tokenizer, sequence_length=self.batching.length_for(model))
         longest = max(len(row.input_ids) for row in dataset)
-        with self._engine(at, model, longest) as engine, tqdm(total=len(dataset), unit="row", file=sys.stderr) as bar:
+        with self._engine(at, model, longest, trace) as engine, tqdm(total=len(dataset), unit="row", file=sys.stderr) as bar:
             result = evaluate_dataset(
                 engine, dataset, batch_size=self.batching.batch_size, pad=pad_token_id(tokenizer), progress=bar.update
             )
@@ -187,14 +200,14 @@ class Evaluate(_AtStep):
             f"{len(dataset)} rows, {result.sweeps} sweeps"
         )
 
-    def _engine(self, at: _AtStep, model: HFBlockModel, longest: int) -> ZOEngine:
+    def _engine(self, at: _AtStep, model: HFBlockModel, longest: int, trace: Trace | None) -> ZOEngine:
         rows, micro_rows = self.batching.batch_size, self.batching.micro_batch_size
         nbytes = (
             activation_bytes(model.config, rows, longest, streams=STREAMS, micro_rows=micro_rows)
             if self.activation_memory is None
             else parse_size(self.activation_memory)
         )
-        return at.engine(model, activation_bytes=nbytes, micro_batch_size=micro_rows)
+        return at.engine(model, activation_bytes=nbytes, micro_batch_size=micro_rows, trace=trace)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +265,10 @@ class Plan:
     """Host memory the process may have in all, such as 6GiB; auto takes what is free."""
     scratch: Path = Path()
     """A directory on the disk that the run would be on."""
+    device_memory: str | None = None
+    """Plan for a GPU of this memory, such as 24GB, which need not be here: how many blocks stay there, what is moved."""
+    bus: str = "25GB"
+    """Bytes a second from the host to that GPU, and as many back at the same time; an assumption, nothing is measured."""
     json: bool = False
     """Print JSON instead of a table."""
     batching: Batching = field(default_factory=Batching)
@@ -261,6 +278,18 @@ class Plan:
         directory = resolve_directory(self.model)
         model = open_checkpoint(directory, dtype=self.dtype, loss_chunk=self.batching.loss_chunk)
         tokens = self.batching.length_for(model)
+        if self.device_memory is not None:
+            on_device = plan_device(
+                model,
+                memory=self.memory,
+                device_memory=self.device_memory,
+                bus=self.bus,
+                rows=self.batching.batch_size,
+                tokens=tokens,
+                micro_rows=self.batching.micro_batch_size,
+            )
+            print(on_device.to_json() if self.json else on_device.table())
+            return
         planned = plan(
             model,
             memory=self.memory,
@@ -336,6 +365,7 @@ Command: TypeAlias = (
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[ShowJournal, tyro.conf.subcommand("journal")]
+    | Annotated[Timeline, tyro.conf.subcommand("timeline")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
 )
@@ -349,7 +379,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    command: Demo | Train | Evaluate | Export | Verify | ShowJournal | Plan | Convert = tyro.cli(
+    command: Demo | Train | Evaluate | Export | Verify | ShowJournal | Timeline | Plan | Convert = tyro.cli(
         Command,
         prog="zo2",
         description="Zeroth-order fine-tuning of language models, block by block.",

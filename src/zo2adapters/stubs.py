@@ -19,6 +19,7 @@ class Recorder:
         self.reset()
 
     def reset(self) -> None:
+        """Forget what was recorded."""
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.hidden: torch.Tensor | None = None  # what reached the last layer
         self.final: torch.Tensor | None = None  # set during the epilogue
@@ -42,6 +43,7 @@ class Stub(nn.Module):
             return getattr(self.__dict__["layer"], name)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor]:
+        """Take the place of the layer's forward."""
         recorder = self.recorder
         if recorder.final is not None:
             hidden_states = recorder.final
