@@ -196,4 +196,4 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("--help")
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("demo", "train", "evaluate", "export", "verify"))
+    assert all(command in shown for command in ("demo", "train", "evaluate", "export", "verify", "timeline"))

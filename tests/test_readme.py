@@ -70,6 +70,7 @@ def test_commands_run_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
         "plan",
         "journal",
         "convert",
+        "timeline",
     }
     for command in commands:
         program, *arguments = shlex.split(command)

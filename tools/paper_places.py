@@ -42,6 +42,7 @@ from zo2core.checkpoint import Scratch, whole_pages
 from zo2core.protocols import BlockSource, Device
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.timeline import Span
+from zo2core.trace import Sweep
 
 LR, ZO_EPS = 1e-7, 1e-3  # the paper's learning rate; MeZO's scale
 SHARED_BUCKETS = 4
@@ -53,7 +54,7 @@ class Traffic(Trace):
     def __init__(self) -> None:
         self.nbytes = dict.fromkeys((Lane.READ, Lane.UPLOAD, Lane.OFFLOAD, Lane.WRITE), 0)
 
-    def add(self, spans: Iterable[Span]) -> None:
+    def add(self, spans: Iterable[Span], sweep: Sweep | None = None) -> None:
         """Count."""
         for span in spans:
             if span.lane in self.nbytes:

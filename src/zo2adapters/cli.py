@@ -17,7 +17,9 @@ from zo2adapters.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.commands import Evaluate, Export, Generate
 from zo2adapters.convert import convert
 from zo2adapters.demo import run_demo
-from zo2adapters.options import Batching, DtypeName, Noise, Optimization, RunOptions, TrainOptions
+from zo2adapters.device_plan import plan_device
+from zo2adapters.inspection import Timeline
+from zo2adapters.options import Batching, DtypeName, Execution, Noise, Optimization, RunOptions, TrainOptions
 from zo2adapters.plan import plan
 from zo2adapters.run import JOURNAL, METRICS, RunDirectory
 from zo2adapters.trainer import Trainer
@@ -56,7 +58,9 @@ class Train(RunOptions):
     output: Path | None = None
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. Must not exist or be empty."""
     resume: Path | None = None
-    """Directory of a run to go on with, exactly as if it had not been interrupted; takes no other options."""
+    """Directory of a run to go on with, exactly as if it had not been interrupted; takes no other options than those of
+    execution."""
+    execution: Execution = field(default_factory=Execution)
 
     def options(self) -> TrainOptions:
         """The run's options: those given, or those of the run to resume.
@@ -65,11 +69,11 @@ class Train(RunOptions):
             OptionError: if some are missing, or given beside ``resume``.
         """
         if self.resume is not None:
-            if replace(self, resume=None) != Train():
+            if replace(self, resume=None, execution=Execution()) != Train():
                 raise OptionError(
                     "resume",
                     found="other options beside it",
-                    expected="none",
+                    expected="none but --trace and --scheduler",
                     remedy="a run keeps what it began with",
                 )
             return RunDirectory.options(self.resume)
@@ -83,7 +87,7 @@ class Train(RunOptions):
     def run(self) -> None:
         """Train and say where the result is."""
         options = self.options()
-        with Trainer(options, resume=self.resume is not None) as trainer:
+        with Trainer(options, resume=self.resume is not None, execution=self.execution) as trainer:
             if trainer.truncated:
                 print(f"{trainer.truncated} rows were cut to the sequence length", file=sys.stderr)
             print(trainer.storage(), file=sys.stderr)
@@ -139,6 +143,10 @@ class Plan:
     """Host memory the process may have in all, such as 6GiB; auto takes what is free."""
     scratch: Path = Path()
     """A directory on the disk that the run would be on."""
+    device_memory: str | None = None
+    """Plan for a GPU of this memory, such as 24GB, which need not be here: how many blocks stay there, what is moved."""
+    bus: str = "25GB"
+    """Bytes a second from the host to that GPU, and as many back at the same time; an assumption, nothing is measured."""
     json: bool = False
     """Print JSON instead of a table."""
     noise: Noise = Noise.RADEMACHER
@@ -152,6 +160,18 @@ class Plan:
         directory = resolve_directory(self.model)
         model = open_checkpoint(directory, dtype=self.dtype, loss_chunk=self.batching.loss_chunk)
         tokens = self.batching.length_for(model)
+        if self.device_memory is not None:
+            on_device = plan_device(
+                model,
+                memory=self.memory,
+                device_memory=self.device_memory,
+                bus=self.bus,
+                rows=self.batching.batch_size,
+                tokens=tokens,
+                micro_rows=self.batching.micro_batch_size,
+            )
+            print(on_device.to_json() if self.json else on_device.table())
+            return
         planned = plan(
             model,
             memory=self.memory,
@@ -229,6 +249,7 @@ Command: TypeAlias = (
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[ShowJournal, tyro.conf.subcommand("journal")]
+    | Annotated[Timeline, tyro.conf.subcommand("timeline")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
     | Annotated[Convert, tyro.conf.subcommand("convert")]
 )
@@ -242,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    command: Demo | Train | Evaluate | Generate | Export | Verify | ShowJournal | Plan | Convert = tyro.cli(
+    command: Demo | Train | Evaluate | Generate | Export | Verify | ShowJournal | Timeline | Plan | Convert = tyro.cli(
         Command,
         prog="zo2",
         description="Zeroth-order fine-tuning of language models, block by block.",

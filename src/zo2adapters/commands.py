@@ -21,7 +21,7 @@ from zo2adapters.options import Batching, DtypeName
 from zo2adapters.run import JOURNAL, RunDirectory
 from zo2adapters.scoring import score
 from zo2adapters.trainer import evaluate_dataset, load_tokenizer, perplexity
-from zo2core import Journal, JournalError, OptionError, ZOEngine
+from zo2core import Journal, JournalError, OptionError, Trace, ZOEngine
 from zo2core.budget import parse_size
 from zo2core.checkpoint import require_unused
 
@@ -68,7 +68,12 @@ class AtStep:
         return resolve_directory(self.model)
 
     def engine(
-        self, model: HFBlockModel, *, activation_bytes: int = 256 << 20, micro_batch_size: int | None = None
+        self,
+        model: HFBlockModel,
+        *,
+        activation_bytes: int = 256 << 20,
+        micro_batch_size: int | None = None,
+        trace: Trace | None = None,
     ) -> ZOEngine:
         """An engine at the step."""
         journal = Journal(self.journal)
@@ -81,6 +86,7 @@ class AtStep:
             memory=self.memory,
             activation_bytes=activation_bytes,
             micro_batch_size=micro_batch_size,
+            trace=trace,
         )
 
 
@@ -94,6 +100,8 @@ class Evaluate(AtStep):
     activation_memory: str | None = None
     """Of the memory, set aside for activations, such as 1GiB: as many batches as fit in there share one pass over the
     blocks. By default what eight of the longest take."""
+    trace: Path | None = None
+    """File to write each sweep to, for ui.perfetto.dev and zo2 timeline. Must not exist."""
 
     def run(self) -> None:
         """Print loss and perplexity; of rows with candidates, how often the likeliest one is the answer."""
@@ -144,7 +152,8 @@ class Evaluate(AtStep):
             if self.activation_memory is None
             else parse_size(self.activation_memory)
         )
-        return at.engine(model, activation_bytes=nbytes, micro_batch_size=micro_rows)
+        trace = None if self.trace is None else Trace(self.trace)
+        return at.engine(model, activation_bytes=nbytes, micro_batch_size=micro_rows, trace=trace)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -12,8 +12,17 @@ from typing import Any, Literal, TypeAlias
 
 from zo2adapters.hf import HFBlockModel
 from zo2adapters.schedules import Decay, LearningRate
-from zo2core import BlockLayout, Distribution, MeZOSGD, MultiQueryRGE, OptionError, PhiloxNoise
-from zo2core.protocols import NoiseGenerator
+from zo2core import (
+    BlockLayout,
+    Distribution,
+    MeZOSGD,
+    MultiQueryRGE,
+    OptionError,
+    PhiloxNoise,
+    SerialScheduler,
+    Trace,
+)
+from zo2core.protocols import BlockSource, Device, NoiseGenerator, Scheduler
 
 DEFAULT_LENGTH = 1024  # tokens, where the model takes as many
 
@@ -133,6 +142,36 @@ class Storage:
     activation_memory: str | None = None
     """Of the memory, set aside for activations, such as 1GiB: an evaluation takes as many batches a sweep as fit in there.
     By default what a step takes."""
+
+
+class Order(Enum):
+    """How transfers and compute follow each other."""
+
+    OVERLAPPED = "overlapped"
+    SERIAL = "serial"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How this process works on a run. No bit of the result depends on it: a resumed run may choose anew."""
+
+    trace: Path | None = None
+    """File to write each sweep to, for ui.perfetto.dev and zo2 timeline: what every lane did when, and its bytes. Must not
+    exist."""
+    scheduler: Order = Order.OVERLAPPED
+    """serial does one thing after the other, keeps no block on the device, and is there to compare with."""
+
+    def opened_trace(self) -> Trace | None:
+        """The trace, if there is to be one.
+
+        Raises:
+            OutputError: if its file is there already, or cannot be made.
+        """
+        return None if self.trace is None else Trace(self.trace)
+
+    def make_scheduler(self) -> Callable[[BlockSource, Device], Scheduler] | None:
+        """What builds the scheduler; None leaves it to the engine."""
+        return SerialScheduler if self.scheduler is Order.SERIAL else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,8 @@ _ROUNDS = 3  # the best counts
 # Note: Updates. Beside the replay, which one thread does, a second one draws and perturbs for the first evaluation; the walk
 # to the second one is shared. Measured on steps of OPT-125m and OPT-1.3B, that takes this share of a replay more.
 _WALK = 0.25
-# Counter-based noise is drawn in every pass, and both threads share each. Without MeZO's walk the pass to an evaluation takes
-# as long as a replay.
+# Counter-based noise is drawn in every pass, and both threads share each. Without MeZO's walk the pass to an evaluation
+# takes as long as a replay.
 _MOVES = 2.0
 THREADS = 2
 

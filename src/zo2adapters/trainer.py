@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from zo2adapters.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.data import Dataset, collate, evaluation_batches, pad_token_id, read_dataset, training_batches
 from zo2adapters.footprint import activation_bytes
-from zo2adapters.options import TrainOptions, require_at_least
+from zo2adapters.options import Execution, TrainOptions, require_at_least
 from zo2adapters.run import JOURNAL, METRICS, MODEL, RunDirectory, require_new
 from zo2core import DataError, EvaluationResult, Journal, OutputError, StepResult, ZOEngine
 from zo2core.budget import parse_size
@@ -50,12 +50,15 @@ class Trainer:
         options: Of the run.
         resume: The run is in ``options.output`` already; it goes on where its journal ends.
         quiet: No progress bar.
+        execution: How to work on it; by default as fast as possible, and without a trace.
 
     Raises:
         ZO2Error: of the kind that fits, for whatever of the options cannot be used; a new output directory is not left.
     """
 
-    def __init__(self, options: TrainOptions, *, resume: bool = False, quiet: bool = False) -> None:
+    def __init__(
+        self, options: TrainOptions, *, resume: bool = False, quiet: bool = False, execution: Execution | None = None
+    ) -> None:
         require_at_least("steps", options.steps, 1)
         if options.evaluate_every is not None:
             require_at_least("evaluate_every", options.evaluate_every, 1)
@@ -63,6 +66,8 @@ class Trainer:
             require_new(options.output)
         self.options = options
         self._quiet = quiet
+        execution = Execution() if execution is None else execution
+        trace = execution.opened_trace()
         estimator = options.optimization.estimator(options.steps)
         directory = resolve_directory(options.model)
         batching = options.batching
@@ -105,6 +110,8 @@ class Trainer:
                 scratch=options.output,
                 write_back_every=None if storage.write_back_every == "never" else storage.write_back_every,
                 snapshot_every=storage.snapshot_every,
+                scheduler=execution.make_scheduler(),
+                trace=trace,
             )
         except BaseException:
             if resume:
@@ -235,6 +242,11 @@ def step_record(result: StepResult, batch: Batch) -> dict[str, Any]:
         "tokens_per_second": tokens / result.seconds,
         "seconds": result.seconds,
         "bytes_moved": result.bytes_moved,
+        "bound_seconds": result.bound_seconds,
+        "lanes": {
+            lane.value: {"busy": use.busy_seconds / result.seconds, "bytes": use.nbytes}
+            for lane, use in result.lanes.items()
+        },
         "rss_bytes": psutil.Process().memory_info().rss,
     }
 

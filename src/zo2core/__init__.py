@@ -11,10 +11,12 @@ from zo2core.errors import DataError as DataError
 from zo2core.errors import DeviceError as DeviceError
 from zo2core.errors import JournalError as JournalError
 from zo2core.errors import MemoryBudgetError as MemoryBudgetError
+from zo2core.errors import MissingPackageError as MissingPackageError
 from zo2core.errors import NonFiniteLossError as NonFiniteLossError
 from zo2core.errors import OptionError as OptionError
 from zo2core.errors import OutputError as OutputError
 from zo2core.errors import ScratchError as ScratchError
+from zo2core.errors import TraceError as TraceError
 from zo2core.errors import UnsupportedModelError as UnsupportedModelError
 from zo2core.errors import ZO2Error as ZO2Error
 from zo2core.estimators import MeZOSGD as MeZOSGD

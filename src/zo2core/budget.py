@@ -15,8 +15,12 @@ _UNITS = {"": 1, "B": 1} | {f"{prefix}{unit}": base ** (i + 1) for i, prefix in 
 )}  # fmt: skip
 
 
-def parse_size(size: int | str) -> int:
+def parse_size(size: int | str, *, option: str = "memory") -> int:
     """Bytes of a size such as ``6GiB``, ``500MB``, ``1.5 GiB`` or a number of bytes.
+
+    Args:
+        size: To read.
+        option: That it was given for.
 
     Raises:
         OptionError: if it is no size above 0.
@@ -25,7 +29,10 @@ def parse_size(size: int | str) -> int:
     nbytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if nbytes < 1:
         raise OptionError(
-            "memory", found=repr(size), expected="'auto' or a size such as 6GiB or 500MB", remedy="pass such a size"
+            option,
+            found=repr(size),
+            expected="a size such as 6GiB or 500MB, or 'auto' for memory",
+            remedy="pass such a size",
         )
     return nbytes
 

@@ -36,8 +36,7 @@ from zo2core.protocols import (
 )
 from zo2core.residency import Residency, choose_residency
 from zo2core.schedulers import OverlappedScheduler
-from zo2core.timeline import Span, lane_uses
-from zo2core.trace import Trace
+from zo2core.trace import Recorder, Sweep, Trace
 from zo2core.types import Batch, Evaluation, EvaluationResult, ParameterSpec, StepResult
 from zo2core.visit import SegmentVisitor
 from zo2core.workspace import Workspace
@@ -171,8 +170,7 @@ class ZOEngine:
             self._seed = seed
             self._micro_batch_size = micro_batch_size
             self._activation_bytes = activation_bytes
-            self._trace = trace
-            self._spans: list[Span] = []  # of the last sweep
+            self._recorder = Recorder(self._device.timeline, trace)
             self._closed = False
             self._busy = False
             model.bind(self._workspace.parameters())
@@ -228,6 +226,7 @@ class ZOEngine:
         self._journal.append(update)
         if self.write_back_every is not None and self.version % self.write_back_every == 0:
             self._scheduler.settle()  # what stays on the device comes where it can be written back
+        done = time.perf_counter()
         return StepResult(
             step=step,
             loss=update.losses[0],
@@ -235,8 +234,8 @@ class ZOEngine:
             projected_grads=update.projected_grads,
             seeds=update.seeds,
             lr=update.lr,
-            seconds=time.perf_counter() - began,
-            lanes=lane_uses(self._spans),
+            seconds=done - began,
+            lanes=self._recorder.ended(Sweep.of_step(step, began, done)),
         )
 
     def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:
@@ -272,12 +271,17 @@ class ZOEngine:
         on_device = map(self._on_device, batches)
         for group in fill_sweeps(on_device, forward, self._activation_bytes):
             self._require_open()
-            yield self._sweep([(None, batch) for batch in group], forward)
+            began = time.perf_counter()
+            found = self._sweep([(None, batch) for batch in group], forward)
+            self._recorder.ended(Sweep("evaluation", began, time.perf_counter()))
+            yield found
 
     def flush(self) -> None:
         """Bring every segment to the present version."""
         self._require_open()
+        began = time.perf_counter()
         self._sweep([])
+        self._recorder.ended(Sweep("flush", began, time.perf_counter()))
 
     def parameters_now(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield every parameter at the present version, one at a time, in visiting order.
@@ -317,7 +321,7 @@ class ZOEngine:
         """Stop all work, give memory, threads and descriptors back. May be called twice."""
         self._closed = True
         with contextlib.ExitStack() as parts:  # each is closed whatever the others do, last things first
-            for part in (self._journal, self._model.weights, self._device, self._source):
+            for part in (self._recorder, self._journal, self._model.weights, self._device, self._source):
                 parts.callback(part.close)
             if self._worker is not None:
                 parts.callback(self._worker.shutdown)
@@ -369,9 +373,6 @@ class ZOEngine:
         finally:
             visitor.finish()
             self._noise.retain(visitor.seeds)
-            self._spans = self._device.timeline.take()
-            if self._trace is not None:
-                self._trace.add(self._spans)
         return visitor.outputs
 
     def _on_device(self, batch: Batch) -> Batch:

@@ -59,6 +59,14 @@ class ScratchError(ZO2Error):
     """The file of written-back blocks cannot be read or written; the journal is whole."""
 
 
+class TraceError(ZO2Error):
+    """A trace cannot be read, is none, or does not hold the sweep that was asked for."""
+
+
+class MissingPackageError(ZO2Error, ImportError):
+    """An optional package is needed that is not installed."""
+
+
 class NonFiniteLossError(ZO2Error):
     """A forward pass gave a loss that is not finite; the step was not taken."""
 

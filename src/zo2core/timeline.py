@@ -106,19 +106,62 @@ class Timeline:
         return taken
 
 
-def lane_uses(spans: Iterable[Span]) -> Mapping[Lane, LaneUse]:
-    """Each lane's busy time, work at once counted once, and its bytes."""
+class Gathered:
+    """Work in parts, on several threads, noted as one span: from where the first begins to where the last one ends.
+
+    Args:
+        timeline: To note it in.
+        lane: Of all parts.
+        name: Of the whole.
+        parts: How many there are.
+    """
+
+    def __init__(self, timeline: Timeline, lane: Lane, name: str, parts: int) -> None:
+        self._timeline = timeline
+        self._lane = lane
+        self._name = name
+        self._left = parts
+        self._nbytes = 0
+        self._begun: Event | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def part(self, nbytes: int) -> Iterator[None]:
+        """One of them, done meanwhile."""
+        with self._lock:
+            begun = self._begun = self._begun or now()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._left -= 1
+                self._nbytes += nbytes
+                last = self._left == 0
+            if last:
+                self._timeline.note(self._lane, self._name, begun, now(), self._nbytes)
+
+
+def lane_uses(spans: Iterable[Span], *, begun: float = float("-inf"), done: float = float("inf")) -> Mapping[Lane, LaneUse]:
+    """Each lane's busy time, work at once counted once, and its bytes.
+
+    Args:
+        spans: All bytes of each count.
+        begun: Seconds on the events' clock; work before that is not in the busy time.
+        done: The same for work after that.
+    """
     by_lane: dict[Lane, list[Span]] = {lane: [] for lane in Lane}
     for span in spans:
         by_lane[span.lane].append(span)
-    return {lane: LaneUse(busy_seconds(own), sum(span.nbytes for span in own)) for lane, own in by_lane.items()}
+    return {
+        lane: LaneUse(_busy_seconds(own, begun, done), sum(span.nbytes for span in own)) for lane, own in by_lane.items()
+    }
 
 
-def busy_seconds(spans: Iterable[Span]) -> float:
-    """Length of the union of some spans."""
-    total, reached = 0.0, float("-inf")
+def _busy_seconds(spans: Iterable[Span], since: float, until: float) -> float:
+    """Length of the part of the spans' union that lies within a stretch of time."""
+    total, reached = 0.0, since
     for begun, done in sorted((span.begun.seconds, span.done.seconds) for span in spans):
-        total += max(done - max(begun, reached), 0.0)
+        total += max(min(done, until) - max(begun, reached), 0.0)
         reached = max(reached, done)
     return total
 

@@ -13,7 +13,7 @@ import torch
 from zo2core.checkpoint import Scratch, whole_pages
 from zo2core.checkpoint.ranged import PAGE
 from zo2core.protocols import TensorReader
-from zo2core.timeline import Lane, Timeline
+from zo2core.timeline import Gathered, Lane, Timeline
 from zo2core.types import BlockLayout, aligned
 
 _Key = TypeVar("_Key", int, str)  # of a segment that was written back, or of a parameter of the base
@@ -87,7 +87,7 @@ class SegmentLoader:
         weights: The base checkpoint. Belongs to the caller.
         layouts: Segments in visiting order.
         scratch: Where written-back segments are; belongs to the caller.
-        timeline: Takes down every read.
+        timeline: Takes down every segment's reads.
     """
 
     def __init__(
@@ -113,25 +113,30 @@ class SegmentLoader:
         """
         version = 0 if self._scratch is None else self._scratch.version(segment)
         pages = pages[: whole_pages(self._layouts[segment].nbytes)]
-        submit, noted = self._pool.submit, self._noted
         if self._scratch is not None and version > 0:
             starts = range(0, len(pages), CHUNK)
-            read = self._scratch.read
-            reads = [submit(noted, segment, read, segment, pages[start : start + CHUNK], start) for start in starts]
-            return Loading(reads, version)
-        futures: list[Future[None]] = []
+            written = [(segment, pages[start : start + CHUNK], start) for start in starts]
+            return Loading(self._submit(segment, self._scratch.read, written), version)
+        pieces: list[tuple[str, torch.Tensor, int]] = []
         for spec, view in zip(self._layouts[segment].parameters, views, strict=True):
             step, past = CHUNK // spec.dtype.itemsize, view.data_ptr() % PAGE // spec.dtype.itemsize
             cuts = [0, *range(step - past, spec.numel, step), spec.numel]  # where pages begin
-            for start, stop in pairwise(cuts):
-                futures.append(submit(noted, segment, self._weights.read_into, spec.name, view[start:stop], start))
-        return Loading(futures, 0)
+            pieces += [(spec.name, view[start:stop], start) for start, stop in pairwise(cuts)]
+        return Loading(self._submit(segment, self._weights.read_into, pieces), 0)
 
-    def _noted(
-        self, segment: int, read: Callable[[_Key, torch.Tensor, int], None], key: _Key, out: torch.Tensor, start: int
-    ) -> None:
-        with self._timeline.noted(Lane.READ, self._layouts[segment].name, out.nbytes):
-            read(key, out, start)
+    def _submit(
+        self,
+        segment: int,
+        read: Callable[[_Key, torch.Tensor, int], None],
+        pieces: Sequence[tuple[_Key, torch.Tensor, int]],
+    ) -> list[Future[None]]:
+        gathered = Gathered(self._timeline, Lane.READ, self._layouts[segment].name, len(pieces))
+
+        def run(key: _Key, out: torch.Tensor, start: int) -> None:
+            with gathered.part(out.nbytes):
+                read(key, out, start)
+
+        return [self._pool.submit(run, *piece) for piece in pieces]
 
     def close(self) -> None:
         """Drop reads that have not begun, and wait for the others."""

@@ -45,7 +45,7 @@ class PinnedSource:
         timeline: Timeline | None = None,
     ) -> None:
         self._layouts = tuple(layouts)
-        self._write_back = WriteBack(scratch, write_back_every, timeline)
+        self._write_back = WriteBack(self._layouts, scratch, write_back_every, timeline)
         sizes = [whole_pages(layout.nbytes) for layout in self._layouts]
         self._pages = portions(host_memory(sum(sizes)), sizes)
         self._buckets: list[Bucket] = []

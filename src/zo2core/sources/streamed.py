@@ -74,7 +74,7 @@ class StreamedSource:
         if buckets < 1:
             raise OptionError("buckets", found=repr(buckets), expected="at least 1", remedy="leave it at its default")
         self._layouts = tuple(layouts)
-        self._write_back = WriteBack(scratch, write_back_every, timeline)
+        self._write_back = WriteBack(self._layouts, scratch, write_back_every, timeline)
         self._blocks = [index for index, layout in enumerate(self._layouts) if not layout.resident]
         sizes = [whole_pages(layout.nbytes) for layout in self._layouts if layout.resident]
         largest = max((whole_pages(self._layouts[index].nbytes) for index in self._blocks), default=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -10,12 +10,14 @@ import torch
 from zo2core.checkpoint import Scratch
 from zo2core.errors import OptionError
 from zo2core.timeline import Lane, Timeline
+from zo2core.types import BlockLayout
 
 
 class WriteBack:
     """A thread that writes, and the rule of when.
 
     Args:
+        layouts: Segments in visiting order.
         scratch: Where to; None never writes. Belongs to this object.
         every: A segment is written once it is this many versions ahead of its bytes on disk; None never writes.
         timeline: Takes down every write.
@@ -24,7 +26,13 @@ class WriteBack:
         OptionError: if ``every`` is below 1, or there is nowhere to write to.
     """
 
-    def __init__(self, scratch: Scratch | None, every: int | None, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self,
+        layouts: Sequence[BlockLayout],
+        scratch: Scratch | None,
+        every: int | None,
+        timeline: Timeline | None = None,
+    ) -> None:
         if every is not None and (every < 1 or scratch is None):
             raise OptionError(
                 "write_back_every",
@@ -32,6 +40,7 @@ class WriteBack:
                 expected="at least 1 and a directory to write to, or None to write nothing",
                 remedy="pass scratch=DIRECTORY, or leave write_back_every out",
             )
+        self._layouts = layouts
         self._scratch = scratch
         self._every = every
         self._timeline = Timeline() if timeline is None else timeline
@@ -55,7 +64,7 @@ class WriteBack:
         future.add_done_callback(lambda _: then())
 
     def _write(self, scratch: Scratch, segment: int, pages: torch.Tensor, version: int) -> None:
-        with self._timeline.noted(Lane.WRITE, f"segment {segment}", pages.nbytes):
+        with self._timeline.noted(Lane.WRITE, self._layouts[segment].name, pages.nbytes):
             scratch.write(segment, pages, version)
 
     def busy(self, segment: int) -> bool:

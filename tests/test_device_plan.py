@@ -1,0 +1,86 @@
+"""A plan for a GPU that is not here: which blocks stay, what is moved, and what is not known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from make_checkpoint import geometries, make_checkpoint
+from models import save_model, small_config
+
+from zo2adapters import open_checkpoint
+from zo2adapters.cli import main
+from zo2adapters.device_plan import plan_device
+from zo2core import MemoryBudgetError, OptionError, PhiloxNoise
+
+BLOCKS = 4
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("base"), small_config("llama", num_hidden_layers=BLOCKS))
+
+
+def test_what_does_not_stay_is_moved_each_way(base: Path) -> None:
+    model = open_checkpoint(base)
+    block = model.layouts[1].nbytes
+    kept = set()
+    whole = plan_device(model, device_memory="1GB", bus=1000, rows=1, tokens=8).residency.nbytes
+    for nbytes in range(whole, whole - (BLOCKS + 1) * block, -block // 2):
+        try:
+            plan = plan_device(model, device_memory=nbytes, bus=1000, rows=1, tokens=8)
+        except MemoryBudgetError:
+            break
+        assert plan.residency.nbytes <= nbytes
+        assert plan.moved_bytes == (BLOCKS - plan.residency.kept) * block
+        assert plan.transfer_seconds == plan.moved_bytes / 1000
+        assert plan.read_bytes == 0, "the host holds it all"
+        kept.add(plan.residency.kept)
+    assert kept == {0, 1, BLOCKS}, "one block less than all takes two slots: only a second one makes room"
+
+
+def test_noise_that_is_not_kept_leaves_room(base: Path) -> None:
+    model = open_checkpoint(base)
+    mezo, counted = (
+        plan_device(model, device_memory="1GB", bus="25GB", rows=1, tokens=8, noise=noise) for noise in (None, PhiloxNoise())
+    )
+    assert counted.residency.nbytes < mezo.residency.nbytes
+
+
+def test_opt_175b_on_24_gb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_checkpoint(geometries()["opt-175b"], tmp_path / "opt", dtype=torch.float16, sparse=True)
+    arguments = ["plan", "--model", str(tmp_path / "opt"), "--device-memory", "24GB", "--memory", "400GB"]
+    arguments += ["--batch-size", "1", "--sequence-length", "64"]
+    main(arguments)
+    table = capsys.readouterr().out
+    assert "compute, beside them       not predicted" in table
+    assert "at 25 GB/s each way (assumed)" in table
+    main([*arguments, "--json", "--bus", "50GB"])
+    found = json.loads(capsys.readouterr().out)
+    moved = found["moved_bytes"]
+    assert found["transfer_seconds"] == moved / 50e9
+    assert found["compute_seconds"] is None
+    assert found["blocks"] == 96
+    assert 0.9 * 96 * 3.6e9 < moved + found["residency"]["kept"] * 3.6e9 < 1.1 * 96 * 3.6e9
+    main([*arguments, "--json", "--memory", "100GB"])
+    assert moved / 2 < json.loads(capsys.readouterr().out)["read_bytes"] < moved, "some blocks stay on the host"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"device_memory": "much"}, OptionError, "device_memory: found 'much'"),
+        ({"bus": "0"}, OptionError, "bus: found '0'"),
+        ({"device_memory": "10kB"}, OptionError, "device_memory"),
+        ({"device_memory": "10KB"}, MemoryBudgetError, "device_memory: .*smallest arrangement.*slots"),
+        ({"memory": "1MB"}, MemoryBudgetError, "memory: .*smallest arrangement"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    options: dict[str, str], error: type[Exception], message: str, base: Path
+) -> None:
+    given = {"device_memory": "1GB", "bus": "25GB", **options}
+    with pytest.raises(error, match=message):
+        plan_device(open_checkpoint(base), rows=1, tokens=8, **given)  # type: ignore[arg-type]

@@ -1,0 +1,466 @@
+"""Seeing it: what a trace and a step's numbers say of who did what when, and its picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.image import imread
+from models import WORDS, make_batch, save_model, save_tokenizer, small_config
+from threaded_device import ThreadedDevice, ThreadedStreams
+
+from zo2adapters import HFBlockModel, open_checkpoint
+from zo2adapters.cli import main
+from zo2adapters.drawing import WIDTH, draw, make_panel, picture_height
+from zo2core import (
+    HostDevice,
+    Lane,
+    MeZOSGD,
+    MissingPackageError,
+    OptionError,
+    OutputError,
+    OverlappedScheduler,
+    SerialScheduler,
+    StepResult,
+    StreamedSource,
+    Trace,
+    TraceError,
+    ZOEngine,
+)
+from zo2core.protocols import BlockSource, Device, Scheduler
+from zo2core.timeline import Gathered, Passed, Span, Timeline, lane_uses
+from zo2core.trace import Recording, Sweep, read_trace
+
+STEPS = 3
+BLOCKS = 3
+BATCH = make_batch(40, [5, 7])
+SEGMENTS = ["embedding", *(f"block {i}" for i in range(BLOCKS)), "head"]
+DELAY = 0.002  # seconds a copy
+
+Make = Callable[[BlockSource, Device], Scheduler]
+
+# To add a scheduler: one row.
+SCHEDULERS: dict[str, Make] = {
+    "serial": SerialScheduler,
+    "overlapped": OverlappedScheduler,
+    "overlapped, a block kept": partial(OverlappedScheduler, kept=1),
+}
+
+DEVICES: dict[str, Callable[[], Device]] = {
+    "in place": HostDevice,
+    "behind copies": lambda: ThreadedDevice(ThreadedStreams(lambda lane, nbytes: DELAY)),
+}
+
+every_case = [
+    pytest.mark.parametrize("streamed", [False, True], ids=["pinned", "streamed"]),
+    pytest.mark.parametrize("on", DEVICES.values(), ids=DEVICES),
+    pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS),
+]
+
+
+def in_every_case(test: Callable[..., None]) -> Callable[..., None]:
+    for mark in every_case:
+        test = mark(test)
+    return test
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("base"), small_config("llama", num_hidden_layers=BLOCKS))
+
+
+def traced_run(
+    base: Path, path: Path, make: Make, device: Device, *, streamed: bool
+) -> tuple[HFBlockModel, list[StepResult], Recording]:
+    """Some steps, written back after each, and what their trace says."""
+    model = open_checkpoint(base)
+    memory: dict[str, Any] = {}
+    if streamed:
+        source = StreamedSource(model.weights, model.layouts, device.host_memory, buckets=2, timeline=device.timeline)
+        memory = {"source": source}
+    else:
+        memory = {"scratch": path.parent / "scratch", "write_back_every": 1}
+    engine = ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3), device=device, scheduler=make, trace=Trace(path), **memory)
+    with engine:
+        results = [engine.step(BATCH) for _ in range(STEPS)]
+    return model, results, read_trace(path)
+
+
+def of(spans: list[Span], lane: Lane, track: int = 0) -> list[Span]:
+    return [span for span in spans if span.lane is lane and span.track == track]
+
+
+@in_every_case
+def test_every_step_has_its_lanes_in_order(
+    make: Make, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
+) -> None:
+    device = on()
+    _, results, recording = traced_run(base, tmp_path / "t.json", make, device, streamed=streamed)
+    assert [sweep.name for sweep in recording.sweeps] == [f"step {result.step}" for result in results]
+    for result in results:
+        spans = recording.within(recording.sweep(result.step))
+        replays, first, second = of(spans, Lane.REPLAY), of(spans, Lane.EVALUATE), of(spans, Lane.EVALUATE, 1)
+        for visits in (replays, first, second):
+            assert [span.name for span in visits] == SEGMENTS
+        for replay, plus, minus in zip(replays, first, second, strict=True):
+            assert replay.done.seconds <= plus.begun.seconds
+            assert plus.done.seconds <= minus.begun.seconds
+    steps = [recording.within(recording.sweep(result.step)) for result in results]
+    uploads, offloads = ([of(spans, lane) for spans in steps] for lane in (Lane.UPLOAD, Lane.OFFLOAD))
+    if device.in_place:
+        assert not any([*uploads, *offloads])
+    else:
+        assert uploads[0]
+        assert all(offloads[1:])
+    written = {span.name for span in recording.spans if span.lane is Lane.WRITE}
+    assert written == (set() if streamed else set(SEGMENTS))
+    assert {span.name for span in recording.spans if span.lane is Lane.READ} == set(SEGMENTS)
+
+
+@in_every_case
+def test_bytes_add_up_to_what_was_moved(
+    make: Make, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
+) -> None:
+    device = on()
+    model, results, recording = traced_run(base, tmp_path / "t.json", make, device, streamed=streamed)
+    weights = {layout.name: sum(spec.nbytes for spec in layout.parameters) for layout in model.layouts}
+    buckets = {layout.name: layout.nbytes for layout in model.layouts}
+    for span in recording.spans:
+        if span.lane is Lane.READ:
+            assert span.nbytes == weights[span.name], "all parts of a segment, whoever read them"
+        elif span.lane in (Lane.UPLOAD, Lane.OFFLOAD):
+            assert span.nbytes == buckets[span.name]
+        elif span.lane is Lane.WRITE:
+            assert buckets[span.name] <= span.nbytes < buckets[span.name] + 4096
+        else:
+            assert span.nbytes == 0
+    reads = [span.name for span in recording.spans if span.lane is Lane.READ]
+    assert len(reads) > len(SEGMENTS) if streamed else len(reads) == len(SEGMENTS)
+    last = max(recording.sweeps, key=lambda sweep: sweep.done).done
+    for lane in Lane:
+        told = sum(result.lanes[lane].nbytes for result in results)
+        known = [span.nbytes for span in recording.spans if span.lane is lane and span.done.seconds <= last]
+        assert told == sum(known), "each piece of work counts in one step"
+    assert [result.bytes_moved > 0 for result in results] == [not device.in_place] * STEPS
+
+
+@in_every_case
+def test_no_lane_is_busier_than_the_step_and_the_slowest_is_the_bound(
+    make: Make, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
+) -> None:
+    _, results, recording = traced_run(base, tmp_path / "t.json", make, on(), streamed=streamed)
+    for result in results:
+        assert all(0 <= use.busy_seconds <= result.seconds for use in result.lanes.values())
+        compute = result.lanes[Lane.REPLAY].busy_seconds + result.lanes[Lane.EVALUATE].busy_seconds
+        assert 0 < compute <= result.bound_seconds <= result.seconds
+        assert result.bound_seconds in (compute, *(use.busy_seconds for use in result.lanes.values()))
+        sweep = recording.sweep(result.step)
+        assert sweep.done - sweep.begun == pytest.approx(result.seconds, abs=1e-6)
+
+
+def span(lane: Lane, begun: float, done: float, nbytes: int = 0, name: str = "block 0", track: int = 0) -> Span:
+    return Span(lane, name, Passed(begun), Passed(done), nbytes, track)
+
+
+def test_work_at_once_counts_once_and_only_within_the_step() -> None:
+    spans = [span(Lane.READ, 0, 4, 5), span(Lane.READ, 1, 3, 6), span(Lane.READ, 8, 12, 7), span(Lane.READ, 20, 30, 8)]
+    assert lane_uses(spans)[Lane.READ] == (18, 26)
+    assert lane_uses(spans, begun=2, done=10)[Lane.READ] == (4, 26)
+
+
+def test_what_happened_outside_a_sweep_is_in_the_trace_but_in_no_step(base: Path, tmp_path: Path) -> None:
+    """An export between two steps, and what is written after the last."""
+    with ZOEngine(open_checkpoint(base), MeZOSGD(lr=1e-3, zo_eps=1e-3), trace=Trace(tmp_path / "t.json")) as engine:
+        engine.step(BATCH)
+        for _ in engine.parameters_now():
+            pass
+        after = engine.step(BATCH)
+        engine.evaluate([BATCH])
+        engine.flush()
+        for _ in engine.parameters_now():
+            pass
+    recording = read_trace(tmp_path / "t.json")
+    assert [sweep.name for sweep in recording.sweeps] == ["step 0", "step 1", "evaluation", "flush"]
+    assert len([each for each in recording.spans if each.lane is Lane.REPLAY]) == 6 * len(SEGMENTS)
+    within = recording.within(recording.sweep(1))
+    assert after.lanes[Lane.REPLAY].busy_seconds == pytest.approx(
+        sum(each.done.seconds - each.begun.seconds for each in of(within, Lane.REPLAY)), abs=1e-5
+    )
+    assert recording.sweep().name == "step 1"
+
+
+def test_a_trace_is_what_chrome_expects(base: Path, tmp_path: Path) -> None:
+    traced_run(base, tmp_path / "t.json", SerialScheduler, DEVICES["behind copies"](), streamed=False)
+    events = json.loads((tmp_path / "t.json").read_text())
+    assert {event["ph"] for event in events} == {"M", "X"}
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    order = sorted(names.items())
+    rows = ["sweep", "read", "upload", "replay", "evaluation 1", "evaluation 2", "offload", "write"]
+    assert [name for _, name in order] == rows
+    assert all(event["dur"] >= 0 and event["tid"] in names for event in events if event["ph"] == "X")
+    for tid, name in order[1:]:
+        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == tid)
+        assert name == "read" or all(one[1] <= other[0] + 1e-3 for one, other in pairwise(own)), "one after the other"
+
+
+def written(path: Path) -> Path:
+    with Trace(path) as trace:
+        trace.add([span(Lane.READ, 1, 2, 10)], Sweep.of_step(0, 1, 3))
+        trace.add([span(Lane.EVALUATE, 3, 4, track=1)], Sweep.of_step(1, 3, 5))
+    return path
+
+
+def test_a_trace_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    recording = read_trace(written(tmp_path / "t.json"))
+    assert recording.spans == (span(Lane.READ, 1, 2, 10), span(Lane.EVALUATE, 3, 4, track=1))
+    assert recording.sweeps == (Sweep("step 0", 1, 3), Sweep("step 1", 3, 5))
+
+
+def test_a_trace_cut_anywhere_still_gives_its_whole_lines(tmp_path: Path) -> None:
+    raw = written(tmp_path / "t.json").read_text()
+    ends = [place for place, character in enumerate(raw) if character == "\n"]  # of lines
+    lines = raw.split("\n")
+    assert sum('"ph": "X"' in line for line in lines) == 4
+    for size in range(1, len(raw)):
+        (tmp_path / "cut.json").write_text(raw[:size])
+        found = read_trace(tmp_path / "cut.json")
+        whole = sum('"ph": "X"' in line for line, end in zip(lines, ends, strict=False) if end < size)
+        torn = raw[:size].rpartition("\n")[2]
+        whole += '"ph": "X"' in torn and torn.rstrip(",").endswith("}") and torn.count("{") == torn.count("}")
+        assert len(found.spans) + len(found.sweeps) == whole, size
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[1",
+        "words",
+        "{}",
+        "\xff",
+        '{"traceEvents": []}',
+        '["words"]',
+        '[{"name": "block 0"}]',
+        '[{"ph": "X", "cat": "read", "name": "block 0", "tid": 1000, "ts": "soon", "dur": 1}]',
+        '[{"ph": "X", "cat": "read", "name": "block 0", "tid": 1000, "ts": 1, "dur": -1}]',
+        '[{"ph": "X", "cat": "read", "name": "block 0", "tid": 1000, "ts": 1, "dur": NaN}]',
+        '[{"ph": "X", "cat": "kernels", "name": "block 0", "tid": 1000, "ts": 1, "dur": 1}]',
+        '[{"ph": "X", "cat": "read", "name": "block 0", "tid": 1000, "ts": 1, "dur": 1, "args": 3}]',
+    ],
+)
+def test_a_file_that_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(TraceError, match=r"t\.json: found something else .* expected a trace"):
+        read_trace(tmp_path / "t.json")
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="No such file"):
+        read_trace(tmp_path / "t.json")
+
+
+def test_a_step_that_is_not_in_the_trace_is_refused(tmp_path: Path) -> None:
+    recording = read_trace(written(tmp_path / "t.json"))
+    with pytest.raises(TraceError, match="found step 0 to step 1; expected step 2"):
+        recording.sweep(2)
+    (tmp_path / "none.json").write_text("[]")
+    with pytest.raises(TraceError, match="0 sweeps, none of a step"):
+        read_trace(tmp_path / "none.json").sweep()
+
+
+def test_a_trace_overwrites_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    with pytest.raises(OutputError, match="something at this path"):
+        Trace(tmp_path / "rows.jsonl")
+    with pytest.raises(OutputError, match="a directory that is not there"):
+        Trace(tmp_path / "nowhere" / "t.json")
+    with Trace(tmp_path / "t.json"):
+        pass
+    assert not (tmp_path / "t.json").exists(), "no sweep, no file"
+
+
+def test_a_disk_that_is_full_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace, real = Trace(tmp_path / "t.json"), Path.open
+    monkeypatch.setattr(Path, "open", lambda path, mode: real(Path("/dev/full"), "w"))
+    with pytest.raises(OutputError, match="No space left"):
+        trace.add([span(Lane.READ, 0, 1)])
+    with pytest.raises(OutputError, match="No space left"):
+        trace.close()
+    trace.close()
+
+
+def test_parts_are_one_span() -> None:
+    timeline = Timeline()
+    gathered = Gathered(timeline, Lane.READ, "block 0", 2)
+    with gathered.part(3):
+        pass
+    assert timeline.take() == []
+    with pytest.raises(ZeroDivisionError), gathered.part(4):
+        raise ZeroDivisionError
+    (found,) = timeline.take()
+    assert (found.name, found.nbytes) == ("block 0", 7)
+
+
+def picture(path: Path) -> torch.Tensor:
+    return torch.from_numpy(imread(path).copy())[:, :, :3]
+
+
+def test_a_picture_has_a_panel_a_trace_on_one_scale(base: Path, tmp_path: Path) -> None:
+    recordings = [
+        traced_run(base, tmp_path / f"{name}.json", make, DEVICES["behind copies"](), streamed=True)[2]
+        for name, make in (("serial", SerialScheduler), ("overlapped", OverlappedScheduler))
+    ]
+    panels = [make_panel(recording) for recording in recordings]
+    for panel in panels:
+        assert list(panel.rows) == ["read", "upload", "replay", "evaluation 1", "evaluation 2", "offload"]
+        assert "step 2" in panel.title
+        assert 0 < panel.bound <= panel.seconds
+    assert draw(recordings, tmp_path / "both.png") == [panel.title for panel in panels]
+    draw(recordings[:1], tmp_path / "one.png", step=1)
+    both, one = (picture(tmp_path / name) for name in ("both.png", "one.png"))
+    assert both.shape == (picture_height(panels), WIDTH, 3)
+    assert one.shape == (picture_height(panels[:1]), WIDTH, 3)
+    colours = {tuple(pixel) for pixel in both.flatten(0, 1).tolist()}
+    assert len(colours) > 50
+    middle = len(both) // 2
+    assert not torch.equal(both[:middle], both[middle:])
+
+
+def test_bars_lie_where_the_work_was(tmp_path: Path) -> None:
+    """A lane busy in the first half of the sweep, and one in the second."""
+    with Trace(tmp_path / "t.json") as trace:
+        trace.add([span(Lane.READ, 9, 11, 7), span(Lane.WRITE, 11, 13, 7)], Sweep.of_step(0, 10, 12))
+    (title,) = draw([read_trace(tmp_path / "t.json")], tmp_path / "t.png")
+    assert title == "t.json, step 0: 2 s; the slowest lane alone takes 1 s"
+    image = picture(tmp_path / "t.png")
+    bar = torch.tensor([0x4C, 0x72, 0xB0]) / 255  # block 0's
+    places = ((image - bar).abs().amax(dim=2) < 0.01).nonzero()
+    middle = places[:, 0].float().mean()
+    above, below = places[places[:, 0] < middle][:, 1], places[places[:, 0] > middle][:, 1]
+    assert above.max() < below.min() + 4, "one ends where the other begins"
+    widths = [int(side.max() - side.min()) for side in (above, below)]
+    assert abs(widths[0] - widths[1]) < 8
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recordings = [read_trace(written(tmp_path / "t.json"))]
+    with pytest.raises(OptionError, match=r"a name that ends in \.png"):
+        draw(recordings, tmp_path / "t.jpg")
+    with pytest.raises(OutputError, match="No such file"):
+        draw(recordings, tmp_path / "nowhere" / "t.png")
+    with pytest.raises(TraceError, match="expected step 7"):
+        draw(recordings, tmp_path / "t.png", step=7)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingPackageError, match=r"pip install 'zo2core\[plot\]'"):
+        draw(recordings, tmp_path / "t.png")
+    assert not (tmp_path / "t.png").exists()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = save_model(tmp_path / "model", small_config("llama", vocab_size=len(WORDS)))
+    save_tokenizer(directory)
+    (tmp_path / "rows.jsonl").write_text('{"text": "the cat sat"}\n{"text": "the dog ran is"}\n')
+    return directory
+
+
+def run(*arguments: object) -> None:
+    main([str(argument) for argument in arguments])
+
+
+def test_the_commands_trace_resume_and_draw(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "run"
+    train = ["train", "--model", model, "--data", rows, "--batch-size", 2, "--steps", 3]
+    run(*train, "--output", out, "--trace", tmp_path / "a.json", "--evaluation", rows)
+    run(*train, "--output", tmp_path / "serial", "--trace", tmp_path / "b.json", "--scheduler", "serial")
+    assert (out / "journal.jsonl").read_bytes() == (tmp_path / "serial" / "journal.jsonl").read_bytes()
+    names = [sweep.name for sweep in read_trace(tmp_path / "a.json").sweeps]
+    assert names == ["evaluation", "step 0", "step 1", "step 2", "evaluation"]
+    assert "scheduler" not in (out / "options.json").read_text()
+
+    lines = (out / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    (out / "journal.jsonl").write_bytes(b"".join(lines[:-1]))
+    run("train", "--resume", out, "--trace", tmp_path / "c.json", "--scheduler", "serial")
+    assert [sweep.name for sweep in read_trace(tmp_path / "c.json").sweeps] == ["step 2", "evaluation"]
+    assert (out / "journal.jsonl").read_bytes() == b"".join(lines)
+
+    run("evaluate", "--model", model, "--data", rows, "--trace", tmp_path / "d.json")
+    assert [sweep.name for sweep in read_trace(tmp_path / "d.json").sweeps] == ["evaluation"]
+    capsys.readouterr()
+    run("timeline", tmp_path / "a.json", "--against", tmp_path / "b.json", "-o", tmp_path / "t.png", "--step", 1)
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in told[:2]] == ["b.json, step 1", "a.json, step 1"]
+    assert told[2:] == [str(tmp_path / "t.png")]
+    assert picture(tmp_path / "t.png").shape[1] == WIDTH
+
+
+def test_metrics_tell_lanes_bytes_and_the_bound(model: Path, tmp_path: Path) -> None:
+    run("train", "--model", model, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "run", "--steps", 2)
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert list(row["lanes"]) == [lane.value for lane in Lane]
+        assert all(0 <= lane["busy"] <= 1 for lane in row["lanes"].values())
+        assert row["bytes_moved"] == 0, "computed on where the bytes lie"
+        busiest = max(row["lanes"]["replay"]["busy"] + row["lanes"]["evaluate"]["busy"], row["lanes"]["read"]["busy"])
+        assert row["seconds"] * busiest <= row["bound_seconds"] * (1 + 1e-9) <= row["seconds"]
+        read = row["lanes"]["read"]["bytes"]
+        assert (read > 0) == (row["step"] == 0), "once, then it is all in memory"
+
+
+def test_an_interrupted_run_leaves_a_whole_trace(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, taken = ZOEngine.step, 0
+
+    def interrupted(*args: Any, **kwargs: Any) -> StepResult:
+        nonlocal taken
+        taken += 1
+        if taken == 3:
+            raise KeyboardInterrupt
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(ZOEngine, "step", interrupted)
+    with pytest.raises(SystemExit) as info:
+        run("train", "--model", model, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "run",
+            "--trace", tmp_path / "t.json")  # fmt: skip
+    assert info.value.code == 130
+    json.loads((tmp_path / "t.json").read_text())
+    assert [sweep.name for sweep in read_trace(tmp_path / "t.json").sweeps] == ["step 0", "step 1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["timeline", "rows.jsonl", "-o", "t.png"], "expected a trace"),
+        (["timeline", "nowhere", "-o", "t.png"], "No such file"),
+        (["train", "--trace", "rows.jsonl"], "something at this path"),
+        (["evaluate", "--trace", "rows.jsonl"], "something at this path"),
+    ],
+)
+def test_what_the_commands_cannot_do_they_say(
+    arguments: list[str],
+    message: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = (tmp_path / "rows.jsonl").read_bytes()
+    if arguments[0] != "timeline":
+        arguments = [*arguments, "--model", str(model), "--data", "rows.jsonl"]
+    if arguments[0] == "train":
+        arguments = [*arguments, "--output", "run"]
+    with pytest.raises(SystemExit) as info:
+        main(arguments)
+    assert info.value.code == 2
+    assert message in capsys.readouterr().err
+    assert (tmp_path / "rows.jsonl").read_bytes() == before
+    assert not (tmp_path / "run").exists()
