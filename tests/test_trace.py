@@ -251,6 +251,7 @@ def test_a_trace_cut_anywhere_still_gives_its_whole_lines(tmp_path: Path) -> Non
         '[{"ph": "X", "cat": "read", "name": "block 0", "tid": 1000, "ts": "soon", "dur": 1}]',
         '[{"ph": "X", "cat": "read", "name": "block 0", "tid": 1000, "ts": 1, "dur": -1}]',
         '[{"ph": "X", "cat": "read", "name": "block 0", "tid": 1000, "ts": 1, "dur": NaN}]',
+        '[{"ph": "X", "cat": "sweep", "name": "step 0", "tid": 0, "ts": 1, "dur": 0}]',
         '[{"ph": "X", "cat": "kernels", "name": "block 0", "tid": 1000, "ts": 1, "dur": 1}]',
         '[{"ph": "X", "cat": "read", "name": "block 0", "tid": 1000, "ts": 1, "dur": 1, "args": 3}]',
     ],
@@ -318,8 +319,11 @@ def test_a_picture_has_a_panel_a_trace_on_one_scale(base: Path, tmp_path: Path) 
         for name, make in (("serial", SerialScheduler), ("overlapped", OverlappedScheduler))
     ]
     panels = [make_panel(recording) for recording in recordings]
-    for panel in panels:
+    for panel, recording in zip(panels, recordings, strict=True):
         assert list(panel.rows) == ["read", "upload", "replay", "evaluation 1", "evaluation 2", "offload"]
+        ended = [each for each in panel.rows["offload"] if each.done.seconds <= panel.sweep.done]
+        assert panel.captions["offload"].startswith(f"{sum(each.nbytes for each in ended) / 1e3:.3g} kB, ")
+        assert sum(map(len, panel.rows.values())) == len(recording.within(recording.sweep()))
         assert "step 2" in panel.title
         assert 0 < panel.bound <= panel.seconds
     assert draw(recordings, tmp_path / "both.png") == [panel.title for panel in panels]
@@ -355,6 +359,10 @@ def test_a_picture_that_cannot_be_drawn_is_a_typed_error(tmp_path: Path, monkeyp
         draw(recordings, tmp_path / "t.jpg")
     with pytest.raises(OutputError, match="No such file"):
         draw(recordings, tmp_path / "nowhere" / "t.png")
+    with Trace(tmp_path / "empty.json") as trace:
+        trace.add([span(Lane.READ, 0, 1)], Sweep.of_step(0, 2, 3))
+    with pytest.raises(TraceError, match="nothing in step 0"):
+        draw([read_trace(tmp_path / "empty.json")], tmp_path / "t.png")
     with pytest.raises(TraceError, match="expected step 7"):
         draw(recordings, tmp_path / "t.png", step=7)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

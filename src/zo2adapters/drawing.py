@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from zo2core import MissingPackageError, OptionError, OutputError
+from zo2core import MissingPackageError, OptionError, OutputError, TraceError
 from zo2core.timeline import COMPUTE, Lane, Span, bound_seconds, lane_uses
 from zo2core.trace import Recording, Sweep, row_name
 
@@ -52,19 +52,21 @@ def make_panel(recording: Recording, *, step: int | None = None) -> Panel:
         step: Whose sweep; None: the last step's.
 
     Raises:
-        TraceError: if there is no such step.
+        TraceError: if there is no such step, or nothing in it.
     """
     sweep = recording.sweep(step)
     spans = recording.within(sweep)
+    if not spans:
+        raise TraceError(
+            recording.path, found=f"nothing in {sweep.name}", expected="what the lanes did", remedy="choose another step"
+        )
     uses = lane_uses(spans, begun=sweep.begun, done=sweep.done)
     seconds, bound = sweep.done - sweep.begun, bound_seconds(uses)
     rows: dict[str, list[Span]] = {}
-    captions: dict[str, str] = {}
-    for lane in Lane:
-        for span in sorted((span for span in spans if span.lane is lane), key=lambda span: span.track):
-            rows.setdefault(row_name(span), []).append(span)
-            moved = f"{uses[lane].nbytes / 1e9:.3g} GB, " if lane not in COMPUTE else ""
-            captions[row_name(span)] = f"{moved}{uses[lane].busy_seconds / seconds:.0%} busy" if seconds else moved
+    lanes = list(Lane)
+    for span in sorted(spans, key=lambda span: (lanes.index(span.lane), span.track)):
+        rows.setdefault(row_name(span), []).append(span)
+    captions = {name: _caption(own, sweep) for name, own in rows.items()}
     title = f"{recording.path.name}, {sweep.name}: {seconds:.3g} s; the slowest lane alone takes {bound:.3g} s"
     return Panel(title, sweep, rows, captions, bound)
 
@@ -146,6 +148,19 @@ def _draw_panel(axes: Axes, panel: Panel, longest: float) -> None:
     axes.set_xlabel("seconds", fontsize=8)
     axes.set_title(panel.title, fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _caption(spans: Sequence[Span], sweep: Sweep) -> str:
+    """What a row has moved by the end of its pieces of work, and how busy it was."""
+    lane, seconds = spans[0].lane, sweep.done - sweep.begun
+    busy = lane_uses(spans, begun=sweep.begun, done=sweep.done)[lane].busy_seconds / seconds
+    moved = sum(span.nbytes for span in spans if span.done.seconds <= sweep.done)
+    return f"{busy:.0%} busy" if lane in COMPUTE else f"{_size(moved)}, {busy:.0%} busy"
+
+
+def _size(nbytes: int) -> str:
+    unit, power = next((each for each in (("GB", 1e9), ("MB", 1e6)) if nbytes >= each[1]), ("kB", 1e3))
+    return f"{nbytes / power:.3g} {unit}"
 
 
 def _look(name: str) -> tuple[str, str]:

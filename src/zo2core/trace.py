@@ -217,6 +217,8 @@ def read_trace(path: Path) -> Recording:
                 raise ValueError(f"ts {event['ts']} and dur {event['dur']}")
             kind, name = event["cat"], str(event["name"])
             if kind == _SWEEP:
+                if begun == done:
+                    raise ValueError(f"a sweep that took no time: {name}")
                 sweeps.append(Sweep(name, begun, done))
             else:
                 track, nbytes = int(event["tid"]) % _TRACKS, int(event.get("args", {}).get("bytes", 0))
