@@ -13,13 +13,13 @@ import pytest
 import torch
 from bench_paper import main
 from make_checkpoint import geometries
-from paper_models import PatternReader, block_model, scaled
+from paper_models import PatternReader, SharedSource, block_model, scaled
 from paper_places import Usage
 from paper_tables import MISPRINTED, TABLES, Figures, Row, Variant
 from paper_variants import AllocatingScheduler
 from threaded_device import ThreadedDevice, ThreadedStreams
 
-from zo2core import MeZOSGD, PinnedSource, ZOEngine
+from zo2core import HostDevice, MeZOSGD, PinnedSource, ZOEngine
 
 SMALL = ["--scale", "64", "--steps", "1", "--bus", "1e10"]
 Run = Callable[..., tuple[str, dict[str, Any]]]
@@ -100,6 +100,22 @@ def test_blocks_beyond_host_memory_share_buckets_and_the_output_says_so(run: Run
     assert ours["shared_buckets"] == 4
     assert ours["losses_equal_monolithic"] is None
     assert all(math.isfinite(loss) for step in ours["losses"] for loss in step)
+
+
+def test_shared_buckets_keep_each_segments_version() -> None:
+    model = block_model(scaled(geometries()["opt-1.3b"], 64, 16), torch.float32)
+    source = SharedSource(model.weights, model.layouts, HostDevice().host_memory, buckets=2)
+    for index, version in ((1, 3), (2, None), (3, 5)):
+        source.release(source.acquire(index), version)
+    first, second = source.acquire(1), source.acquire(3)
+    assert (first.version, second.version) == (3, 5)
+    assert first.data.data_ptr() != second.data.data_ptr()
+    source.release(second, 6)
+    lost = source.acquire(2)
+    assert (lost.version, lost.data.data_ptr()) == (0, second.data.data_ptr())
+    assert {source.acquire(index).data.data_ptr() for index in (0, len(model.layouts) - 1)}.isdisjoint(
+        {first.data.data_ptr(), lost.data.data_ptr()}
+    )
 
 
 def test_what_does_not_fit_is_left_out_with_a_reason(run: Run) -> None:
