@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zo2core import BlockLayout, Distribution, ParameterSpec, PhiloxNoise, SegmentKind, SequentialNoise
+from zo2core.kernels import generators
 from zo2core.protocols import NoiseGenerator
 
 NOISES: dict[str, Callable[[Sequence[BlockLayout]], NoiseGenerator]] = {
