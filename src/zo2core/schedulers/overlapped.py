@@ -99,8 +99,8 @@ class OverlappedScheduler:
                 arrival = self._ahead.pop(index, None) or self._on_device.get(index) or self._bring(index)
                 coming = list(self._following(order, position))[:AHEAD]
                 there = [self._source.prefetch(each) for each in coming]
-                while there and there.pop(0):
-                    self._bring_ahead(coming.pop(0))
+                while there and there.pop(0) and self._bring_ahead(coming[0]):  # in order: slots go to what is needed first
+                    del coming[0]
                 self._visit(visitor, arrival)
                 if arrival.bucket is not None and self._layouts[index].resident:
                     reached.append(arrival)
@@ -177,14 +177,17 @@ class OverlappedScheduler:
             if index not in self._on_device and index not in self._ahead:
                 yield index
 
-    def _bring_ahead(self, index: int) -> None:
-        """Start bringing a segment in, if there is room on both sides."""
+    def _bring_ahead(self, index: int) -> bool:
+        """Start bringing a segment in, if there is room on both sides and its bucket is not still on its way back."""
         if self._device.in_place or any(leaving.bucket.segment == index for leaving in self._leaving):
-            return
-        if index in self._own or (self._free and self._out < self._source.capacity):
-            arrival = self._bring(index)
-            if index not in self._own:
-                self._ahead[index] = arrival
+            return False
+        stays = index in self._own
+        if not stays and not (self._free and self._out < self._source.capacity):
+            return False
+        arrival = self._bring(index)
+        if not stays:
+            self._ahead[index] = arrival
+        return True
 
     def _acquire(self, index: int) -> Bucket:
         """Acquire a segment, after what has to be released before."""
