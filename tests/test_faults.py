@@ -24,7 +24,7 @@ from enum import IntFlag
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ from zo2core.arrangement import Arrangement, arrange
 from zo2core.probes import write_bytes_per_second
 
 STEPS = 4
-SECONDS = 60  # until a scenario counts as hung; the longest takes two or three
+SECONDS = 60  # until a run counts as hung; it takes a fraction of one
 BATCH = make_batch(len(WORDS), [9, 5])
 PLAN = Plan(lr=1e-2, zo_eps=1e-3, weight_decay=0.1, perturb_in_place=True, seeds=[11, 5, 2**40, 7], between=[])
 
@@ -230,7 +230,12 @@ def nothing_left() -> Iterator[None]:
     assert descriptors_after <= descriptors, f"left: {descriptors_after - descriptors}"
 
 
+watched: list[IO[str]] = []  # where a scenario that hangs leaves its stacks
+
+
 def fresh(folder: Path) -> Path:
+    """A directory for one more run, which has its time from now on."""
+    faulthandler.dump_traceback_later(SECONDS, exit=True, file=watched[-1])
     return Path(tempfile.mkdtemp(dir=folder)) / "run"
 
 
@@ -641,6 +646,7 @@ def forked(folder: Path, run: Scenario) -> str:
         if worker == 0:
             status = 1
             try:
+                watched.append(log)
                 faulthandler.dump_traceback_later(SECONDS, exit=True, file=log)
                 run(folder)
                 status = 0
@@ -655,11 +661,11 @@ def forked(folder: Path, run: Scenario) -> str:
 
 
 def main(folder: Path) -> None:
-    """Run all scenarios, and say on standard output what became of them."""
+    """Run the scenarios that are asked for on standard input, and say on standard output what became of them."""
     torch.set_num_threads(1)
     assert threading.active_count() == 1, "a forked process has no threads but the one that forked"
     assert not forked(folder, make_undisturbed)
-    for name in names(everything=long()):
+    for name in json.load(sys.stdin):
         began = time.perf_counter()
         room = folder / "room"
         room.mkdir()
@@ -694,8 +700,11 @@ def report(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     subprocess.run(command, check=True)
     prepare(folder)
     profile = ["--long"] if request.config.getoption("--long") else []
+    calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
+    asked = [call.params["name"] for call in calls if call is not None]  # not all, if -k or a node's name was given
     done = subprocess.run(
         [sys.executable, __file__, str(folder), *profile],
+        input=json.dumps(asked),
         env=os.environ | {"LD_PRELOAD": str(shim), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
