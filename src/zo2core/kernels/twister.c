@@ -73,7 +73,7 @@ static void skip_words(struct twister *t, uint64_t count) {
 
 /* Box-Muller on the polynomials of Cephes (Moshier), single precision: logf, sinf and cosf. */
 INLINE void box_muller(uint32_t radial, uint32_t angular, float *first, float *second) {
-    const float u = 1.0f - (float)(int32_t)(radial & 0xffffff) * 0x1p-24f;
+    const float u = fmaf((float)(int32_t)(radial & 0xffffff), -0x1p-24f, 1.0f); /* exact, as the next uniform is */
     const int32_t above = (int32_t)bits(u) - 0x3f3504f3; /* sqrt(1/2) */
     const int32_t exponent = above >> 23;
     const float f = number(bits(u) - ((uint32_t)exponent << 23)) - 1.0f, e = (float)exponent;
@@ -92,7 +92,7 @@ INLINE void box_muller(uint32_t radial, uint32_t angular, float *first, float *s
     const float logarithm = fmaf(e, 0.693359375f, f + p);
     const float radius = sqrtf(logarithm * -2.0f);
 
-    const float theta = (float)(int32_t)(angular & 0xffffff) * 0x1p-24f * 6.2831855f;
+    const float theta = (float)(int32_t)(angular & 0xffffff) * (6.2831855f * 0x1p-24f);
     const int32_t octant = ((int32_t)(theta * 1.27323954f) + 1) & ~1; /* 4 / pi */
     const float nearest = (float)octant;
     float x = fmaf(nearest, -0.78515625f, theta);
@@ -109,8 +109,8 @@ INLINE void box_muller(uint32_t radial, uint32_t angular, float *first, float *s
     s = fmaf(s * y, x, x);
     const float cosine = octant & 2 ? s : c, sine = octant & 2 ? c : s;
     const uint32_t cosine_sign = (uint32_t)(octant + 2) << 29 & 0x80000000, sine_sign = (uint32_t)octant << 29 & 0x80000000;
-    *first = radius * number(bits(cosine) ^ cosine_sign) + 0.0f; /* a mean is added: no number is -0 */
-    *second = radius * number(bits(sine) ^ sine_sign) + 0.0f;
+    *first = fmaf(radius, number(bits(cosine) ^ cosine_sign), 0.0f); /* a mean is added: no number is -0 */
+    *second = fmaf(radius, number(bits(sine) ^ sine_sign), 0.0f);
 }
 
 #define DEFINE_TRANSFORM(name, attributes)                                                                                  \
@@ -152,6 +152,10 @@ static void draw(struct twister *t, float *z, size_t count) {
 }
 
 static void draw_as(struct twister *t, int dtype, void *out, size_t count) {
+    if (dtype == FLOAT32) {
+        draw(t, out, count);
+        return;
+    }
     float z[BATCH] __attribute__((aligned(64)));
     draw(t, z, count);
     round_all(dtype, z, count);
