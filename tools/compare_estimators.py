@@ -29,7 +29,7 @@ from zo2adapters.trainer import load_tokenizer
 from zo2core import Distribution, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZOEngine
 from zo2core.protocols import NoiseGenerator, ZOEstimator
 
-LOOKS = 6  # evaluations of a run, the one before the first step included
+LOOKS = 4  # evaluations of a run, the one before the first step included
 
 
 @dataclass(frozen=True)
