@@ -88,7 +88,8 @@ def test_the_engine_allocates_what_was_counted(kept: int, tmp_path: Path) -> Non
         result = engine.step(batch)
         assert sum(device.allocated) == allocated, "nothing is allocated once all is in place"
         moved = 2 * (len(blocks) - kept) * max(blocks)  # up once and back once; what stays does not move
-        assert abs(result.bytes_moved - moved) <= max(blocks) * (kept < len(blocks)), "one may come in ahead"
+        slots = min(2, len(blocks) - kept)  # what comes in ahead may count for this step or for another
+        assert abs(result.bytes_moved - moved) <= slots * max(blocks)
 
 
 def test_a_device_that_is_too_small_is_told_what_is_needed() -> None:
