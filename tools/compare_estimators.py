@@ -17,9 +17,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from zo2adapters import open_checkpoint
 from zo2adapters.data import collate, pad_token_id, read_dataset, training_batches
@@ -68,8 +72,9 @@ VARIANTS = [
 ]
 
 
-def run(task: DemoTask, variant: Variant, *, seed: int, forwards: int) -> dict[str, Any]:
-    """Train once; return the curve over forwards, and the speed."""
+def run(task: DemoTask, place: int, *, seed: int, forwards: int) -> dict[str, Any]:
+    """Train once with the variant of a place in the list; return the curve over forwards, and the speed."""
+    variant = VARIANTS[place]
     tokenizer, rows = load_tokenizer(task.model), read_rows(task.evaluation)
     data = read_dataset(task.train, tokenizer, sequence_length=256)
     steps = forwards // (2 * variant.queries)
@@ -146,18 +151,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forwards", type=int, default=2 * RECIPE.steps)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each")
     parser.add_argument("--output", type=Path, default=None, help="path without suffix, for .json and .png")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         task = prepare(Path(folder) / "task", seed=0, quiet=True)
-        runs = []
-        for seed in range(options.seeds):
-            for variant in VARIANTS:
-                runs.append(run(task, variant, seed=seed, forwards=options.forwards))
-                last = runs[-1]["curve"][-1]
-                print(f"{variant.name}, seed {seed}: accuracy {last['accuracy']:.1%}, loss {last['loss']:.3f}", flush=True)
+        pairs = [(seed, place) for seed in range(options.seeds) for place in range(len(VARIANTS))]
+        with ProcessPoolExecutor(options.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+            started = [pool.submit(run, task, place, seed=seed, forwards=options.forwards) for seed, place in pairs]
+            runs = [each.result() for each in started]
     found = {
         "forwards": options.forwards,
+        "jobs": options.jobs,
         "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "summary": summary(runs),
         "runs": runs,
