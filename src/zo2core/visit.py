@@ -158,8 +158,9 @@ class SegmentVisitor:
         first = self._groups[0][0] if self._groups else None
         if self._worker is None or first is None or first.shift == 0:
             return False
-        if self._workspace.elements[index] < PARALLEL_FROM:
-            return False
+        own = sum(cell.spec.numel for cell in self._workspace.segments[index] if cell.owner == index)
+        if own < PARALLEL_FROM:
+            return False  # this thread has next to nothing to replay: both move what is borrowed, where noise is kept
         if any(first.seed in replay.seeds for replay in replays):
             return False  # one seed's generator in two places would start over for each piece
         self._ahead = self._worker.submit(self._prepare, index, first, replayed)

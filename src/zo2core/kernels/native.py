@@ -83,9 +83,7 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
     """As ``philox.fill``."""
     loaded = library()
     assert loaded is not None
-    loaded.zo2core_fill(
-        DTYPES[out.dtype], out.data_ptr(), out.numel(), _DISTRIBUTIONS[distribution], seed, parameter, start
-    )
+    loaded.zo2core_fill(DTYPES[out.dtype], out.data_ptr(), out.numel(), _DISTRIBUTIONS[distribution], seed, parameter, start)
 
 
 def move(out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, instruction: Perturb | Descend) -> None:
