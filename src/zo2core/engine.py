@@ -171,6 +171,7 @@ class ZOEngine:
             self._micro_batch_size = micro_batch_size
             self._activation_bytes = activation_bytes
             self._recorder = Recorder(self._device.timeline, trace)
+            self._settled = 0  # version at which what stays on the device was last brought back
             self._closed = False
             self._busy = False
             model.bind(self._workspace.parameters())
@@ -204,7 +205,8 @@ class ZOEngine:
             OptionError: if the learning rate of this step, or the seed, is out of its range.
             JournalError: if the record cannot be written.
             CheckpointError, ScratchError: if a block cannot be read, or could not be written back.
-            In all cases the step was not taken: weights and journal are as before.
+            In all these cases the step was not taken: weights and journal are as before.
+            OutputError: if the trace cannot be written; the step was taken.
         """
         self._require_open()
         estimator = self._estimator
@@ -215,6 +217,9 @@ class ZOEngine:
         evaluations = estimator.evaluations(step, directions(self._seed, step, seed))
         for evaluation in evaluations:
             evaluation.validated()
+        if self.write_back_every is not None and step > self._settled + self.write_back_every:
+            self._scheduler.settle()  # what stays on the device, at the last step's version, can be written back then
+            self._settled = step - 1
         pieces = cut(self._on_device(batch), self._micro_batch_size)
         tokens = [labelled_tokens(piece) for piece in pieces] if len(pieces) > 1 else [1]
         found = iter(self._sweep([(evaluation, piece) for evaluation in evaluations for piece in pieces]))
@@ -224,8 +229,6 @@ class ZOEngine:
         update = estimator.update(step, evaluations, losses, lr)
         require_finite_update(update)
         self._journal.append(update)
-        if self.write_back_every is not None and self.version % self.write_back_every == 0:
-            self._scheduler.settle()  # what stays on the device comes where it can be written back
         done = time.perf_counter()
         return StepResult(
             step=step,

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from zo2core.protocols import CounterNoise, Store
+from zo2core.protocols import SEEDS_IN_TURN, CounterNoise, Store
 from zo2core.types import Evaluation, Perturb, Program
-from zo2core.walk import Move, Replay
+from zo2core.walk import Move, Replay, rounds
 from zo2core.workspace import Cell, Workspace
 
 # Note: Shares. Large enough that the call costs little, small enough that the threads end together. A multiple of what is
@@ -46,7 +46,7 @@ class Mover:
         self._worker = worker
         self._parallel_from = parallel_from
         self._zo_eps = zo_eps
-        self._programs: dict[tuple[int, int | None], tuple[Program, Program]] = {}  # plain, decayed
+        self._programs: dict[tuple[int, int, int | None], tuple[Program, Program]] = {}  # plain, decayed
 
     def replay(self, index: int, stores: Mapping[int, Store], replays: Sequence[Replay], first: Evaluation | None) -> None:
         """Bring a segment to the present version and, in the same pass, the work buffer to the first evaluation.
@@ -54,9 +54,17 @@ class Mover:
         Args:
             index: Of the segment.
             stores: Its own, and those it borrows from.
-            replays: The updates it lacks. Of all lists in a sweep, those of one length are the same.
+            replays: The updates it lacks.
             first: The evaluation; None leaves the work buffer alone.
         """
+        *before, replays = rounds(replays, SEEDS_IN_TURN)
+        for some in before:
+            self._replay_round(index, stores, some, None)
+        self._replay_round(index, stores, replays, first)
+
+    def _replay_round(
+        self, index: int, stores: Mapping[int, Store], replays: Sequence[Replay], first: Evaluation | None
+    ) -> None:
         programs = self._joined(replays, first)
         then = None if first is None else Perturb(programs[0].seeds.index(first.seed), first.shift, self._zo_eps)
         still = Program(programs[0].seeds, ())
@@ -82,7 +90,7 @@ class Mover:
         self._share(index, run, self._workspace.segments[index])
 
     def _joined(self, replays: Sequence[Replay], first: Evaluation | None) -> tuple[Program, Program]:
-        key = (len(replays), None if first is None else first.seed)
+        key = (id(replays[0]) if replays else 0, len(replays), None if first is None else first.seed)
         if key not in self._programs:
             last = [] if first is None else [Program((first.seed,), ())]
             plain, decayed = (

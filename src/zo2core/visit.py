@@ -181,9 +181,11 @@ class SegmentVisitor:
         return evaluation
 
     def _join(self) -> Evaluation | None:
-        ahead, self._ahead = self._ahead, None
         at, self._at = self._at, None
-        return at if ahead is None else ahead.result()
+        if self._ahead is not None:
+            at = self._ahead.result()  # known until it has ended: whoever is interrupted here can still wait for it
+            self._ahead = None
+        return at
 
     def _replay_segment(
         self, index: int, store: Store, replays: Sequence[Replay], replayed: SimpleQueue[_Piece] | None

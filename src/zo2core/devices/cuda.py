@@ -52,7 +52,7 @@ class CudaEvent:
 
 
 class CudaStreams:
-    """Three queues of one GPU.
+    """Two queues of one GPU for copies, beside the one that torch computes in.
 
     Args:
         index: Of the GPU.
@@ -148,7 +148,8 @@ class CudaDevice:
             DeviceError: if the memory cannot be locked.
         """
         arena = torch.frombuffer(anonymous_memory(nbytes), dtype=torch.uint8)
-        code = _cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0)
+        with torch.cuda.device(self._torch_device):
+            code = _cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0)
         if int(code) != 0:
             raise DeviceError(
                 str(self._torch_device),
@@ -174,7 +175,8 @@ class CudaDevice:
         if self._registered:
             self._streams.drain()
         while self._registered:
-            _cudart().cudaHostUnregister(self._registered.pop().data_ptr())
+            arena = self._registered.pop()  # mapped until it is unlocked
+            _cudart().cudaHostUnregister(arena.data_ptr())
 
 
 def _stream() -> Any:

@@ -102,7 +102,7 @@ def seeded(seed: int, device: torch.device, dtypes: Collection[torch.dtype]) -> 
 
 @cache
 def agrees(dtype: torch.dtype) -> bool:
-    """Whether the compiled generator is there and gives torch's bits in a dtype, on this machine. Takes milliseconds."""
+    """Whether the compiled generator is there and gives torch's bits in a dtype, on this machine. Compared once."""
     if native.library() is None or dtype not in native.DTYPES:
         return False
     for seed in _SEEDS:

@@ -110,6 +110,7 @@ class OverlappedScheduler:
                 self._release_arrived()
                 for late in coming[:1]:  # the host waits for the disk now, while the device computes
                     self._bring_ahead(late)
+            self._go_round(order)
         finally:
             if arrival is not None:
                 reached.append(arrival)
@@ -126,10 +127,10 @@ class OverlappedScheduler:
             if arrival.place is not None:
                 self._release_all()  # its own bucket may be on the way
                 bucket = self._acquire(index) if arrival.bucket is None else arrival.bucket
-                arrival.bucket = bucket
                 memory = arrival.place.memory[: len(bucket.data)]
+                version, arrival.version = arrival.version, None  # until the bucket has the place's bytes
+                arrival.bucket, arrival.coming = bucket, None
                 transfer = self._copy(Lane.OFFLOAD, index, bucket.data, memory, {Wait.REPLAYED: replayed})
-                version, arrival.version, arrival.coming = arrival.version, None, None
                 self._device.streams.wait(transfer.done, Wait.RETURNED)
                 arrival.version = version
             assert arrival.bucket is not None
@@ -177,6 +178,15 @@ class OverlappedScheduler:
             if index not in self._on_device and index not in self._ahead:
                 yield index
 
+    def _go_round(self, order: Sequence[int]) -> None:
+        """Bring in what the next sweep needs first; the host, which ran ahead, waits until that has gone back."""
+        missing = [index for index in order if index not in self._on_device and index not in self._ahead]
+        for index in missing[:AHEAD] if self._free else ():
+            while any(leaving.bucket.segment == index for leaving in self._leaving):
+                self._release_one()
+            if not (self._source.prefetch(index) and self._bring_ahead(index)):
+                return
+
     def _bring_ahead(self, index: int) -> bool:
         """Start bringing a segment in, if there is room on both sides and its bucket is not still on its way back."""
         if self._device.in_place or any(leaving.bucket.segment == index for leaving in self._leaving):
@@ -210,7 +220,13 @@ class OverlappedScheduler:
             self._let_go(self._ahead.popitem()[1])  # for a sweep that is not this one's
         place = self._own[index] if stays else self._free.popleft()
         memory = place.memory[: len(bucket.data)]
-        transfer = self._copy(Lane.UPLOAD, index, memory, bucket.data, place.last_uses)
+        try:
+            transfer = self._copy(Lane.UPLOAD, index, memory, bucket.data, place.last_uses)
+        except BaseException:
+            if not stays:
+                self._free.append(place)
+            self._release(bucket, bucket.version)
+            raise
         place.last_uses = {}
         store = self._layouts[index].views(memory)
         arrival = _Arrival(index, bucket.version, store, transfer.done, place, bucket, transfer)
@@ -244,8 +260,8 @@ class OverlappedScheduler:
             self._leaving.append(_Leaving(arrival.coming, Wait.SENT, bucket, bucket.version))
         if place is None:
             return
+        place.last_uses[Wait.EVALUATED] = self._device.streams.mark()
         if arrival.index not in self._own:
-            place.last_uses[Wait.EVALUATED] = self._device.streams.mark()
             self._free.append(place)
         elif arrival.version is None:
             del self._on_device[arrival.index]  # a failed replay: the bucket's bytes are older, but sound
