@@ -49,16 +49,16 @@ class CountingWeights:
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         assert self.go.wait(10)
-        self.reads[int(parameter[1:])] += 1
         out.fill_(int(parameter[1:]))
+        self.reads[int(parameter[1:])] += 1
 
     def close(self) -> None:
         pass
 
 
-def settled(source: BlockSource, condition: Callable[[], bool]) -> bool:
+def settled(source: BlockSource, condition: Callable[[], bool], seconds: float = 10) -> bool:
     """Wait for what goes on in the background."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.001)
     return condition()
@@ -266,6 +266,32 @@ def test_a_block_is_never_changed_while_it_is_written(tmp_path: Path, monkeypatc
     for version in range(1, 6):
         sweep(source, version)
     source.close()
+
+
+def test_a_block_is_not_reused_before_its_turn_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of one write looks for a bucket to read into while somebody waits for the next write to end."""
+    scratch, weights, go = scratch_in(tmp_path), CountingWeights(), threading.Event()
+    source = make(weights, 1, scratch, 1)
+    write, written = scratch.write, {}
+
+    def slow(segment: int, data: torch.Tensor, version: int) -> None:
+        assert go.wait(10)
+        settled(source, lambda: segment == 1 and weights.reads[2] > before, seconds=0.2)  # what must not happen
+        written[segment] = data.view(torch.float32)[0].item()
+        write(segment, data, version)
+
+    monkeypatch.setattr(scratch, "write", slow)
+    for index in (0, 1):
+        bucket = source.acquire(index)
+        bucket.views[0].fill_(index + 100)
+        source.release(bucket, 1)
+    before = weights.reads[2]
+    threading.Timer(0.1, go.set).start()
+    bucket = source.acquire(1)  # waits for both writes
+    assert bucket.views[0][0].item() == 101
+    source.release(bucket, 1)
+    source.close()
+    assert written == {0: 100, 1: 101}
 
 
 @pytest.mark.parametrize(("buckets", "every"), [(0, None), (1, 0), (1, 1)])

@@ -205,6 +205,18 @@ def test_after_a_failed_replay_a_segment_comes_anew_once_its_memory_is_idle() ->
     assert [*source.errors, *map(str, streams.errors)] == []
 
 
+def test_the_next_sweeps_first_block_comes_in_though_the_host_runs_ahead() -> None:
+    streams = ThreadedStreams(lambda lane, nbytes: 0.0, asynchronous=True)
+    device, source = ThreadedDevice(streams), CheckingSource()
+    scheduler = OverlappedScheduler(source, device)
+    for _ in range(2):  # from the second one on blocks go back as well
+        scheduler.sweep(IssuingVisitor(source, streams, Case(evaluate=slow), replays=True), range(BLOCKS + 2))
+    scheduler.settle()
+    device.close()
+    uploads = [span.name for span in device.timeline.take() if span.lane is Lane.UPLOAD]
+    assert uploads.count("p1") == 3
+
+
 class FailingStreams(ThreadedStreams):
     """One copy cannot be started."""
 

@@ -3,7 +3,7 @@
 Two slots on the device take turns. While the device computes in one of them, the other one's block goes back and the next
 comes in. A block's bytes are final once it is replayed, so it goes back beside its own forwards. Embedding, head and blocks
 that are kept have places of their own, and stay. The sweep goes round: the next one's first block comes in while the head
-is computed, if it has gone back by then. All order between the queues is by events; each wait bears its reason (``Wait``).
+is computed. All order between the queues is by events; each wait bears its reason (``Wait``).
 
 Where segments are computed on in their buckets there is nothing to move: what overlaps then is the source's own work, told
 early enough what comes next.
@@ -110,6 +110,7 @@ class OverlappedScheduler:
                 self._release_arrived()
                 for late in coming[:1]:  # the host waits for the disk now, while the device computes
                     self._bring_ahead(late)
+            self._go_round(order)
         finally:
             if arrival is not None:
                 reached.append(arrival)
@@ -176,6 +177,15 @@ class OverlappedScheduler:
         for index in [*order[position + 1 :], *order[:position]]:
             if index not in self._on_device and index not in self._ahead:
                 yield index
+
+    def _go_round(self, order: Sequence[int]) -> None:
+        """Bring in what the next sweep needs first; the host, which ran ahead, waits until that has gone back."""
+        missing = [index for index in order if index not in self._on_device and index not in self._ahead]
+        for index in missing[:AHEAD] if self._free else ():
+            while any(leaving.bucket.segment == index for leaving in self._leaving):
+                self._release_one()
+            if not (self._source.prefetch(index) and self._bring_ahead(index)):
+                return
 
     def _bring_ahead(self, index: int) -> bool:
         """Start bringing a segment in, if there is room on both sides and its bucket is not still on its way back."""

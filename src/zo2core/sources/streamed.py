@@ -204,12 +204,16 @@ class StreamedSource:
         """A bucket for a segment that is needed now, taken: whatever went on in it has ended."""
         with self._lock:
             slot = self._resident.get(index) or max((each for each in self._ring if not each.held), key=self._lateness)
-            displaced, slot.segment, slot.held = slot.segment, None, True
+            displaced, slot.segment, slot.held = slot.segment, index, True  # nobody loads it into another one meanwhile
         # The lock is free while waiting: the writing thread takes it between two writes.
-        if slot.loading is not None:
-            slot.loading.settle()
-        if displaced is not None:
-            self._write_back.wait(displaced)
+        try:
+            if slot.loading is not None:
+                slot.loading.settle()
+            if displaced is not None:
+                self._write_back.wait(displaced)
+        except BaseException:
+            slot.segment, slot.held = displaced, False  # interrupted: its bytes may still be on their way to the disk
+            raise
         return slot
 
     def _load(self, index: int, slot: _Slot) -> None:

@@ -74,9 +74,10 @@ class WriteBack:
 
     def wait(self, segment: int) -> None:
         """Wait until a segment's memory may change."""
-        future = self._under_way.pop(segment, None)
+        future = self._under_way.get(segment)
         if future is not None:
             self._failure = future.exception() or self._failure
+            self._under_way.pop(segment, None)  # not before: another thread may ask whether it is busy
 
     def check(self) -> None:
         """Report a write that failed, once.
