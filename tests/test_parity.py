@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,8 +21,22 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import zo2core.visit
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2core import MeZOSGD, ZOEngine
+from zo2core.checkpoint import Scratch
 
 THREADS_FROM = st.sampled_from([0, 200, zo2core.visit.PARALLEL_FROM])  # elements: all segments, some, none
+
+
+@pytest.fixture(autouse=True, scope="module")
+def busy_disk() -> Iterator[None]:
+    """Some writes take a while: several wait for their turn, and reading goes on meanwhile."""
+    rng, write = random.Random(0), Scratch.write
+
+    def slow(self: Scratch, segment: int, data: torch.Tensor, version: int) -> None:
+        time.sleep(rng.choice([0.0, 0.0, 0.0, 0.002]))
+        write(self, segment, data, version)
+
+    with patch.object(Scratch, "write", slow):
+        yield
 
 
 def load_whole(directory: Path) -> PreTrainedModel:
