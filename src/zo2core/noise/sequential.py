@@ -23,11 +23,7 @@ from zo2core.types import BlockLayout, ParameterSpec
 # Note: Drawing in pieces. torch's CPU `normal_` of 16 or more elements fills the tensor with uniforms and transforms them
 # in groups of 16, the last group overlapping; so pieces that are multiples of 16 long, the last at least 16, give the
 # numbers of one call. Under 16 elements it draws one by one and keeps a spare value in the generator's state.
-PIECE = (
-    65536  # elements: in fp32 a quarter of a MiB, at home in a core's cache; handing a piece over costs tens of microseconds
-)
-
-
+PIECE = 1 << 18  # elements: in fp32 a MiB, in reach of a core's caches; handing a piece over costs tens of microseconds
 MEMORY = 256 << 20  # bytes, by default: of 20,000 updates or more
 GENERATOR = 2750  # bytes of one on the CPU, of which 2496 are the Mersenne twister's; measured, torch's and ours
 STREAM = 700  # bytes of what is around the generators of a seed; measured
