@@ -102,6 +102,7 @@ class Storage(NamedTuple):
     keep_noise: bool
     scheduler: Callable[[BlockSource, Device], Scheduler] = OverlappedScheduler
     behind_copies: bool = False  # the device has memory of its own
+    activations_wait: bool = False  # in host memory, where the device has memory of its own
 
     def engine(self, model: BlockModel, plan: Plan, run: Path) -> ZOEngine:
         """An engine that goes on from whatever is in the run directory."""
@@ -120,6 +121,8 @@ class Storage(NamedTuple):
                 write_back_every=self.write_back_every,
                 scheduler=self.scheduler,
                 device=self.device(),
+                least_activation_bytes=0 if self.activations_wait else None,
+                activation_bytes=0 if self.activations_wait else 2**28,
             )
 
     def device(self) -> Device:
@@ -139,6 +142,7 @@ storages = st.builds(
     keep_noise=st.booleans(),
     scheduler=st.sampled_from(SCHEDULERS),
     behind_copies=st.booleans(),
+    activations_wait=st.booleans(),
 )
 
 

@@ -37,7 +37,7 @@ from zo2core import (
     SequentialNoise,
     ZOEngine,
 )
-from zo2core.evaluation import held_bytes
+from zo2core.activations import held_bytes
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
 

@@ -18,7 +18,7 @@ from zo2adapters.data import TokenizedRow, collate
 from zo2adapters.scoring import LogLikelihood, Scored, score
 from zo2adapters.trainer import load_tokenizer
 from zo2core import BatchError, DataError, MeZOSGD, ZOEngine
-from zo2core.evaluation import held_bytes
+from zo2core.activations import held_bytes
 
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
 CANDIDATES = [[[1], [2, 3]], [[4, 5, 6], [7], [8, 9]], [[1]]]

@@ -120,6 +120,7 @@ class Case(NamedTuple):
 
 
 # The case in which each wait counts: what it waits for is slow.
+FOR_ACTIVATIONS = {Wait.MADE, Wait.AWAY, Wait.LEFT, Wait.CAME, Wait.READ}  # in test_activations.py
 CASES: dict[Wait, Case] = {
     Wait.UPLOADED: Case(upload=slow),
     Wait.REPLAYED: Case(replay=slow),
@@ -146,10 +147,14 @@ def run(case: Case, without: Sequence[Wait], kept: int = 0) -> list[str]:
     return [*source.errors, *map(str, streams.errors)]
 
 
-@pytest.mark.parametrize("wait", Wait)
+@pytest.mark.parametrize("wait", CASES)
 def test_each_wait_is_needed(wait: Wait) -> None:
     assert run(CASES[wait], without=[]) == []
     assert run(CASES[wait], without=[wait]) != []
+
+
+def test_no_wait_is_forgotten() -> None:
+    assert {*CASES, *FOR_ACTIVATIONS} == set(Wait)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 3, BLOCKS])

@@ -15,6 +15,7 @@ from typing import Literal, Self
 
 import torch
 
+from zo2core.activations import ActivationMemory
 from zo2core.arrangement import Arrangement, arrange, check_lags
 from zo2core.checkpoint import require_unused, write_checkpoint
 from zo2core.devices import choose_device
@@ -62,7 +63,10 @@ class ZOEngine:
         seed: Of the run: each step's directions depend on it and on the step only.
         micro_batch_size: Rows in which a batch is cut; every segment serves all pieces in its one visit. None: not at all.
         memory: Host memory the process may have in all, in bytes or as a size ("6GiB"); "auto" takes what is free.
-        activation_bytes: Of that, set aside for activations and logits. Says how many batches an evaluation takes a sweep.
+        activation_bytes: Of that, or of a GPU's memory, set aside for activations and logits. Says how many batches an
+            evaluation takes a sweep.
+        least_activation_bytes: If a GPU has no room for so much: what the streams at work take, while the others' activations
+            wait in host memory. None: all have to be there.
         scratch: Directory to write changed segments back to. Together with the journal's file it is what a later engine
             goes on from; without it blocks are never written, and a resumed run replays the whole journal.
         write_back_every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" weighs the
@@ -94,6 +98,7 @@ class ZOEngine:
         micro_batch_size: int | None = None,
         memory: int | str = "auto",
         activation_bytes: int = 256 << 20,
+        least_activation_bytes: int | None = None,
         scratch: Path | str | None = None,
         write_back_every: int | Literal["auto"] | None = "auto",
         snapshot_every: int | None = None,
@@ -115,13 +120,25 @@ class ZOEngine:
             begun_with = None if self._journal.header is None else self._journal.header["noise"]
             choose = partial(choose_noise, begun_with, model.layouts, self._device.torch_device)
             self._noise = choose() if noise is None else noise
+            self.residency: Residency | None = None  # of the device's memory; None where that is the host's, too
+            if scheduler is None and not self._device.in_place:
+                self.residency = choose_residency(
+                    model.layouts,
+                    self._noise,
+                    memory=device_memory,
+                    free=self._device.free_memory(),
+                    activation_bytes=activation_bytes,
+                    least_activation_bytes=least_activation_bytes,
+                    probes=probes(estimator),
+                )
+            on_device = activation_bytes if self.residency is None else self.residency.activation_bytes
             self.arrangement: Arrangement | None = None  # of host memory; None for a source that was passed
             self.write_back_every: int | None = None
             if source is None:
                 self.arrangement = arrange(
                     model.layouts,
                     memory=memory,
-                    activation_bytes=activation_bytes,
+                    activation_bytes=activation_bytes if self._device.in_place else activation_bytes - on_device,
                     compute_on_host=self._device.torch_device.type == "cpu",
                     may_keep_noise=not isinstance(self._noise, CounterNoise),
                 )
@@ -150,16 +167,6 @@ class ZOEngine:
                 )
                 undo.callback(source.close)
             self._source = source
-            self.residency: Residency | None = None  # of the device's memory; None where that is the host's, too
-            if scheduler is None and not self._device.in_place:
-                self.residency = choose_residency(
-                    model.layouts,
-                    self._noise,
-                    memory=device_memory,
-                    free=self._device.free_memory(),
-                    activation_bytes=activation_bytes,
-                    probes=probes(estimator),
-                )
             kept = 0 if self.residency is None else self.residency.kept
             make = partial(OverlappedScheduler, kept=kept) if scheduler is None else scheduler
             self._scheduler = make(self._source, self._device)
@@ -169,7 +176,8 @@ class ZOEngine:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb") if on_cpu else None
             self._seed = seed
             self._micro_batch_size = micro_batch_size
-            self._activation_bytes = activation_bytes
+            self._activation_bytes = on_device
+            self._activations = ActivationMemory(self._device, None if least_activation_bytes is None else on_device)
             self._recorder = Recorder(self._device.timeline, trace)
             self._settled = 0  # version at which what stays on the device was last brought back
             self._closed = False
@@ -358,6 +366,7 @@ class ZOEngine:
             self._model,
             self._noise,
             self._workspace,
+            self._activations,
             self._worker,
             updates=self._journal.updates,
             streams=streams,

@@ -4,37 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from zo2core.activations import held_bytes
 from zo2core.errors import BatchError
 from zo2core.pieces import cut, joined_loss, labelled_tokens
-from zo2core.protocols import Activations, Forward
+from zo2core.protocols import Forward
 from zo2core.types import Batch, EvaluationResult
-
-
-def held_bytes(activations: Activations) -> int:
-    """Bytes that a batch's activations take between segments: every storage that tensors in them use, once.
-
-    Args:
-        activations: Tensors, nested in tuples, lists and mappings at will; whatever else is in there takes nothing.
-    """
-    storages: dict[int, int] = {}
-
-    def add(value: object) -> None:
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(value, Mapping):
-            for each in value.values():
-                add(each)
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            for each in value:
-                add(each)
-
-    add(activations)
-    return sum(storages.values())
 
 
 def fill_sweeps(batches: Iterable[Batch], forward: Forward, allowed: int) -> Iterator[list[Batch]]:

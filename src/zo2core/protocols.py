@@ -194,6 +194,11 @@ class Wait(Enum):
     EVALUATED = "an upload overwrites a slot: after the forwards that read what was in it"
     RETURNED = "a bucket is released: after the offload into it"
     SENT = "a bucket is released: after the upload from it"
+    MADE = "activations go to the host: after the forward that made them"
+    AWAY = "activations come back: after they went to the host"
+    LEFT = "activations come into a room: after what was in it went to the host"
+    CAME = "a forward reads activations: after they came back"
+    READ = "activations come into a room: after the forward that read what was in it"
 
 
 class Transfer(NamedTuple):

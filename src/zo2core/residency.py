@@ -1,4 +1,7 @@
-"""Which blocks stay on the device: as many as its memory holds beside what every sweep needs."""
+"""Which blocks stay on the device: as many as its memory holds beside what every sweep needs.
+
+Activations come first. A block that stays saves one way there and back a sweep; activations save that at every block.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ class Residency(Account):
     """A way to use a device's memory."""
 
     kept: int  # blocks that stay; the others pass through two slots
+    activation_bytes: int  # for forwards and activations; what does not fit waits in host memory
 
 
 def choose_residency(
@@ -30,6 +34,7 @@ def choose_residency(
     memory: int | str = "auto",
     free: int,
     activation_bytes: int,
+    least_activation_bytes: int | None = None,
     probes: int = 1,
 ) -> Residency:
     """Keep as many blocks on the device as fit.
@@ -39,7 +44,8 @@ def choose_residency(
         noise: Its pieces say how much of z is drawn at a time.
         memory: Bytes of the device that may be used, or a size ("8GiB"); "auto" takes what is free.
         free: Bytes of the device that are.
-        activation_bytes: Set aside for activations and logits.
+        activation_bytes: What activations and logits take; set aside if they fit.
+        least_activation_bytes: What they take if all but the streams at work wait in host memory; None: they cannot.
         probes: Directions of an update: their z are held together while it is replayed.
 
     Raises:
@@ -53,7 +59,9 @@ def choose_residency(
     itemsize = max(spec.dtype.itemsize for layout in layouts for spec in layout.parameters)
     scratch = 0 if isinstance(noise, CounterNoise) else _SCRATCHES * min(SCRATCH * itemsize, drawn)
 
-    def counted(kept: int) -> Residency:
+    least = activation_bytes if least_activation_bytes is None else min(least_activation_bytes, activation_bytes)
+
+    def counted(kept: int, activations: int) -> Residency:
         moving = len(blocks) - kept
         slots = min(SLOTS, moving)
         parts = (
@@ -62,13 +70,14 @@ def choose_residency(
             Part(f"{kept} blocks that stay", kept * largest),
             Part("work buffer", work_bytes(layouts)),
             Part("noise as it is drawn", (probes + 1) * drawn + scratch),
-            Part("activations, set aside", activation_bytes),
+            Part("activations, set aside", activations),
         )
-        return Residency(parts, budget, kept)
+        return Residency(parts, budget, kept, activations)
 
-    for kept in range(len(blocks), 0, -1):
-        if (found := counted(kept)).nbytes <= budget:
+    for kept in range(len(blocks), -1, -1):
+        if (found := counted(kept, activation_bytes)).nbytes <= budget:
             return found
-    if (smallest := counted(0)).nbytes <= budget:
-        return smallest
+    smallest = counted(0, least)
+    if smallest.nbytes <= budget:
+        return counted(0, least + budget - smallest.nbytes)
     raise smallest.too_large("device_memory", "use a larger device, smaller batches, a loss in chunks, or a 16-bit dtype")

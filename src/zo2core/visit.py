@@ -18,9 +18,10 @@ from queue import SimpleQueue
 
 import torch
 
+from zo2core.activations import ActivationMemory
 from zo2core.kernels import perturb, walk
 from zo2core.mover import Mover
-from zo2core.protocols import SEEDS_IN_TURN, Activations, BlockModel, CounterNoise, Device, Forward, NoiseGenerator, Store
+from zo2core.protocols import SEEDS_IN_TURN, BlockModel, CounterNoise, Device, Forward, NoiseGenerator, Store
 from zo2core.timeline import Lane
 from zo2core.types import Batch, Evaluation, SegmentKind, Update
 from zo2core.walk import Move, Replay, moves_to, rounds
@@ -45,6 +46,7 @@ class SegmentVisitor:
         model: Runs the forwards.
         noise: Draws z.
         workspace: Memory; one sweep at a time may use it.
+        activations: The streams' memory between segments; likewise.
         worker: The second thread; None does without.
         updates: All updates so far: segments are brought to version ``len(updates)``.
         streams: What to evaluate: (evaluation, batch); None evaluates the weights as they are. Streams of one evaluation
@@ -60,6 +62,7 @@ class SegmentVisitor:
         model: BlockModel,
         noise: NoiseGenerator,
         workspace: Workspace,
+        activations: ActivationMemory,
         worker: ThreadPoolExecutor | None,
         *,
         updates: Sequence[Update],
@@ -92,7 +95,10 @@ class SegmentVisitor:
         self._ahead: Future[Evaluation | None] | None = None
         self._drawn: int | None = None  # seed whose z is in the noise buffer for the segment being visited
         self._drawn_tied: dict[str, int] = {}  # tied weight -> seed whose z is there for it
-        self._activations: list[Activations] = [None] * len(streams)
+        self._order = [i for _, members in self._groups for i in members]  # of streams, at each segment
+        self._following = dict(zip(self._order, [*self._order[1:], *self._order[:1]], strict=True))
+        self._activations = activations
+        activations.begin(len(streams))
         self.seeds = {evaluation.seed for evaluation, _ in streams if evaluation is not None}  # drawn from, this sweep
         self.outputs: list[torch.Tensor] = []  # the head's, one a stream, once it was visited
 
@@ -289,12 +295,18 @@ class SegmentVisitor:
         return self._workspace.drawing(cell.spec.dtype, f"z {purpose}")[: stop - start]
 
     def _forward(self, index: int, stream: int) -> None:
-        kind = self._model.layouts[index].kind
-        batch, activations = self._batches[stream], self._activations[stream]
+        kind, batch, memory = self._model.layouts[index].kind, self._batches[stream], self._activations
+        last = stream == self._order[-1]
         if kind is SegmentKind.EMBEDDING:
-            self._activations[stream] = self._runs.embed(batch)
-        elif kind is SegmentKind.BLOCK:
-            self._activations[stream] = self._runs.block(index - 1, activations)
+            memory.admit(stream, self._runs.embed(batch), self._runs.forward_bytes(batch))
+            if last:
+                memory.prefetch(self._order[0])
+            return
+        activations = memory.take(stream)
+        if not last or kind is SegmentKind.BLOCK:
+            memory.prefetch(self._following[stream])
+        if kind is SegmentKind.BLOCK:
+            memory.put(stream, self._runs.block(index - 1, activations))
         else:
-            self._activations[stream] = None
             self.outputs.append(self._runs.head(batch, activations))
+            memory.drop(stream)
