@@ -62,7 +62,7 @@ class Sweeps:
         def issued(*arguments: Any) -> None:
             self.streams.compute(lambda: fill(*arguments))
 
-        self.memory._fill = issued  # type: ignore[method-assign]
+        self.memory._fill = issued  # type: ignore[method-assign, assignment]
 
     def run(self, segments: int = SEGMENTS) -> None:
         """One sweep, or the beginning of one."""
@@ -179,7 +179,13 @@ def test_tensors_come_back_as_they_were_shared_and_strided() -> None:
     mask = torch.tensor([[True, False, True]]).expand(4, 3)
     activations = Named(
         base.view(4, 6).t(),
-        [{"mask": mask, "again": mask, "bytes": torch.tensor([3], dtype=torch.int8)}, base[5:7], torch.empty(0), None, "x", 7],
+        [
+            {"mask": mask, "again": mask, "bytes": torch.tensor([3], dtype=torch.int8)},
+            base[5:7],
+            torch.empty(0),
+            "x",
+            7,
+        ],
     )
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
     memory = ActivationMemory(device, 0)
@@ -196,7 +202,7 @@ def test_tensors_come_back_as_they_were_shared_and_strided() -> None:
         assert mapping["mask"].stride() == mask.stride()
         assert mapping["mask"].data_ptr() == mapping["again"].data_ptr()
         assert mapping["bytes"].tolist() == [3]
-        assert (rest[0].shape, *rest[1:]) == ((0,), None, "x", 7)
+        assert (rest[0].shape, *rest[1:]) == ((0,), "x", 7)
         # What stands first grows: all that lay behind it in the room has to move.
         base = torch.arange(24 + 100 * larger, dtype=torch.float64)
         activations = Named(base[:24].view(4, 6).t(), [mapping, base[5:7], *rest])

@@ -13,6 +13,7 @@ from models import save_model, small_config
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.device_plan import plan_device
+from zo2adapters.footprint import forward_bytes
 from zo2core import MemoryBudgetError, OptionError, PhiloxNoise
 
 BLOCKS = 4
@@ -66,6 +67,21 @@ def test_opt_175b_on_24_gb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert 0.9 * 96 * 3.6e9 < moved + found["residency"]["kept"] * 3.6e9 < 1.1 * 96 * 3.6e9
     main([*arguments, "--json", "--memory", "100GB"])
     assert moved / 2 < json.loads(capsys.readouterr().out)["read_bytes"] < moved, "some blocks stay on the host"
+
+
+def test_more_queries_take_activations_and_then_wait_for_them(base: Path) -> None:
+    model = open_checkpoint(base)
+    one, four = (plan_device(model, device_memory="1GB", bus=1000, rows=8, tokens=8, queries=q) for q in (1, 4))
+    assert (one.waiting_bytes, four.waiting_bytes) == (0, 0)
+    more = four.residency.activation_bytes - one.residency.activation_bytes
+    assert more == 3 * (one.residency.activation_bytes - forward_bytes(model.config, 8, 8))
+    blocks = (BLOCKS - 2) * model.layouts[1].nbytes  # two slots are left
+    tight = plan_device(
+        model, device_memory=four.residency.nbytes - blocks - more // 2, bus=1000, rows=8, tokens=8, queries=4
+    )
+    assert 0 < tight.waiting_bytes < more
+    assert tight.residency.kept == 0
+    assert tight.transfer_seconds * 1000 == tight.moved_bytes + (BLOCKS + 1) * tight.waiting_bytes
 
 
 @pytest.mark.parametrize(

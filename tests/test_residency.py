@@ -15,7 +15,15 @@ from zo2adapters import open_checkpoint
 from zo2adapters.checkpoint import ARCHITECTURES
 from zo2adapters.footprint import activation_bytes
 from zo2adapters.hf import build_skeleton, cut
-from zo2core import Distribution, MemoryBudgetError, MeZOSGD, OverlappedScheduler, PhiloxNoise, ZOEngine
+from zo2core import (
+    Distribution,
+    MemoryBudgetError,
+    MeZOSGD,
+    MultiQueryRGE,
+    OverlappedScheduler,
+    PhiloxNoise,
+    ZOEngine,
+)
 from zo2core.protocols import BlockSource, NoiseGenerator
 from zo2core.residency import choose_residency
 from zo2core.types import BlockLayout
@@ -98,3 +106,45 @@ def test_a_device_that_is_too_small_is_told_what_is_needed() -> None:
     noise = PhiloxNoise(Distribution.GAUSSIAN)
     with pytest.raises(MemoryBudgetError, match=r"device_memory.*embedding and head .*slots .*work buffer .*activations"):
         choose_residency(layouts, noise, memory=1000, free=0, activation_bytes=5)
+
+
+def test_activations_come_before_blocks_and_wait_only_if_they_must() -> None:
+    layouts = cut(build_skeleton(small_config("opt", num_hidden_layers=4), torch.float32), ARCHITECTURES["opt"])
+    noise: NoiseGenerator = PhiloxNoise(Distribution.GAUSSIAN)
+    block = max(layout.nbytes for layout in layouts if not layout.resident)
+    choose = partial(choose_residency, layouts, noise, free=0, activation_bytes=10_000, least_activation_bytes=4_000)
+    all_stay = choose(memory=2**30)
+    assert (all_stay.kept, all_stay.activation_bytes) == (4, 10_000)
+    least = all_stay.nbytes - 4 * block + 2 * block - 6_000  # two slots, no block stays, all waits that can
+    for spare in (0, 1, 5_999, 6_000, 6_001, 6_000 + block):
+        found = choose(memory=least + spare)
+        assert found.activation_bytes == min(4_000 + spare, 10_000)
+        assert found.kept == (spare >= 6_000 + block)
+        assert found.nbytes <= least + spare
+    with pytest.raises(MemoryBudgetError):
+        choose(memory=least - 1)
+    with pytest.raises(MemoryBudgetError):
+        choose(memory=least, least_activation_bytes=None)
+
+
+def test_a_step_whose_activations_wait_is_the_same(tmp_path: Path) -> None:
+    save_model(tmp_path, small_config("llama", num_hidden_layers=3))
+    noise = PhiloxNoise(Distribution.RADEMACHER)
+    found = []
+    for least in (None, 0):
+        model = open_checkpoint(tmp_path)
+        batch = make_batch(model.config.vocab_size, [5, 3, 7, 2])
+        device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
+        with ZOEngine(
+            model,
+            MultiQueryRGE(lr=1e-3, zo_eps=1e-3, q=2),
+            noise=noise,
+            device=device,
+            device_memory=choose_residency(model.layouts, noise, free=0, memory=2**30, activation_bytes=0).nbytes,
+            activation_bytes=0 if least is None else 2**20,
+            least_activation_bytes=least,
+            micro_batch_size=1,
+        ) as engine:
+            found.append([engine.step(batch).losses for _ in range(3)])
+            assert bool(engine._activations._waiting) == (least is not None)
+    assert found[0] == found[1]

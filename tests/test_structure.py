@@ -15,7 +15,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 GROUND = {"types", "errors", "records", "memory", "timeline", "trace", "account"}
 FLOOR = {"protocols", "checkpoint", "journal", "kernels"}
 PARTS = {"sources", "devices", "schedulers", "noise", "estimators"}
-VISIT = {"walk", "workspace", "mover", "visit", "budget", "pieces", "evaluation"}  # what the engine is made of
+VISIT = {"activations", "walk", "workspace", "mover", "visit", "budget", "pieces", "evaluation"}  # the engine's inside
 CHOICES = {"probes", "arrangement", "residency", "numbers"}  # which parts it takes
 
 

@@ -19,7 +19,16 @@ from zo2adapters.convert import convert
 from zo2adapters.demo import run_demo
 from zo2adapters.device_plan import plan_device
 from zo2adapters.inspection import Timeline
-from zo2adapters.options import Batching, DtypeName, Execution, Noise, Optimization, RunOptions, TrainOptions
+from zo2adapters.options import (
+    Batching,
+    DtypeName,
+    Execution,
+    Noise,
+    Optimization,
+    RunOptions,
+    TrainOptions,
+    require_at_least,
+)
 from zo2adapters.plan import plan
 from zo2adapters.run import JOURNAL, METRICS, RunDirectory
 from zo2adapters.trainer import Trainer
@@ -153,13 +162,17 @@ class Plan:
     """As for training."""
     exact_mezo: bool = False
     """As for training."""
+    queries: int = 1
+    """As for training."""
     batching: Batching = field(default_factory=Batching)
 
     def run(self) -> None:
         """Print the plan."""
+        require_at_least("queries", self.queries, 1)
         directory = resolve_directory(self.model)
         model = open_checkpoint(directory, dtype=self.dtype, loss_chunk=self.batching.loss_chunk)
         tokens = self.batching.length_for(model)
+        noise = Optimization(noise=self.noise, exact_mezo=self.exact_mezo).generator(model.layouts)
         if self.device_memory is not None:
             on_device = plan_device(
                 model,
@@ -169,6 +182,8 @@ class Plan:
                 rows=self.batching.batch_size,
                 tokens=tokens,
                 micro_rows=self.batching.micro_batch_size,
+                noise=noise,
+                queries=self.queries,
             )
             print(on_device.to_json() if self.json else on_device.table())
             return
@@ -179,7 +194,8 @@ class Plan:
             tokens=tokens,
             scratch=self.scratch,
             micro_rows=self.batching.micro_batch_size,
-            noise=Optimization(noise=self.noise, exact_mezo=self.exact_mezo).generator(model.layouts),
+            noise=noise,
+            queries=self.queries,
         )
         print(planned.to_json() if self.json else planned.table())
 

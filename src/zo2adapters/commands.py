@@ -44,6 +44,10 @@ class AtStep:
     """Of the weights; with a journal, the one the run was made with."""
     memory: str = "auto"
     """Host memory the process may have in all, such as 6GiB; auto takes what is free."""
+    device: str = "cpu"
+    """Where to compute: cpu, cuda or cuda:N."""
+    device_memory: str = "auto"
+    """Of a GPU, that may be used, such as 8GiB; auto takes what is free."""
 
     def resolved(self) -> AtStep:
         """The same with base, dtype and journal of the run filled in.
@@ -84,6 +88,8 @@ class AtStep:
             None,
             journal=journal if self.at is None else journal.until(self.at),
             memory=self.memory,
+            device=self.device,
+            device_memory=self.device_memory,
             activation_bytes=activation_bytes,
             micro_batch_size=micro_batch_size,
             trace=trace,

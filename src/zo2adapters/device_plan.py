@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from zo2adapters.footprint import activation_bytes
+from zo2adapters.footprint import activation_bytes, least_activation_bytes
 from zo2adapters.hf import HFBlockModel
 from zo2core import SequentialNoise
 from zo2core.arrangement import MOST_USEFUL_BUCKETS, Arrangement, arrange
@@ -23,12 +23,13 @@ class DevicePlan:
     blocks: int
     read_bytes: int  # a step, from the disk
     moved_bytes: int  # a step, each way
+    waiting_bytes: int  # of activations, in host memory; moved each way at every segment
     bus: int  # bytes a second, each way at the same time
 
     @property
     def transfer_seconds(self) -> float:
         """Of a step, beside the compute; uploads and offloads go at the same time."""
-        return self.moved_bytes / self.bus
+        return (self.moved_bytes + (self.blocks + 1) * self.waiting_bytes) / self.bus
 
     def to_json(self) -> str:
         """For programs: the fields, and the seconds that follow from them."""
@@ -40,6 +41,7 @@ class DevicePlan:
             ("blocks that stay", f"{self.residency.kept} of {self.blocks}"),
             ("read from disk a step", f"{self.read_bytes / 1e9:.2f} GB"),
             ("uploaded a step", f"{self.moved_bytes / 1e9:.2f} GB, and as much offloaded beside it"),
+            ("activations that wait", f"{self.waiting_bytes / 1e9:.2f} GB in host memory, moved at every block"),
             ("transfers", f"{self.transfer_seconds:.2f} s, at {self.bus / 1e9:.3g} GB/s each way (assumed)"),
             ("compute, beside them", "not predicted"),
         ]
@@ -57,6 +59,7 @@ def plan_device(
     tokens: int,
     micro_rows: int | None = None,
     noise: NoiseGenerator | None = None,
+    queries: int = 1,
 ) -> DevicePlan:
     """Plan a run on a GPU that need not be here. Nothing is loaded or measured.
 
@@ -69,21 +72,26 @@ def plan_device(
         tokens: Of a row.
         micro_rows: Rows that run at a time; None: all of a batch.
         noise: Draws z; None is MeZO's, as a GPU draws it.
+        queries: Directions a step.
 
     Raises:
         MemoryBudgetError: if the host, or the device, is too small for any arrangement.
         OptionError: if a size is none.
     """
     layouts = model.layouts
-    activations = activation_bytes(model.config, rows, tokens, micro_rows=micro_rows, loss_chunk=model.loss_chunk)
+    config, chunk = model.config, model.loss_chunk
+    needed = activation_bytes(config, rows, tokens, streams=2 * queries, micro_rows=micro_rows, loss_chunk=chunk)
     residency = choose_residency(
         layouts,
         SequentialNoise(layouts, "cuda") if noise is None else noise,
         memory=parse_size(device_memory, option="device_memory"),
         free=0,
-        activation_bytes=activations,
+        activation_bytes=needed,
+        least_activation_bytes=least_activation_bytes(config, rows, tokens, micro_rows=micro_rows, loss_chunk=chunk),
+        probes=queries,
     )
-    arrangement = arrange(layouts, memory=memory, activation_bytes=activations, compute_on_host=False)
+    waiting = needed - residency.activation_bytes
+    arrangement = arrange(layouts, memory=memory, activation_bytes=waiting, compute_on_host=False)
     blocks = [layout.nbytes for layout in layouts if not layout.resident]
     read = 0
     if arrangement.buckets is not None:
@@ -94,6 +102,7 @@ def plan_device(
         blocks=len(blocks),
         read_bytes=read,
         moved_bytes=_share(blocks, len(blocks) - residency.kept),
+        waiting_bytes=waiting,
         bus=parse_size(bus, option="bus"),
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
+from zo2core.activations import ROOMS
+
 _LOGIT_COPIES = 3  # in float32 beside the logits themselves: converted, shifted, log-softmax
 
 
@@ -50,6 +52,22 @@ def activation_bytes(
     running = rows if micro_rows is None else min(rows, micro_rows)
     held = streams * held_bytes(config, rows, tokens)
     return held + forward_bytes(config, running, tokens, loss_chunk=loss_chunk)
+
+
+def least_activation_bytes(
+    config: PretrainedConfig, rows: int, tokens: int, *, micro_rows: int | None = None, loss_chunk: int | None = None
+) -> int:
+    """Expected peak of what a device holds of one sweep's activations and logits if all others wait in host memory.
+
+    Args:
+        config: Of the model.
+        rows: Of a batch.
+        tokens: Of a row.
+        micro_rows: Rows that run at a time; None: all of a batch.
+        loss_chunk: Tokens whose logits are there at a time; None: all.
+    """
+    running = rows if micro_rows is None else min(rows, micro_rows)
+    return activation_bytes(config, running, tokens, streams=1 + ROOMS, loss_chunk=loss_chunk)
 
 
 def cache_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:

@@ -140,8 +140,13 @@ class Storage:
     snapshot_every: int | None = None
     """At most this many steps, one or two more after a crash, are there to replay for a resumed run."""
     activation_memory: str | None = None
-    """Of the memory, set aside for activations, such as 1GiB: an evaluation takes as many batches a sweep as fit in there.
-    By default what a step takes."""
+    """Of the memory, or of the GPU's, set aside for activations, such as 1GiB: an evaluation takes as many batches a sweep
+    as fit in there. By default what a step takes."""
+    device: str = "cpu"
+    """Where to compute: cpu, cuda or cuda:N. A GPU rounds otherwise than a CPU: a resumed run stays where it began."""
+    device_memory: str = "auto"
+    """Of a GPU, that may be used, such as 8GiB; auto takes what is free. Blocks stay there as far as it goes; activations
+    for which there is no room wait in host memory."""
 
 
 class Order(Enum):

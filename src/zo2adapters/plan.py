@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from zo2adapters.hf import HFBlockModel
 from zo2core import HostDevice, SequentialNoise
 from zo2core.arrangement import MOST_USEFUL_BUCKETS, Arrangement, arrange
 from zo2core.checkpoint.scratch import scratch_bytes
-from zo2core.probes import replay_seconds, write_back_interval, write_bytes_per_second
+from zo2core.probes import evaluation_seconds, replay_seconds, write_back_interval, write_bytes_per_second
 from zo2core.protocols import CounterNoise, NoiseGenerator
 from zo2core.sources.loader import CHUNK, READERS
 from zo2core.types import ParameterSpec, aligned, flat_views
@@ -29,10 +28,6 @@ _ROUNDS = 3  # the best counts
 # Note: Updates. Beside the replay, which one thread does, a second one draws and perturbs for the first evaluation; the walk
 # to the second one is shared. Measured on steps of OPT-125m and OPT-1.3B, that takes this share of a replay more.
 _WALK = 0.25
-# Counter-based noise is drawn in every pass, and both threads share each. Without MeZO's walk the pass to an evaluation
-# takes as long as a replay.
-_MOVES = 2.0
-THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class Plan:
     scratch_bytes: int  # on disk, once everything was written back
     read_bytes: int  # a step
     written_bytes: int  # a step, on average
-    forward_seconds: float  # of a step's two forwards
+    forward_seconds: float  # of a step's forwards, two a query
     update_seconds: float  # noise and arithmetic of a step
     disk_seconds: float  # beside the other two
 
@@ -68,7 +63,7 @@ class Plan:
             ("scratch on disk, at most", f"{self.scratch_bytes / 1e9:.2f} GB"),
             ("read a step", f"{self.read_bytes / 1e9:.2f} GB"),
             ("written a step", f"{self.written_bytes / 1e9:.2f} GB"),
-            ("two forwards", f"{self.forward_seconds:.2f} s"),
+            ("forwards", f"{self.forward_seconds:.2f} s"),
             ("noise and arithmetic", f"{self.update_seconds:.2f} s"),
             ("disk, beside them", f"{self.disk_seconds:.2f} s"),
             ("expected a step", f"{self.seconds:.2f} s"),
@@ -86,8 +81,9 @@ def plan(
     scratch: Path,
     micro_rows: int | None = None,
     noise: NoiseGenerator | None = None,
+    queries: int = 1,
 ) -> Plan:
-    """Plan a run of MeZO's estimator on the CPU. Nothing is loaded; the probes take a few seconds.
+    """Plan a run on the CPU. Nothing is loaded; the probes take a few seconds.
 
     Args:
         model: From ``open_checkpoint``.
@@ -96,7 +92,8 @@ def plan(
         tokens: Of a row.
         scratch: A directory on the disk to write back to.
         micro_rows: Rows that run at a time; None: all of a batch.
-        noise: Draws z; None is MeZO's.
+        noise: Draws z; None is MeZO's, with its walk.
+        queries: Directions a step.
 
     Raises:
         MemoryBudgetError: if no arrangement fits.
@@ -104,13 +101,16 @@ def plan(
         CheckpointError: if the checkpoint cannot be read.
     """
     layouts = model.layouts
-    activations = activation_bytes(model.config, rows, tokens, micro_rows=micro_rows, loss_chunk=model.loss_chunk)
+    activations = activation_bytes(
+        model.config, rows, tokens, streams=2 * queries, micro_rows=micro_rows, loss_chunk=model.loss_chunk
+    )
     drawn = SequentialNoise(layouts) if noise is None else noise
-    counted = isinstance(drawn, CounterNoise)
-    arrangement = arrange(layouts, memory=memory, activation_bytes=activations, may_keep_noise=not counted)
+    arrangement = arrange(
+        layouts, memory=memory, activation_bytes=activations, may_keep_noise=not isinstance(drawn, CounterNoise)
+    )
     model_bytes = sum(layout.nbytes for layout in layouts)
     block_bytes = sum(layout.nbytes for layout in layouts if not layout.resident)
-    replay = replay_seconds(drawn, layouts, in_place=not counted) / (min(THREADS, os.cpu_count() or 1) if counted else 1)
+    replay = replay_seconds(drawn, layouts, in_place=not isinstance(drawn, CounterNoise))
     write_rate = write_bytes_per_second(scratch)
     streamed = arrangement.buckets is not None
     every = write_back_interval(replay, model_bytes / write_rate, resident=not streamed)
@@ -122,7 +122,11 @@ def plan(
         read = block_bytes * (blocks - kept) // blocks
         disk_seconds = read / read_bytes_per_second(model) + written / write_rate
     lag = (every + 1) / 2 if streamed else 1.0
-    draws = _MOVES if counted else _WALK if arrangement.keep_noise else 1.0
+    if isinstance(drawn, CounterNoise):
+        first, other = evaluation_seconds(drawn, layouts)
+        update = replay * (queries * lag - 1) + first + other * (2 * queries - 1)
+    else:
+        update = replay * queries * (lag + (_WALK if arrangement.keep_noise else 1.0))
     return Plan(
         arrangement=arrangement,
         model_bytes=model_bytes,
@@ -130,8 +134,8 @@ def plan(
         scratch_bytes=scratch_bytes(layouts),
         read_bytes=read,
         written_bytes=written,
-        forward_seconds=2 * forward_seconds(model, rows, tokens),
-        update_seconds=replay * (lag + draws),
+        forward_seconds=2 * queries * forward_seconds(model, rows, tokens),
+        update_seconds=update,
         disk_seconds=disk_seconds,
     )
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from zo2adapters.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.data import Dataset, collate, evaluation_batches, pad_token_id, read_dataset, training_batches
-from zo2adapters.footprint import activation_bytes
+from zo2adapters.footprint import activation_bytes, least_activation_bytes
 from zo2adapters.options import Execution, TrainOptions, require_at_least
 from zo2adapters.run import JOURNAL, METRICS, MODEL, RunDirectory, require_new
 from zo2core import DataError, EvaluationResult, Journal, OutputError, StepResult, ZOEngine
@@ -96,6 +96,13 @@ class Trainer:
             if storage.activation_memory is None
             else parse_size(storage.activation_memory)
         )
+        least = least_activation_bytes(
+            model.config,
+            batching.batch_size,
+            longest,
+            micro_rows=batching.micro_batch_size,
+            loss_chunk=batching.loss_chunk,
+        )
         self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
             self.engine = ZOEngine(
@@ -105,7 +112,10 @@ class Trainer:
                 journal=Journal(options.output / JOURNAL),
                 seed=options.seed,
                 memory=storage.memory,
+                device=storage.device,
+                device_memory=storage.device_memory,
                 activation_bytes=activations,
+                least_activation_bytes=least,
                 micro_batch_size=batching.micro_batch_size,
                 scratch=options.output,
                 write_back_every=None if storage.write_back_every == "never" else storage.write_back_every,
@@ -127,13 +137,17 @@ class Trainer:
 
     def storage(self) -> str:
         """Where the weights live, in words."""
-        arrangement, every = self.engine.arrangement, self.engine.write_back_every
+        arrangement, residency, every = self.engine.arrangement, self.engine.residency, self.engine.write_back_every
         assert arrangement is not None, "the engine chose its source"
         where = (
             "all blocks in memory" if arrangement.buckets is None else f"{arrangement.buckets} blocks in memory at a time"
         )
         written = "never written back" if every is None else f"written back every {every} steps"
-        return f"{where}, {written}; about {arrangement.nbytes / 2**30:.1f} of {arrangement.budget / 2**30:.1f} GiB"
+        room = f"about {arrangement.nbytes / 2**30:.1f} of {arrangement.budget / 2**30:.1f} GiB"
+        if residency is None:
+            return f"{where}, {written}; {room}"
+        used = f"about {residency.nbytes / 2**30:.1f} of {residency.budget / 2**30:.1f} GiB"
+        return f"{where}, {written}; {room}; {residency.kept} blocks stay on {self.options.storage.device}; {used}"
 
     def run(self) -> Path:
         """Train, evaluate and export.

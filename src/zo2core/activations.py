@@ -175,8 +175,8 @@ class ActivationMemory:
             for why, event in room.last_uses.items():
                 streams.order(event, why)
         room = self._of_size(room, nbytes)
-        if len(waiting.memory) < nbytes:
-            waiting.memory = _allocated(self._device.host_memory, nbytes)
+        if len(waiting.memory) < nbytes:  # in powers of two: all that was outgrown is less than what there is in the end
+            waiting.memory = _allocated(self._device.host_memory, 1 << (nbytes - 1).bit_length())
         self._fill(room.memory, places, sources)
         transfer = self._copy(
             Lane.OFFLOAD, stream, waiting.memory[:nbytes], room.memory[:nbytes], {Wait.MADE: streams.mark()}
@@ -266,6 +266,5 @@ def _end(places: Sequence[_Place]) -> int:
 
 
 def _allocated(allocate: Callable[[int], torch.Tensor], nbytes: int) -> torch.Tensor:
-    """So many bytes, rounded up to a power of two: what batches of growing sizes outgrow is less than they have in the end."""
     with torch.inference_mode(mode=False):  # copies may be done by other threads
-        return allocate(1 << (nbytes - 1).bit_length())
+        return allocate(nbytes)

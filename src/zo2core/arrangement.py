@@ -53,6 +53,7 @@ class Arrangement(Account):
         scratch: Path | str | None,
         write_back_every: int | Literal["auto"] | None,
         snapshot_every: int | None,
+        in_place: bool,
     ) -> tuple[BlockSource, int | None]:
         """Build the source that this arrangement speaks of.
 
@@ -65,6 +66,7 @@ class Arrangement(Account):
             scratch: Directory to write back to.
             write_back_every: Versions that a segment may lag; "auto" measures.
             snapshot_every: The same, at most.
+            in_place: Updates are replayed with MeZO's walk.
 
         Returns:
             The source, and the lag it has; None if it never writes.
@@ -76,7 +78,7 @@ class Arrangement(Account):
         if self.buckets is not None:
             layouts = laid_out_as_on_disk(layouts, model.weights)
         if scratch is not None and every == "auto":
-            replay = replay_seconds(noise, layouts)
+            replay = replay_seconds(noise, layouts, in_place=in_place)
             write = sum(layout.nbytes for layout in layouts) / write_bytes_per_second(Path(scratch))
             every = write_back_interval(replay, write, resident=self.buckets is None)
         lag = min((limit for limit in (every, snapshot_every) if isinstance(limit, int)), default=None)

@@ -65,8 +65,8 @@ class ZOEngine:
         memory: Host memory the process may have in all, in bytes or as a size ("6GiB"); "auto" takes what is free.
         activation_bytes: Of that, or of a GPU's memory, set aside for activations and logits. Says how many batches an
             evaluation takes a sweep.
-        least_activation_bytes: If a GPU has no room for so much: what the streams at work take, while the others' activations
-            wait in host memory. None: all have to be there.
+        least_activation_bytes: If a GPU has no room for so much: what the streams at work take, while others wait in host
+            memory. None: all have to be there.
         scratch: Directory to write changed segments back to. Together with the journal's file it is what a later engine
             goes on from; without it blocks are never written, and a resumed run replays the whole journal.
         write_back_every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" weighs the
@@ -119,7 +119,7 @@ class ZOEngine:
                     undo.callback(part.close)
             begun_with = None if self._journal.header is None else self._journal.header["noise"]
             choose = partial(choose_noise, begun_with, model.layouts, self._device.torch_device)
-            self._noise = choose() if noise is None else noise
+            self._noise = noise or choose()
             self.residency: Residency | None = None  # of the device's memory; None where that is the host's, too
             if scheduler is None and not self._device.in_place:
                 self.residency = choose_residency(
@@ -138,7 +138,7 @@ class ZOEngine:
                 self.arrangement = arrange(
                     model.layouts,
                     memory=memory,
-                    activation_bytes=activation_bytes if self._device.in_place else activation_bytes - on_device,
+                    activation_bytes=activation_bytes - (0 if self._device.in_place else on_device),
                     compute_on_host=self._device.torch_device.type == "cpu",
                     may_keep_noise=not isinstance(self._noise, CounterNoise),
                 )
@@ -164,12 +164,12 @@ class ZOEngine:
                     scratch=scratch,
                     write_back_every=write_back_every,
                     snapshot_every=snapshot_every,
+                    in_place=estimator is None or estimator.perturb_in_place,
                 )
                 undo.callback(source.close)
             self._source = source
-            kept = 0 if self.residency is None else self.residency.kept
-            make = partial(OverlappedScheduler, kept=kept) if scheduler is None else scheduler
-            self._scheduler = make(self._source, self._device)
+            scheduler = scheduler or partial(OverlappedScheduler, kept=0 if self.residency is None else self.residency.kept)
+            self._scheduler = scheduler(self._source, self._device)
             keep_noise = self._device.in_place and (self.arrangement is None or self.arrangement.keep_noise)
             self._workspace = Workspace(model.layouts, self._device, self._noise, keep_noise=keep_noise)
             on_cpu = self._device.torch_device.type == "cpu"  # elsewhere one host thread issues the work of all
@@ -217,8 +217,7 @@ class ZOEngine:
             OutputError: if the trace cannot be written; the step was taken.
         """
         self._require_open()
-        estimator = self._estimator
-        if estimator is None:
+        if (estimator := self._estimator) is None:
             raise OptionError("estimator", found="none", expected="one", remedy="build the engine with an estimator")
         began, step = time.perf_counter(), self.version
         lr = learning_rate(estimator, step)

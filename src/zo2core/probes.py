@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,39 +21,67 @@ from zo2core.types import BlockLayout, Descend, ParameterSpec, Perturb, Program
 
 _BYTES = 64 << 20  # written by the disk probe
 _PIECES = 64  # drawn by the noise probe
+_THREADS = 2  # share each pass with counter-based noise; with a sequential generator one replays
+_DESCEND = Descend(0, projected_grad=1.0, lr=1e-6, weight_decay=0.0)
 _ROUNDS = 3  # the best counts: others disturb, nothing helps
 
 
 def replay_seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_place: bool = True) -> float:
-    """Seconds to replay one update over the whole model, on one thread.
+    """Seconds to replay one update over the whole model, on as many threads as a visit uses.
 
     Args:
         noise: Draws z.
         layouts: Of the model.
         in_place: With MeZO's walk.
     """
+    walked = (Perturb(0, shift, 1e-3) for shift in ((1.0, -2.0, 1.0) if in_place else ()))
+    program = Program((0,), (*walked, _DESCEND))
+
+    def run(spec: ParameterSpec, start: int, theta: torch.Tensor, z: torch.Tensor, *scratch: torch.Tensor) -> None:
+        if isinstance(noise, CounterNoise):
+            noise.walk(theta, program, spec, start)
+            return
+        noise.fill(z, 0, spec, start)
+        walk(theta, program, [z], scratch=scratch[0], decay_scratch=scratch[1])
+
+    return _seconds(noise, layouts, run)
+
+
+def evaluation_seconds(noise: CounterNoise, layouts: Sequence[BlockLayout]) -> tuple[float, float]:
+    """Seconds to bring the whole model to the weights of an evaluation, on as many threads as a visit uses.
+
+    Args:
+        noise: Draws z.
+        layouts: Of the model.
+
+    Returns:
+        Of a step's first evaluation, with one update replayed in the same pass, and of any other.
+    """
+
+    def to_evaluation(program: Program) -> float:
+        def run(spec: ParameterSpec, start: int, theta: torch.Tensor, out: torch.Tensor, *_: torch.Tensor) -> None:
+            noise.walk(theta, program, spec, start, out=out, then=Perturb(0, 1.0, 1e-3))
+
+        return _seconds(noise, layouts, run)
+
+    return to_evaluation(Program((1, 0), (_DESCEND,))), to_evaluation(Program((1,), ()))
+
+
+def _seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], run: Callable[..., None]) -> float:
+    """Seconds of a pass over all weights, from some pieces of the largest parameter."""
     specs = [spec for layout in layouts for spec in layout.parameters]
     largest = max(specs, key=lambda spec: spec.numel)
     pieces = noise.pieces(largest)[:_PIECES]
-    elements = sum(stop - start for start, stop in pieces)
-    seconds = min(_replay(noise, largest, pieces, in_place=in_place) for _ in range(_ROUNDS))
-    return seconds / elements * sum(spec.numel for spec in specs)
-
-
-def _replay(noise: NoiseGenerator, spec: ParameterSpec, pieces: Sequence[tuple[int, int]], *, in_place: bool) -> float:
     longest = max(stop - start for start, stop in pieces)
-    theta, z, scratch, other = (torch.zeros(longest, dtype=spec.dtype) for _ in range(4))
-    walked = (Perturb(0, shift, 1e-3) for shift in ((1.0, -2.0, 1.0) if in_place else ()))
-    program = Program((0,), (*walked, Descend(0, projected_grad=1.0, lr=1e-6, weight_decay=0.0)))
-    began = time.perf_counter()
-    for start, stop in pieces:
-        length = stop - start
-        if isinstance(noise, CounterNoise):
-            noise.walk(theta[:length], program, spec, start)
-            continue
-        noise.fill(z[:length], 0, spec, start)
-        walk(theta[:length], program, [z[:length]], scratch=scratch[:length], decay_scratch=other[:length])
-    return time.perf_counter() - began
+    memory = [torch.zeros(longest, dtype=largest.dtype) for _ in range(4)]
+    best = math.inf
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        for start, stop in pieces:
+            run(largest, start, *(each[: stop - start] for each in memory))
+        best = min(best, time.perf_counter() - began)
+    threads = min(_THREADS, os.cpu_count() or 1) if isinstance(noise, CounterNoise) else 1
+    return best / sum(stop - start for start, stop in pieces) * sum(spec.numel for spec in specs) / threads
 
 
 def write_bytes_per_second(directory: Path) -> float:
