@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from models import WORDS, save_model, save_tokenizer, small_config
+from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import zo2core.engine
 from zo2adapters.cli import main
 from zo2adapters.schedules import Decay, LearningRate
 from zo2core import Journal, OptionError
@@ -95,6 +97,28 @@ def test_queries_reach_the_updates_and_a_resumed_run(base: Path, rows: Path, tmp
         assert (len(set(update.seeds)), len(update.losses), update.lr) == (3, 6, 1e-2 / 3)
 
 
+def test_a_run_on_a_device_of_its_own_memory_gives_the_same_model(
+    base: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def behind_a_bus(name: object) -> ThreadedDevice:
+        asked.append(name)
+        return ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
+
+    here, there, resumed = tmp_path / "here", tmp_path / "there", tmp_path / "resumed"
+    run("train", "--model", base, "--data", rows, "--output", here, *TRAIN)
+    monkeypatch.setattr(zo2core.engine, "choose_device", behind_a_bus)
+    run("train", "--model", base, "--data", rows, "--output", there, *TRAIN, "--device", "cuda:1", "--device-memory", "1GB")
+    resumed.mkdir()
+    (resumed / "options.json").write_bytes((there / "options.json").read_bytes())
+    run("train", "--resume", resumed)
+    assert asked == ["cuda:1", "cuda:1"]
+    for other in (there, resumed):
+        assert (other / "journal.jsonl").read_bytes() == (here / "journal.jsonl").read_bytes()
+        assert (other / "model/model.safetensors").read_bytes() == (here / "model/model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
 def test_schedules_reach_the_updates(base: Path, rows: Path, tmp_path: Path, decay: str) -> None:
     out = tmp_path / "out"
@@ -154,6 +178,9 @@ def test_verify_names_the_first_difference(
         (["--data", "/nowhere.jsonl"], "nowhere.jsonl"),
         (["--evaluation", "/nowhere.jsonl"], "nowhere.jsonl"),
         (["--dtype", "int8"], "dtype"),
+        (["--device", "gpu"], "device: found 'gpu'"),
+        (["--device", "cuda:99"], "CUDA device(s)"),
+        (["--memory", "much"], "memory: found 'much'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
