@@ -81,6 +81,9 @@ class ToyBlockModel:
         if self._tied:
             self.toy.out.weight = self.toy.table.weight
 
+    def prepared(self, batch: Batch) -> Batch:
+        return batch
+
     def embed(self, batch: Batch) -> torch.Tensor:
         out: torch.Tensor = self.toy.table(batch["input_ids"])
         return out

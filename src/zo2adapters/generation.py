@@ -64,6 +64,10 @@ class NextToken:
         self.block = model.block
         self.forward_bytes = model.forward_bytes
 
+    def prepared(self, batch: Batch) -> Batch:
+        """As it is: ``generate`` made it."""
+        return batch
+
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer, with the cache."""
         return self._model.prologue(**batch, past_key_values=self._cache, use_cache=True)

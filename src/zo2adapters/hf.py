@@ -21,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from zo2adapters.answers import PreparedBatch
 from zo2adapters.batch import check_batch
 from zo2adapters.footprint import forward_bytes
 from zo2adapters.loss import chunked_loss
@@ -84,7 +85,6 @@ class HFBlockModel:
         self._modules = dict(skeleton.named_modules())
         self._skeleton = skeleton
         self._recorder = Recorder()
-        self._checked: Batch | None = None
         layers = skeleton.get_submodule(architecture.blocks)
         assert isinstance(layers, nn.ModuleList)
         self._layers = list(layers)
@@ -108,12 +108,19 @@ class HFBlockModel:
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
 
+    def prepared(self, batch: Batch) -> Batch:
+        """Check a batch, and learn what HF's forward asks about it. See the contract."""
+        check_batch(batch, self.config)
+        found = PreparedBatch(dict(batch))
+        if batch["input_ids"].device.type != "cpu":  # there it costs nothing to ask, the first time
+            with torch.inference_mode():
+                self.embed(found)
+        return found
+
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer. See the contract."""
-        if self._checked is not batch:
-            check_batch(batch, self.config)
-            self._checked = batch
-        return self.prologue(**{key: value for key, value in batch.items() if key != "labels"}, use_cache=False)
+        with _answers(batch):
+            return self.prologue(**{key: value for key, value in batch.items() if key != "labels"}, use_cache=False)
 
     def prologue(self, **inputs: Any) -> Activations:
         """Run HF's forward with these arguments up to the first layer."""
@@ -133,7 +140,8 @@ class HFBlockModel:
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Run HF's norm, head and loss on the final hidden state."""
         if self.loss_chunk is None:
-            return self._epilogue(activations.hidden, "loss", **batch)
+            with _answers(batch):
+                return self._epilogue(activations.hidden, "loss", **batch)
         return chunked_loss(
             activations.hidden,
             batch["labels"],
@@ -162,6 +170,11 @@ class HFBlockModel:
         """By formula. See the contract."""
         rows, tokens = batch["input_ids"].shape
         return forward_bytes(self.config, rows, tokens, loss_chunk=self.loss_chunk)
+
+
+def _answers(batch: Batch) -> contextlib.AbstractContextManager[object]:
+    """What is known about a batch."""
+    return batch.answers if isinstance(batch, PreparedBatch) else contextlib.nullcontext()
 
 
 class _ParametersOnMeta(TorchFunctionMode):

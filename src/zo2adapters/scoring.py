@@ -46,6 +46,7 @@ class LogLikelihood:
 
     def __init__(self, model: HFBlockModel) -> None:
         self._model = model
+        self.prepared = model.prepared
         self.embed = model.embed
         self.block = model.block
 

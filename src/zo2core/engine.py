@@ -227,7 +227,7 @@ class ZOEngine:
         if self.write_back_every is not None and step > self._settled + self.write_back_every:
             self._scheduler.settle()  # what stays on the device, at the last step's version, can be written back then
             self._settled = step - 1
-        pieces = cut(self._on_device(batch), self._micro_batch_size)
+        pieces = [self._model.prepared(piece) for piece in cut(self._on_device(batch), self._micro_batch_size)]
         tokens = [labelled_tokens(piece) for piece in pieces] if len(pieces) > 1 else [1]
         found = iter(self._sweep([(evaluation, piece) for evaluation in evaluations for piece in pieces]))
         losses = [joined_loss([next(found) for _ in pieces], tokens) for _ in evaluations]
@@ -278,8 +278,8 @@ class ZOEngine:
         """
         self._require_open()
         forward = self._model if forward is None else forward
-        on_device = map(self._on_device, batches)
-        for group in fill_sweeps(on_device, forward, self._activation_bytes):
+        prepared = (forward.prepared(self._on_device(batch)) for batch in batches)
+        for group in fill_sweeps(prepared, forward, self._activation_bytes):
             self._require_open()
             began = time.perf_counter()
             found = self._sweep([(None, batch) for batch in group], forward)

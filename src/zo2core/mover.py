@@ -46,7 +46,9 @@ class Mover:
         self._worker = worker
         self._parallel_from = parallel_from
         self._zo_eps = zo_eps
-        self._programs: dict[tuple[int, int, int | None], tuple[Program, Program]] = {}  # plain, decayed
+        # One object for all segments, so that each is coded for the kernels once.
+        self._programs: dict[tuple[int, int, int | None], tuple[Program, Program, Program]] = {}
+        self._moves: dict[tuple[Move, ...], Program] = {}
 
     def replay(self, index: int, stores: Mapping[int, Store], replays: Sequence[Replay], first: Evaluation | None) -> None:
         """Bring a segment to the present version and, in the same pass, the work buffer to the first evaluation.
@@ -65,13 +67,12 @@ class Mover:
     def _replay_round(
         self, index: int, stores: Mapping[int, Store], replays: Sequence[Replay], first: Evaluation | None
     ) -> None:
-        programs = self._joined(replays, first)
-        then = None if first is None else Perturb(programs[0].seeds.index(first.seed), first.shift, self._zo_eps)
-        still = Program(programs[0].seeds, ())
+        plain, decayed, still = self._joined(replays, first)
+        then = None if first is None else Perturb(still.seeds.index(first.seed), first.shift, self._zo_eps)
 
         def run(cell: Cell, start: int, stop: int) -> None:
             theta = stores[cell.owner][cell.position][start:stop]
-            program = programs[cell.spec.decays] if cell.owner == index else still
+            program = still if cell.owner != index else decayed if cell.spec.decays else plain
             out = None if then is None else cell.work[start:stop]
             self._noise.walk(theta, program, cell.spec, start, out=out, then=then)
 
@@ -81,22 +82,27 @@ class Mover:
 
     def move(self, index: int, moves: Sequence[Move]) -> None:
         """Walk the work buffer."""
-        seeds = tuple(dict.fromkeys(move.seed for move in moves))
-        program = Program(seeds, tuple(Perturb(seeds.index(seed), shift, self._zo_eps) for seed, shift in moves))
+        key = tuple(moves)
+        if key not in self._moves:
+            seeds = tuple(dict.fromkeys(move.seed for move in moves))
+            steps = tuple(Perturb(seeds.index(seed), shift, self._zo_eps) for seed, shift in moves)
+            self._moves[key] = Program(seeds, steps)
+        program = self._moves[key]
 
         def run(cell: Cell, start: int, stop: int) -> None:
             self._noise.walk(cell.work[start:stop], program, cell.spec, start)
 
         self._share(index, run, self._workspace.segments[index])
 
-    def _joined(self, replays: Sequence[Replay], first: Evaluation | None) -> tuple[Program, Program]:
+    def _joined(self, replays: Sequence[Replay], first: Evaluation | None) -> tuple[Program, Program, Program]:
+        """What is done to parameters without and with weight decay, and to borrowed ones: nothing yet."""
         key = (id(replays[0]) if replays else 0, len(replays), None if first is None else first.seed)
         if key not in self._programs:
             last = [] if first is None else [Program((first.seed,), ())]
             plain, decayed = (
                 Program.joined([*(replay.program(decays=decays) for replay in replays), *last]) for decays in (False, True)
             )
-            self._programs[key] = (plain, decayed)
+            self._programs[key] = (plain, decayed, Program(plain.seeds, ()))
         return self._programs[key]
 
     def _share(self, index: int, run: Callable[[Cell, int, int], None], cells: Sequence[Cell]) -> None:

@@ -294,14 +294,22 @@ class TensorReader(Protocol):
 class Forward(Protocol):
     """How a batch runs through the segments: a model's own way, to its loss, or another that ends in something else."""
 
+    def prepared(self, batch: Batch) -> Batch:
+        """Check a batch, on the device and before any sweep: whatever makes the host wait for the device belongs here.
+
+        Returns:
+            What ``embed`` and ``head`` take.
+
+        Raises:
+            BatchError: if the model cannot take the batch.
+        """
+
     def embed(self, batch: Batch) -> Activations:
         """Run what comes before the blocks.
 
         Returns:
-            All that the batch holds until its next segment: tensors, nested in tuples, lists and mappings at will.
-
-        Raises:
-            BatchError: if the model cannot take the batch.
+            All that the batch holds until its next segment: tensors, nested in tuples, lists and dicts at will. None of them
+            may share memory with the weights.
         """
 
     def block(self, index: int, activations: Activations) -> Activations:

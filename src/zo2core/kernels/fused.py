@@ -71,7 +71,7 @@ def walk(
         arithmetic.walk(theta, program, zs, scratch=scratch, decay_scratch=decay_scratch)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=256)
 def _followed(program: Program, then: Perturb) -> Program:
     """One object for all ranges, so that it is coded for the kernels once."""
     return Program(program.seeds, (*program.instructions, then))

@@ -6,8 +6,8 @@ Triton's interpreter and compiled to PTX in the tests. Not yet run on a GPU.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -147,24 +147,27 @@ def walk(
     if theta.numel() == 0 or not program.instructions:
         return
     blocks = triton.cdiv(start % BLOCK + theta.numel(), BLOCK)
-    _walk[(blocks,)](
-        theta,
-        theta if out is None else out,
-        *_table(program, theta.device),
-        own,
-        len(program.instructions),
-        theta.numel(),
-        parameter,
-        start,
-        GAUSSIAN=distribution is Distribution.GAUSSIAN,
-        BLOCK=BLOCK,
-        **LAUNCH,
-    )
+    with torch.cuda.device(theta.device) if theta.is_cuda else nullcontext():  # Triton launches on the current one
+        _walk[(blocks,)](
+            theta,
+            theta if out is None else out,
+            *_table(program, theta.device),
+            own,
+            len(program.instructions),
+            theta.numel(),
+            parameter,
+            start,
+            GAUSSIAN=distribution is Distribution.GAUSSIAN,
+            BLOCK=BLOCK,
+            **LAUNCH,
+        )
 
 
-@lru_cache(maxsize=8)
+@lru_cache(
+    maxsize=256
+)  # programs of a step: two and one for each further evaluation, for every version that segments are at
 def _table(program: Program, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The program in the device's memory: kinds, places, scalars, seeds."""
+    """The program in the device's memory: kinds, places, scalars, seeds. The host does not wait for the copy."""
     coded: list[tuple[int, float, float, float]] = []
     for move in program.instructions:
         if not isinstance(move, Perturb):
@@ -173,13 +176,15 @@ def _table(program: Program, device: torch.device) -> tuple[torch.Tensor, ...]:
             coded.append((_PERTURB_FOLDED, move.shift * move.zo_eps, 0.0, 0.0))
         else:
             coded.append((_PERTURB, move.shift, move.zo_eps, 0.0))
-
-    def tensor(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64 if dtype is torch.float32 else dtype).to(dtype).to(device)
-
-    return (
-        tensor([kind for kind, *_ in coded], torch.int32),
-        tensor([move.direction for move in program.instructions], torch.int32),
-        tensor([value for _, *values in coded for value in values], torch.float32),
-        tensor(list(program.seeds), torch.int64),
-    )
+    scalars = torch.tensor([value for _, *values in coded for value in values], dtype=torch.float64)
+    parts = [
+        torch.tensor(program.seeds, dtype=torch.int64),  # first: the widest
+        torch.tensor([kind for kind, *_ in coded], dtype=torch.int32),
+        torch.tensor([move.direction for move in program.instructions], dtype=torch.int32),
+        scalars.to(torch.float32),
+    ]
+    packed = torch.cat([part.view(torch.uint8) for part in parts])
+    there = (packed.pin_memory() if device.type == "cuda" else packed).to(device, non_blocking=True)
+    pieces = there.split([part.nbytes for part in parts])
+    seeds, kinds, places, coefficients = (piece.view(part.dtype) for piece, part in zip(pieces, parts, strict=True))
+    return kinds, places, coefficients, seeds

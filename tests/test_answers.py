@@ -1,0 +1,103 @@
+"""A sweep asks the device for nothing: what Hugging Face's forward wants to know of a batch is known beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from models import CONFIGS, make_batch, save_model, small_config
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zo2adapters import open_checkpoint
+from zo2adapters.answers import Answers, PreparedBatch
+from zo2adapters.hf import HFBlockModel
+from zo2core import Distribution, MeZOSGD, PhiloxNoise, ZOEngine
+
+WAITING = {"_local_scalar_dense", "is_nonzero", "item", "equal", "nonzero", "masked_select", "_unique2"}
+
+
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operations for whose result the host would wait on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        self.found += [name] if name in WAITING else []
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lengths", [[5, 5], [5, 3]], ids=["full", "padded"])
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_a_sweep_asks_the_device_for_nothing(model_type: str, lengths: list[int], tmp_path: Path) -> None:
+    base = save_model(tmp_path, small_config(model_type))
+    model = open_checkpoint(base)
+    batch = make_batch(model.config.vocab_size, lengths)
+    prepared = model.prepared
+
+    def ahead(given: Any) -> Any:
+        """As for a GPU."""
+        found = prepared(given)
+        model.embed(found)
+        return found
+
+    noise = PhiloxNoise(Distribution.RADEMACHER)
+    with ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-3), noise=noise) as engine, patch.object(model, "prepared", ahead):
+        sweep = engine._scheduler.sweep
+        waits = Waits()
+
+        def watched(*arguments: Any) -> None:
+            with waits:
+                sweep(*arguments)
+
+        with patch.object(engine._scheduler, "sweep", watched):
+            for _ in range(2):
+                engine.step(batch)
+            found = engine.evaluate([batch]).losses
+        assert waits.found == []
+        with patch.object(model, "prepared", lambda given: given):  # asks each time
+            assert engine.evaluate([batch]).losses == found
+            with patch.object(engine._scheduler, "sweep", watched):
+                engine.evaluate([batch])
+        assert waits.found != [], "what is looked for is there to be found"
+
+
+def asked(question: Callable[[], Any], answers: Answers) -> Any:
+    with answers:
+        return question()
+
+
+def test_answers_are_those_of_the_first_time_and_in_order() -> None:
+    values = torch.tensor([1, 0, 7])
+    answers = Answers()
+
+    def questions() -> list[Any]:
+        return [bool(values[0]), bool(values[1]), values[2].item(), int(values[2]), values.tolist()]
+
+    assert asked(questions, answers) == [True, False, 7, 7, [1, 0, 7]]
+    values.zero_()
+    assert asked(questions, answers) == [True, False, 7, 7, [1, 0, 7]]
+
+
+def test_what_is_not_known_is_asked() -> None:
+    values, weights = torch.tensor([1, 2]), torch.tensor([0.5])
+    answers = Answers()
+    assert asked(lambda: (int(values[0]), weights.item()), answers) == (1, 0.5)
+    values.add_(10)
+    weights.add_(10)
+    assert asked(lambda: (int(values[0]), weights.item(), int(values[1])), answers) == (1, 10.5, 12)
+    values.add_(10)
+    assert asked(lambda: (int(values[0]), weights.item(), int(values[1])), answers) == (1, 10.5, 22), "not learned late"
+
+
+def test_a_batch_is_checked_where_it_is_prepared(tmp_path: Path) -> None:
+    model: HFBlockModel = open_checkpoint(save_model(tmp_path, small_config("opt")))
+    with ZOEngine(model, None):
+        found = model.prepared(make_batch(model.config.vocab_size, [4]))
+    assert isinstance(found, PreparedBatch)
