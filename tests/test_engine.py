@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from models import make_batch, save_model, small_config
 from parity import assert_same_bits
+from threaded_device import ThreadedDevice, ThreadedStreams
 from toy import ToyBlockModel
 
 import zo2core.kernels
@@ -27,17 +29,21 @@ from zo2core import (
     BusyError,
     ClosedError,
     Distribution,
+    HostDevice,
     Journal,
     JournalError,
     MeZOSGD,
     NonFiniteLossError,
     OptionError,
     OutputError,
+    OverlappedScheduler,
     PhiloxNoise,
+    PinnedSource,
     SequentialNoise,
     ZOEngine,
 )
 from zo2core.activations import held_bytes
+from zo2core.checkpoint import Scratch
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
 
@@ -430,3 +436,23 @@ def test_another_run_seed_is_another_run(base: Path, tmp_path: Path) -> None:
         engine.step(BATCH)
     with pytest.raises(JournalError, match="seed 0"):
         ZOEngine(open_checkpoint(base), MEZO, journal=Journal(path), seed=7)
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_a_source_that_was_passed_gets_all_blocks_to_write(base: Path, tmp_path: Path, kept: int) -> None:
+    model, run = open_checkpoint(base), tmp_path / "run"
+    journal = Journal(run / "journal.jsonl")
+    scratch = Scratch(run, model.layouts, journal.chain)
+    source = PinnedSource(model.weights, model.layouts, HostDevice().host_memory, scratch=scratch, write_back_every=2)
+    with ZOEngine(
+        model,
+        MEZO,
+        source=source,
+        journal=journal,
+        device=ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0)),
+        scheduler=partial(OverlappedScheduler, kept=kept),
+    ) as engine:
+        assert engine.write_back_every == 2
+        for _ in range(7):
+            engine.step(BATCH)
+    assert min(scratch.version(index) for index in range(len(model.layouts))) >= 3, "also of those that stay on the device"

@@ -58,6 +58,10 @@ class RecordingSource:
     def capacity(self) -> int:
         return self.inner.capacity
 
+    @property
+    def write_back_every(self) -> int | None:
+        return self.inner.write_back_every
+
     def prefetch(self, index: int) -> bool:
         return self.inner.prefetch(index)
 

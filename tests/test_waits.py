@@ -34,6 +34,7 @@ class CheckingSource:
         specs = [ParameterSpec(f"p{i}", (NUMBERS,), torch.float32, i, True) for i in range(len(kinds))]
         self.layouts = [BlockLayout(spec.name, kind, (spec,)) for spec, kind in zip(specs, kinds, strict=True)]
         self.capacity = BLOCKS
+        self.write_back_every = None
         self.versions = [0] * len(kinds)
         self.memory = [torch.empty(layout.nbytes, dtype=torch.uint8) for layout in self.layouts]
         self.errors: list[str] = []

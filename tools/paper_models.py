@@ -97,6 +97,7 @@ class SharedSource:
             for spec, view in zip(layout.parameters, layout.views(pages), strict=True):
                 weights.read_into(spec.name, view)
         self.capacity = buckets
+        self.write_back_every = None
 
     @property
     def layouts(self) -> Sequence[BlockLayout]:

@@ -54,7 +54,7 @@ class Arrangement(Account):
         write_back_every: int | Literal["auto"] | None,
         snapshot_every: int | None,
         in_place: bool,
-    ) -> tuple[BlockSource, int | None]:
+    ) -> BlockSource:
         """Build the source that this arrangement speaks of.
 
         Args:
@@ -67,9 +67,6 @@ class Arrangement(Account):
             write_back_every: Versions that a segment may lag; "auto" measures.
             snapshot_every: The same, at most.
             in_place: Updates are replayed with MeZO's walk.
-
-        Returns:
-            The source, and the lag it has; None if it never writes.
 
         Raises:
             ScratchError: if the directory cannot be written to.
@@ -86,8 +83,8 @@ class Arrangement(Account):
         try:
             options: Any = {"scratch": opened, "write_back_every": lag, "timeline": timeline}
             if self.buckets is None:
-                return PinnedSource(model.weights, layouts, host_memory, **options), lag
-            return StreamedSource(model.weights, layouts, host_memory, buckets=self.buckets, **options), lag
+                return PinnedSource(model.weights, layouts, host_memory, **options)
+            return StreamedSource(model.weights, layouts, host_memory, buckets=self.buckets, **options)
         except BaseException:
             if opened is not None:
                 opened.close()

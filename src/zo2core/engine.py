@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,7 @@ from zo2core.checkpoint import require_unused, write_checkpoint
 from zo2core.devices import choose_device
 from zo2core.errors import BusyError, ClosedError, OptionError
 from zo2core.evaluation import evaluate, fill_sweeps
-from zo2core.journal import Journal
+from zo2core.journal import Journal, digest
 from zo2core.noise import choose_noise
 from zo2core.numbers import directions, learning_rate, probes, require_finite, require_finite_update
 from zo2core.pieces import cut, joined_loss, labelled_tokens
@@ -38,7 +36,7 @@ from zo2core.protocols import (
 from zo2core.residency import Residency, choose_residency
 from zo2core.schedulers import OverlappedScheduler
 from zo2core.trace import Recorder, Sweep, Trace
-from zo2core.types import Batch, Evaluation, EvaluationResult, ParameterSpec, StepResult
+from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult
 from zo2core.visit import SegmentVisitor
 from zo2core.workspace import Workspace
 
@@ -129,11 +127,10 @@ class ZOEngine:
                     free=self._device.free_memory(),
                     activation_bytes=activation_bytes,
                     least_activation_bytes=least_activation_bytes,
-                    probes=probes(estimator),
+                    probes=probes(estimator, self._journal.updates),
                 )
             on_device = activation_bytes if self.residency is None else self.residency.activation_bytes
             self.arrangement: Arrangement | None = None  # of host memory; None for a source that was passed
-            self.write_back_every: int | None = None
             if source is None:
                 self.arrangement = arrange(
                     model.layouts,
@@ -147,7 +144,7 @@ class ZOEngine:
             self._journal.begin(
                 {
                     "base": model.weights.fingerprint,
-                    "parameters": _digest(model),
+                    "parameters": digest(spec for layout in model.layouts for spec in layout.parameters),
                     "noise": self._noise.name,
                     "estimator": None if estimator is None else estimator.options,
                     "seed": None if estimator is None else seed,
@@ -155,7 +152,7 @@ class ZOEngine:
             )
             if source is None:
                 assert self.arrangement is not None
-                source, self.write_back_every = self.arrangement.source(
+                source = self.arrangement.source(
                     model,
                     self._noise,
                     self._device.host_memory,
@@ -191,6 +188,11 @@ class ZOEngine:
         return len(self._journal.updates)
 
     @property
+    def write_back_every(self) -> int | None:
+        """Steps that a segment may be ahead of its bytes on disk; None: it is never written."""
+        return self._source.write_back_every
+
+    @property
     def journal(self) -> Journal:
         """The updates of all steps so far."""
         return self._journal
@@ -224,7 +226,7 @@ class ZOEngine:
         evaluations = estimator.evaluations(step, directions(self._seed, step, seed))
         for evaluation in evaluations:
             evaluation.validated()
-        if self.write_back_every is not None and step > self._settled + self.write_back_every:
+        if (every := self.write_back_every) is not None and step > self._settled + every:
             self._scheduler.settle()  # what stays on the device, at the last step's version, can be written back then
             self._settled = step - 1
         pieces = [self._model.prepared(piece) for piece in cut(self._on_device(batch), self._micro_batch_size)]
@@ -392,9 +394,3 @@ class ZOEngine:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("ZOEngine", found="a closed engine", expected="an open one", remedy="build a new engine")
-
-
-def _digest(model: BlockModel) -> str:
-    specs: list[ParameterSpec] = [spec for layout in model.layouts for spec in layout.parameters]
-    listed = [[spec.name, list(spec.shape), str(spec.dtype), spec.index, spec.decays] for spec in specs]
-    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()

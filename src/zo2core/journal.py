@@ -7,16 +7,17 @@ of), each further one an update. Floats are written so that reading gives the sa
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zo2core.errors import JournalError, ZO2Error
 from zo2core.records import DamagedRecordError, Record, RecordFile, to_line
-from zo2core.types import Evaluation, Update
+from zo2core.types import Evaluation, ParameterSpec, Update
 
 FORMAT = 1
 
@@ -208,6 +209,12 @@ def _encode(update: Update) -> dict[str, Any]:
         "perturb_in_place": bool(update.perturb_in_place),
         "losses": [float(loss) for loss in update.losses],
     }
+
+
+def digest(parameters: Iterable[ParameterSpec]) -> str:
+    """Identifies a model's parameters: names, shapes, dtypes, places, and which of them decay."""
+    listed = [[spec.name, list(spec.shape), str(spec.dtype), spec.index, spec.decays] for spec in parameters]
+    return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
 def _decode(record: Mapping[str, Any]) -> Update:

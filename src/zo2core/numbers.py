@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -34,11 +34,12 @@ def directions(run_seed: int, step: int, given: int | None) -> Iterator[int]:
         yield rng.randrange(1_000_000_000)
 
 
-def probes(estimator: ZOEstimator | None) -> int:
-    """How many directions a step probes."""
+def probes(estimator: ZOEstimator | None, updates: Sequence[Update]) -> int:
+    """The most directions that a step probes, of those to come and of those taken."""
+    taken = max((len(update.seeds) for update in updates), default=1)
     if estimator is None:
-        return 1
-    return len({evaluation.seed for evaluation in estimator.evaluations(0, directions(0, 0, None))})
+        return taken
+    return max(taken, len({evaluation.seed for evaluation in estimator.evaluations(0, directions(0, 0, None))}))
 
 
 def require_finite(step: int, evaluation: Evaluation, loss: torch.Tensor) -> None:

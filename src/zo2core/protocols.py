@@ -29,6 +29,10 @@ class BlockSource(Protocol):
     def capacity(self) -> int:
         """How many blocks can be acquired at a time; embedding and head always can, besides."""
 
+    @property
+    def write_back_every(self) -> int | None:
+        """How many versions ahead of its bytes on disk a released segment is written; None: never."""
+
     def prefetch(self, index: int) -> bool:
         """Start bringing a segment into its bucket and return at once. A hint: it may be left out or repeated.
 

@@ -67,6 +67,11 @@ class PinnedSource:
         """All blocks at a time."""
         return len(self._layouts)
 
+    @property
+    def write_back_every(self) -> int | None:
+        """Versions that a segment may be ahead of its bytes on disk; None: it is never written."""
+        return self._write_back.every
+
     def prefetch(self, index: int) -> bool:
         """Start reading a segment that was not read yet. See the contract."""
         with self._lock:

@@ -97,6 +97,11 @@ class StreamedSource:
         """As many blocks at a time as there are buckets for them."""
         return len(self._ring)
 
+    @property
+    def write_back_every(self) -> int | None:
+        """Versions that a segment may be ahead of its bytes on disk; None: it is never written."""
+        return self._write_back.every
+
     def prefetch(self, index: int) -> bool:
         """Start reading a segment if that costs none that is needed sooner. See the contract."""
         with self._lock:

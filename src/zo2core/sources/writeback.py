@@ -42,7 +42,7 @@ class WriteBack:
             )
         self._layouts = layouts
         self._scratch = scratch
-        self._every = every
+        self.every = every
         self._timeline = Timeline() if timeline is None else timeline
         self._under_way: dict[int, Future[None]] = {}
         self._failure: BaseException | None = None
@@ -57,7 +57,7 @@ class WriteBack:
             version: Of its bytes.
             then: Called in the writing thread when it is done.
         """
-        if self._scratch is None or self._every is None or version - self._scratch.version(segment) < self._every:
+        if self._scratch is None or self.every is None or version - self._scratch.version(segment) < self.every:
             return
         future = self._pool.submit(self._write, self._scratch, segment, pages, version)
         self._under_way[segment] = future
