@@ -12,7 +12,7 @@ import torch
 from models import CONFIGS, make_batch, save_model, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zo2adapters import open_checkpoint
+from zo2adapters import open_checkpoint, score
 from zo2adapters.answers import Answers, PreparedBatch
 from zo2adapters.hf import HFBlockModel
 from zo2core import Distribution, MeZOSGD, PhiloxNoise, ZOEngine
@@ -33,18 +33,21 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("loss_chunk", [None, 3])
 @pytest.mark.parametrize("lengths", [[5, 5], [5, 3]], ids=["full", "padded"])
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_a_sweep_asks_the_device_for_nothing(model_type: str, lengths: list[int], tmp_path: Path) -> None:
+def test_a_sweep_asks_the_device_for_nothing(
+    model_type: str, lengths: list[int], loss_chunk: int | None, tmp_path: Path
+) -> None:
     base = save_model(tmp_path, small_config(model_type))
-    model = open_checkpoint(base)
+    model = open_checkpoint(base, loss_chunk=loss_chunk)
     batch = make_batch(model.config.vocab_size, lengths)
     prepared = model.prepared
 
     def ahead(given: Any) -> Any:
         """As for a GPU."""
         found = prepared(given)
-        model.embed(found)
+        model.learn(found)
         return found
 
     noise = PhiloxNoise(Distribution.RADEMACHER)
@@ -60,6 +63,7 @@ def test_a_sweep_asks_the_device_for_nothing(model_type: str, lengths: list[int]
             for _ in range(2):
                 engine.step(batch)
             found = engine.evaluate([batch]).losses
+            score(engine, model, [[3, 4], [5]], [[[6], [7, 8]], [[9, 4, 6], [1]]])
         assert waits.found == []
         with patch.object(model, "prepared", lambda given: given):  # asks each time
             assert engine.evaluate([batch]).losses == found

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
-from zo2core import BlockLayout, MemoryBudgetError, OptionError, ParameterSpec, SegmentKind
+from zo2core import BlockLayout, MemoryBudgetError, OptionError, ParameterSpec, PhiloxNoise, SegmentKind
 from zo2core.arrangement import arrange
 from zo2core.budget import free_memory, parse_size, resident_memory
 from zo2core.checkpoint.ranged import STAGING
+from zo2core.probes import evaluation_seconds
 from zo2core.sources.loader import READERS
+from zo2core.types import Program
 
 MiB = 2**20
 
@@ -114,3 +117,24 @@ def test_auto_takes_what_is_free() -> None:
     found = arrange(layouts(), activation_bytes=0)
     assert found.buckets is None
     assert found.keep_noise
+
+
+class RecordingNoise(PhiloxNoise):
+    """Notes what its passes draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes: set[tuple[int, ...]] = set()
+
+    def walk(self, theta: torch.Tensor, program: Program, *arguments: Any, **others: Any) -> None:
+        then = others.get("then")
+        drawn = [program.seeds[move.direction] for move in (*program.instructions, *([then] if then else []))]
+        self.passes.add(tuple(sorted(set(drawn))))
+        super().walk(theta, program, *arguments, **others)
+
+
+def test_a_first_evaluation_draws_the_updates_direction_and_its_own() -> None:
+    noise = RecordingNoise()
+    first, other = evaluation_seconds(noise, layouts())
+    assert min(first, other) > 0
+    assert {len(drawn) for drawn in noise.passes} == {1, 2}

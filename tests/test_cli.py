@@ -181,6 +181,7 @@ def test_verify_names_the_first_difference(
         (["--device", "gpu"], "device: found 'gpu'"),
         (["--device", "cuda:99"], "CUDA device(s)"),
         (["--memory", "much"], "memory: found 'much'"),
+        (["--device-memory", "8GiB"], "device_memory: found '8GiB'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

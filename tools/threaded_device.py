@@ -71,7 +71,8 @@ class ThreadedStreams:
         self._delay = delay
         self._without = frozenset(without)
         self._poison = poison
-        lanes = [Lane.UPLOAD, Lane.OFFLOAD, *([Lane.REPLAY] if asynchronous else [])]
+        copies = [Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT]
+        lanes = [*copies, *([Lane.REPLAY] if asynchronous else [])]
         self._lanes = {lane: ThreadPoolExecutor(1, thread_name_prefix=f"zo2-{lane.value}") for lane in lanes}
         self.errors: list[BaseException] = []  # of compute
 

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from zo2adapters.batch import IGNORE_INDEX
+
 _QUESTIONS = {torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.item, torch.Tensor.tolist}
 
 
 class Answers(TorchFunctionMode):
     """Within its context, questions are answered from memory, in the order in which they were first asked.
 
-    Only those of integers and truth values: floating-point numbers may follow from weights, and are asked each time.
+    Only those of integers and truth values: floating-point numbers may follow from weights, and are asked each time. That
+    truth values do not is assumed of all that a decoder does before its first layer and after its last one.
     """
 
     def __init__(self) -> None:
@@ -56,3 +59,10 @@ class PreparedBatch(dict[str, torch.Tensor]):
     def __init__(self, batch: dict[str, torch.Tensor]) -> None:
         super().__init__(batch)
         self.answers = Answers()
+        self.predictions = predictions(batch["labels"])
+
+
+def predictions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows and columns of the tokens from which a labelled one is predicted: int64, (labelled tokens,) each."""
+    rows, columns = (labels[:, 1:] != IGNORE_INDEX).nonzero(as_tuple=True)
+    return rows, columns

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from zo2adapters.footprint import activation_bytes, least_activation_bytes
+from zo2adapters.footprint import activation_bytes, forward_bytes, held_bytes, least_activation_bytes
 from zo2adapters.hf import HFBlockModel
 from zo2core import SequentialNoise
+from zo2core.activations import ROOMS, streams_that_stay
 from zo2core.arrangement import MOST_USEFUL_BUCKETS, Arrangement, arrange
 from zo2core.budget import parse_size
 from zo2core.protocols import NoiseGenerator
@@ -90,8 +91,12 @@ def plan_device(
         least_activation_bytes=least_activation_bytes(config, rows, tokens, micro_rows=micro_rows, loss_chunk=chunk),
         probes=queries,
     )
-    waiting = needed - residency.activation_bytes
-    arrangement = arrange(layouts, memory=memory, activation_bytes=waiting, compute_on_host=False)
+    running = rows if micro_rows is None else min(rows, micro_rows)
+    own, streams = held_bytes(config, running, tokens), 2 * queries * -(-rows // running)
+    left = residency.activation_bytes - forward_bytes(config, running, tokens, loss_chunk=chunk)
+    waiting = own * (streams - streams_that_stay(streams, own, left, rooms=ROOMS * own))
+    # As the engine does: it sets aside what all streams take if any of them has to wait.
+    arrangement = arrange(layouts, memory=memory, activation_bytes=needed if waiting else 0, compute_on_host=False)
     blocks = [layout.nbytes for layout in layouts if not layout.resident]
     read = 0
     if arrangement.buckets is not None:

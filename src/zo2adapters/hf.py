@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from zo2adapters.answers import PreparedBatch
+from zo2adapters.answers import Answers, PreparedBatch, predictions
 from zo2adapters.batch import check_batch
 from zo2adapters.footprint import forward_bytes
 from zo2adapters.loss import chunked_loss
@@ -85,6 +85,7 @@ class HFBlockModel:
         self._modules = dict(skeleton.named_modules())
         self._skeleton = skeleton
         self._recorder = Recorder()
+        self._of_stand_ins = Answers()  # the same for any number of them
         layers = skeleton.get_submodule(architecture.blocks)
         assert isinstance(layers, nn.ModuleList)
         self._layers = list(layers)
@@ -113,9 +114,15 @@ class HFBlockModel:
         check_batch(batch, self.config)
         found = PreparedBatch(dict(batch))
         if batch["input_ids"].device.type != "cpu":  # there it costs nothing to ask, the first time
-            with torch.inference_mode():
-                self.embed(found)
+            self.learn(found)
         return found
+
+    @torch.inference_mode()
+    def learn(self, batch: Batch) -> None:
+        """Have HF's forward ask all that it asks about a batch, and about what stands in for final hidden states."""
+        self.embed(batch)
+        with self._of_stand_ins:
+            self.prologue(input_ids=torch.zeros_like(batch["input_ids"][:1, :1]), use_cache=False)
 
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer. See the contract."""
@@ -145,6 +152,7 @@ class HFBlockModel:
         return chunked_loss(
             activations.hidden,
             batch["labels"],
+            batch.predictions if isinstance(batch, PreparedBatch) else predictions(batch["labels"]),
             self.loss_chunk,
             logits=self.logits,
             loss_function=self._skeleton.loss_function,
@@ -155,7 +163,8 @@ class HFBlockModel:
         """Run HF's norm and head on final hidden states, (n, hidden size); returns (n, vocabulary)."""
         # Each is a row of one token: there may be more of them than the model has positions.
         ids = torch.zeros(len(hidden), 1, dtype=torch.int64, device=hidden.device)
-        return self._epilogue(hidden[:, None], "logits", input_ids=ids)[:, 0]
+        with self._of_stand_ins:
+            return self._epilogue(hidden[:, None], "logits", input_ids=ids)[:, 0]
 
     def _epilogue(self, final: torch.Tensor, wanted: str, **inputs: torch.Tensor) -> torch.Tensor:
         self._recorder.final = final

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from zo2adapters.batch import IGNORE_INDEX
-
 
 def chunked_loss(
     hidden: torch.Tensor,
     labels: torch.Tensor,
+    predictions: tuple[torch.Tensor, torch.Tensor],
     chunk: int,
     *,
     logits: Callable[[torch.Tensor], torch.Tensor],
@@ -23,6 +22,7 @@ def chunked_loss(
     Args:
         hidden: Final hidden states, (rows, tokens, hidden size), before the norm.
         labels: (rows, tokens); each token but the last predicts the next one's.
+        predictions: Rows and columns of the tokens from which a labelled one is predicted.
         chunk: Labelled tokens whose logits are there at a time.
         logits: Norm and head: (n, hidden size) to (n, vocabulary).
         loss_function: Hugging Face's, of the model.
@@ -32,7 +32,7 @@ def chunked_loss(
         0-d, as ``loss_function`` gives it.
     """
     targets = labels[:, 1:]
-    rows, places = (targets != IGNORE_INDEX).nonzero(as_tuple=True)
+    rows, places = predictions
     count = len(rows)
     terms = []
     for start in range(0, count, chunk):

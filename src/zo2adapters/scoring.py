@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from zo2adapters.answers import PreparedBatch, predictions
 from zo2adapters.batch import IGNORE_INDEX
 from zo2adapters.data import TokenizedRow, collate
 from zo2adapters.footprint import forward_bytes
@@ -53,7 +54,7 @@ class LogLikelihood:
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Sum the log-probabilities of each row's labelled tokens: (rows,), float64."""
         targets = batch["labels"][:, 1:]
-        rows, places = (targets != IGNORE_INDEX).nonzero(as_tuple=True)
+        rows, places = batch.predictions if isinstance(batch, PreparedBatch) else predictions(batch["labels"])
         chunk = self._model.loss_chunk or len(rows)
         sums = torch.zeros(len(targets), dtype=torch.float64, device=targets.device)
         for start in range(0, len(rows), chunk):

@@ -71,7 +71,7 @@ class _Place(NamedTuple):
     nbytes: int
 
 
-@dataclass
+@dataclass(eq=False)
 class _Room:
     """Device memory for the activations of one stream at a time."""
 
@@ -84,7 +84,7 @@ class _Room:
 class _Waiting:
     """A stream whose activations are in host memory between its forwards."""
 
-    memory: torch.Tensor  # of the host
+    memory: torch.Tensor | None = None  # of the host
     form: Activations = None  # with a leaf for each tensor
     places: Sequence[_Place] = ()
     left: Event | None = None  # they are in host memory
@@ -100,54 +100,74 @@ class ActivationMemory:
         allowed: Bytes of the device for activations, forwards included. What does not fit waits in host memory; one forward
             and two rooms are taken in any case. None: everything stays. Without effect where the device computes in host
             memory.
+        host_bytes: Expected to wait at a time. More is allocated if need be.
     """
 
-    def __init__(self, device: Device, allowed: int | None) -> None:
+    def __init__(self, device: Device, allowed: int | None, host_bytes: int = 0) -> None:
         self._device = device
         self._allowed = None if device.in_place else allowed
         self._staying: dict[int, Activations] = {}  # streams whose activations are on the device
         self._waiting: dict[int, _Waiting] = {}
-        self._rooms: deque[_Room] = deque()  # free ones
-        self._host: list[torch.Tensor] = []  # free memory
+        rooms = 0 if self._allowed is None else ROOMS
+        self._rooms = tuple(_Room(device.empty(0)) for _ in range(rooms))
+        self._free: deque[_Room] = deque()
+        self._host = torch.empty(0, dtype=torch.uint8)  # given out from the beginning, anew in each sweep
+        self._host_bytes = host_bytes
+        self._used = 0  # of the host's
+        self._may_wait = False
         self._expected = 0  # streams still to come
         self._held = 0  # bytes of those that stay
-        if self._allowed is not None:
-            self._rooms.extend(_Room(device.empty(0)) for _ in range(ROOMS))
 
-    def begin(self, streams: int) -> None:
-        """Forget the last sweep, however it ended, and expect so many streams."""
-        for stream, waiting in self._waiting.items():
+    @property
+    def room_bytes(self) -> int:
+        """What the rooms take of the device's memory by now."""
+        return sum(len(room.memory) for room in self._rooms)
+
+    def begin(self, streams: int, *, may_wait: bool = True) -> None:
+        """Forget the last sweep, however it ended.
+
+        Args:
+            streams: Of the sweep that begins.
+            may_wait: Their activations may have to wait; else it is known that all fit.
+        """
+        for waiting in self._waiting.values():
             if waiting.coming is not None:  # of a sweep that failed
                 self._device.streams.wait(waiting.coming.done, Wait.CAME)
-            self.drop(stream)
-            self._host.append(waiting.memory)
+        held = [room for room in self._rooms if room not in self._free]
+        for room in held:
+            room.last_uses[Wait.READ] = self._device.streams.mark()
+        self._free.extend(held)
         self._waiting.clear()
         self._staying.clear()
-        self._expected, self._held = streams, 0
+        self._used, self._held, self._expected = 0, 0, streams
+        self._may_wait = may_wait and self._allowed is not None
 
-    def admit(self, stream: int, activations: Activations, running: int) -> None:
+    def admit(self, stream: int, activations: Activations, running: Callable[[], int]) -> None:
         """Keep what a stream's first forward gave, and decide where its activations are from now on.
 
         Args:
             stream: Whose.
             activations: On the device.
-            running: Bytes that its forwards take.
+            running: Gives the bytes that its forwards take.
         """
-        if not self._stays(activations, running):
-            self._waiting[stream] = _Waiting(self._host.pop() if self._host else torch.empty(0, dtype=torch.uint8))
+        if self._may_wait and not self._stays(activations, running()):
+            self._waiting[stream] = _Waiting()
         self.put(stream, activations)
 
     def prefetch(self, stream: int) -> None:
         """Start bringing a stream's activations in, if they wait in host memory and there is a free room."""
         waiting = self._waiting.get(stream)
-        if waiting is None or waiting.room is not None or not self._rooms:
+        if waiting is None or waiting.room is not None or not self._free:
             return
         assert waiting.left is not None
+        assert waiting.memory is not None
         nbytes = _end(waiting.places)
-        room = waiting.room = self._of_size(self._rooms.popleft(), nbytes)
+        room = self._free[0]
+        self._grow(room, nbytes)
         after = {Wait.AWAY: waiting.left, **room.last_uses}
-        waiting.coming = self._copy(Lane.UPLOAD, stream, room.memory[:nbytes], waiting.memory[:nbytes], after)
-        room.places, room.last_uses = waiting.places, {}
+        target, source = room.memory[:nbytes], waiting.memory[:nbytes]
+        waiting.coming = self._copy(Lane.ACTIVATIONS_IN, stream, target, source, after)
+        waiting.room, room.places, room.last_uses = self._free.popleft(), waiting.places, {}
 
     def take(self, stream: int) -> Activations:
         """A stream's activations, on the device, for its next forward; ``put`` or ``drop`` follows."""
@@ -167,44 +187,43 @@ class ActivationMemory:
         if waiting is None:
             self._staying[stream] = activations
             return
-        streams, room = self._device.streams, waiting.room
-        waiting.form, places, sources = self._laid_out(activations, room)
+        streams = self._device.streams
+        form, places, sources = self._laid_out(activations, waiting.room)
         nbytes = _end(places)
-        if room is None:
-            room = self._rooms.popleft()
-            for why, event in room.last_uses.items():
-                streams.order(event, why)
-        room = self._of_size(room, nbytes)
-        if len(waiting.memory) < nbytes:  # in powers of two: all that was outgrown is less than what there is in the end
-            waiting.memory = _allocated(self._device.host_memory, 1 << (nbytes - 1).bit_length())
+        if waiting.memory is None or len(waiting.memory) < nbytes:
+            waiting.memory = self._host_memory(nbytes)
+        room = waiting.room or self._free[0]
+        self._grow(room, nbytes)
+        for why, event in room.last_uses.items():
+            streams.order(event, why)
         self._fill(room.memory, places, sources)
-        transfer = self._copy(
-            Lane.OFFLOAD, stream, waiting.memory[:nbytes], room.memory[:nbytes], {Wait.MADE: streams.mark()}
-        )
-        waiting.places, waiting.left, waiting.room, waiting.coming = places, transfer.done, None, None
+        target, source = waiting.memory[:nbytes], room.memory[:nbytes]
+        transfer = self._copy(Lane.ACTIVATIONS_OUT, stream, target, source, {Wait.MADE: streams.mark()})
+        if waiting.room is None:
+            self._free.popleft()
         room.last_uses = {Wait.LEFT: transfer.done}
-        self._rooms.append(room)
+        self._free.append(room)
+        waiting.form, waiting.places, waiting.left = form, places, transfer.done
+        waiting.room = waiting.coming = None
 
     def drop(self, stream: int) -> None:
         """Forget a stream's activations: its last forward was issued."""
         waiting = self._waiting.get(stream)
         if waiting is not None and waiting.room is not None:
             waiting.room.last_uses = {Wait.READ: self._device.streams.mark()}
-            self._rooms.append(waiting.room)
+            self._free.append(waiting.room)
             waiting.room = waiting.coming = None
 
     def _stays(self, activations: Activations, running: int) -> bool:
         """Whether a new stream's activations stay on the device: those to come are taken to be as large."""
-        if self._allowed is None:
-            return True
-        own, left = held_bytes(activations), self._allowed - self._held - running
-        all_stay = not self._waiting and own * self._expected <= left
-        needed = own if all_stay else (1 + ROOMS) * own
+        assert self._allowed is not None
+        own, expected = held_bytes(activations), self._expected
         self._expected -= 1
-        if needed > left:
-            return False
-        self._held += own
-        return True
+        allowed = self._allowed - self._held - running - self.room_bytes
+        rooms = max(ROOMS * own - self.room_bytes, 0)
+        stays = streams_that_stay(expected, own, allowed, rooms=rooms, some_wait=bool(self._waiting)) > 0
+        self._held += own if stays else 0
+        return stays
 
     def _laid_out(
         self, activations: Activations, room: _Room | None
@@ -235,20 +254,46 @@ class ActivationMemory:
         for to, source in moves:
             to.copy_(source)
 
-    def _of_size(self, room: _Room, nbytes: int) -> _Room:
-        """A room, or a larger one in its stead."""
+    def _grow(self, room: _Room, nbytes: int) -> None:
         if len(room.memory) >= nbytes:
-            return room
+            return
         for why, event in room.last_uses.items():  # before its memory may become something else's
             self._device.streams.wait(event, why)
-        return _Room(_allocated(self._device.empty, nbytes))
+        with torch.inference_mode(mode=False):  # copies may be done by other threads
+            room.memory = self._device.empty(nbytes)
+        # What is allocated may have been freed by the host while compute issued before is still at work in it.
+        room.last_uses = {Wait.READ: self._device.streams.mark()}
+
+    def _host_memory(self, nbytes: int) -> torch.Tensor:
+        """Host memory that nobody else uses in this sweep."""
+        if self._used + nbytes > len(self._host):
+            with torch.inference_mode(mode=False):
+                self._host = self._device.host_memory(max(self._host_bytes, 2 * len(self._host), nbytes))
+            self._used = 0
+        self._used += nbytes
+        return self._host[self._used - nbytes : self._used]
 
     def _copy(
         self, lane: Lane, stream: int, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]
     ) -> Transfer:
         transfer = self._device.streams.copy(lane, target, source, after)
-        self._device.timeline.note(lane, f"activations {stream}", transfer.begun, transfer.done, source.numel())
+        self._device.timeline.note(lane, f"stream {stream}", transfer.begun, transfer.done, source.numel())
         return transfer
+
+
+def streams_that_stay(streams: int, own: int, allowed: int, *, rooms: int, some_wait: bool = False) -> int:
+    """How many streams' activations stay on a device, so that as few as possible wait.
+
+    Args:
+        streams: All that are to come.
+        own: Bytes of each.
+        allowed: Bytes of the device, beside a forward's.
+        rooms: Bytes that the two rooms take as soon as one stream waits.
+        some_wait: One does.
+    """
+    if not some_wait and streams * own <= allowed:
+        return streams
+    return max(min((allowed - rooms) // own, streams), 0) if own else streams
 
 
 def _bytes_of(tensor: torch.Tensor, room: _Room | None) -> torch.Tensor:
@@ -263,8 +308,3 @@ def _bytes_of(tensor: torch.Tensor, room: _Room | None) -> torch.Tensor:
 
 def _end(places: Sequence[_Place]) -> int:
     return max((aligned(place.start + place.nbytes) for place in places), default=0)
-
-
-def _allocated(allocate: Callable[[int], torch.Tensor], nbytes: int) -> torch.Tensor:
-    with torch.inference_mode(mode=False):  # copies may be done by other threads
-        return allocate(nbytes)

@@ -33,7 +33,7 @@ from zo2core.protocols import (
     Scheduler,
     ZOEstimator,
 )
-from zo2core.residency import Residency, choose_residency
+from zo2core.residency import Residency, choose_residency, require_auto
 from zo2core.schedulers import OverlappedScheduler
 from zo2core.trace import Recorder, Sweep, Trace
 from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult
@@ -117,7 +117,7 @@ class ZOEngine:
                     undo.callback(part.close)
             begun_with = None if self._journal.header is None else self._journal.header["noise"]
             choose = partial(choose_noise, begun_with, model.layouts, self._device.torch_device)
-            self._noise = noise or choose()
+            self._noise = choose() if noise is None else noise
             self.residency: Residency | None = None  # of the device's memory; None where that is the host's, too
             if scheduler is None and not self._device.in_place:
                 self.residency = choose_residency(
@@ -129,13 +129,16 @@ class ZOEngine:
                     least_activation_bytes=least_activation_bytes,
                     probes=probes(estimator, self._journal.updates),
                 )
-            on_device = activation_bytes if self.residency is None else self.residency.activation_bytes
+            else:
+                require_auto(device_memory)
+            room = activation_bytes if self.residency is None else self.residency.activation_bytes
+            waiting = activation_bytes if room < activation_bytes else 0  # at most
             self.arrangement: Arrangement | None = None  # of host memory; None for a source that was passed
             if source is None:
                 self.arrangement = arrange(
                     model.layouts,
                     memory=memory,
-                    activation_bytes=activation_bytes - (0 if self._device.in_place else on_device),
+                    activation_bytes=activation_bytes if self._device.in_place else waiting,
                     compute_on_host=self._device.torch_device.type == "cpu",
                     may_keep_noise=not isinstance(self._noise, CounterNoise),
                 )
@@ -165,7 +168,8 @@ class ZOEngine:
                 )
                 undo.callback(source.close)
             self._source = source
-            scheduler = scheduler or partial(OverlappedScheduler, kept=0 if self.residency is None else self.residency.kept)
+            if scheduler is None:
+                scheduler = partial(OverlappedScheduler, kept=0 if self.residency is None else self.residency.kept)
             self._scheduler = scheduler(self._source, self._device)
             keep_noise = self._device.in_place and (self.arrangement is None or self.arrangement.keep_noise)
             self._workspace = Workspace(model.layouts, self._device, self._noise, keep_noise=keep_noise)
@@ -173,12 +177,11 @@ class ZOEngine:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb") if on_cpu else None
             self._seed = seed
             self._micro_batch_size = micro_batch_size
-            self._activation_bytes = on_device
-            self._activations = ActivationMemory(self._device, None if least_activation_bytes is None else on_device)
+            self._activation_bytes = room
+            self._activations = ActivationMemory(self._device, None if least_activation_bytes is None else room, waiting)
             self._recorder = Recorder(self._device.timeline, trace)
             self._settled = 0  # version at which what stays on the device was last brought back
-            self._closed = False
-            self._busy = False
+            self._closed = self._busy = False
             model.bind(self._workspace.parameters())
             undo.pop_all()
 
@@ -281,7 +284,7 @@ class ZOEngine:
         self._require_open()
         forward = self._model if forward is None else forward
         prepared = (forward.prepared(self._on_device(batch)) for batch in batches)
-        for group in fill_sweeps(prepared, forward, self._activation_bytes):
+        for group in fill_sweeps(prepared, forward, self._activation_bytes - self._activations.room_bytes):
             self._require_open()
             began = time.perf_counter()
             found = self._sweep([(None, batch) for batch in group], forward)

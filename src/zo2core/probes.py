@@ -59,12 +59,14 @@ def evaluation_seconds(noise: CounterNoise, layouts: Sequence[BlockLayout]) -> t
     """
 
     def to_evaluation(program: Program) -> float:
+        then = Perturb(len(program.seeds) - 1, 1.0, 1e-3)
+
         def run(spec: ParameterSpec, start: int, theta: torch.Tensor, out: torch.Tensor, *_: torch.Tensor) -> None:
-            noise.walk(theta, program, spec, start, out=out, then=Perturb(0, 1.0, 1e-3))
+            noise.walk(theta, program, spec, start, out=out, then=then)
 
         return _seconds(noise, layouts, run)
 
-    return to_evaluation(Program((1, 0), (_DESCEND,))), to_evaluation(Program((1,), ()))
+    return to_evaluation(Program((0, 1), (_DESCEND,))), to_evaluation(Program((1,), ()))
 
 
 def _seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], run: Callable[..., None]) -> float:

@@ -215,13 +215,13 @@ class Transfer(NamedTuple):
 
 
 class Streams(Protocol):
-    """A device's queues of work: compute, uploads and offloads, each in its own order."""
+    """A device's queues of work: compute, and one for each lane of copies, each in its own order."""
 
     def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]) -> Transfer:
         """Start a copy and return at once.
 
         Args:
-            lane: UPLOAD or OFFLOAD.
+            lane: UPLOAD or OFFLOAD, or ACTIVATIONS_IN or ACTIVATIONS_OUT.
             target: uint8, 1-D.
             source: As long.
             after: What the copy waits for, on the device.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from zo2core.account import Account, Part
 from zo2core.budget import parse_size
+from zo2core.errors import OptionError
 from zo2core.protocols import CounterNoise, NoiseGenerator
 from zo2core.types import BlockLayout
 from zo2core.workspace import SCRATCH, drawn_bytes, work_bytes
@@ -81,3 +82,18 @@ def choose_residency(
     if smallest.nbytes <= budget:
         return counted(0, least + budget - smallest.nbytes)
     raise smallest.too_large("device_memory", "use a larger device, smaller batches, a loss in chunks, or a 16-bit dtype")
+
+
+def require_auto(memory: int | str) -> None:
+    """Refuse a size where nobody would heed it.
+
+    Raises:
+        OptionError: unless it is "auto".
+    """
+    if memory != "auto":
+        raise OptionError(
+            "device_memory",
+            found=repr(memory),
+            expected="a GPU, and no scheduler of one's own, where a size is given",
+            remedy="leave it out, or the scheduler; memory= bounds what the CPU takes",
+        )

@@ -19,9 +19,11 @@ class Lane(Enum):
 
     READ = "read"  # disk to host
     UPLOAD = "upload"  # host to device
+    ACTIVATIONS_IN = "activations in"  # the same way, for those that waited in host memory
     REPLAY = "replay"  # the device's arithmetic
     EVALUATE = "evaluate"  # the device's perturbing and forwards
     OFFLOAD = "offload"  # device to host
+    ACTIVATIONS_OUT = "activations out"  # the same way, to wait there
     WRITE = "write"  # host to disk
 
 

@@ -205,7 +205,8 @@ class StepResult(NamedTuple):
     @property
     def bytes_moved(self) -> int:
         """Uploaded plus offloaded; 0 where the device computes on the buckets themselves."""
-        return self.lanes[Lane.UPLOAD].nbytes + self.lanes[Lane.OFFLOAD].nbytes
+        lanes = (Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT)
+        return sum(self.lanes[lane].nbytes for lane in lanes)
 
     @property
     def bound_seconds(self) -> float:

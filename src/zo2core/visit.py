@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from enum import Enum, auto
+from functools import partial
 from itertools import groupby
 from queue import SimpleQueue
 
@@ -98,7 +99,7 @@ class SegmentVisitor:
         self._order = [i for _, members in self._groups for i in members]  # of streams, at each segment
         self._following = dict(zip(self._order, [*self._order[1:], *self._order[:1]], strict=True))
         self._activations = activations
-        activations.begin(len(streams))
+        activations.begin(len(streams), may_wait=any(evaluation is not None for evaluation, _ in streams))
         self.seeds = {evaluation.seed for evaluation, _ in streams if evaluation is not None}  # drawn from, this sweep
         self.outputs: list[torch.Tensor] = []  # the head's, one a stream, once it was visited
 
@@ -298,7 +299,7 @@ class SegmentVisitor:
         kind, batch, memory = self._model.layouts[index].kind, self._batches[stream], self._activations
         last = stream == self._order[-1]
         if kind is SegmentKind.EMBEDDING:
-            memory.admit(stream, self._runs.embed(batch), self._runs.forward_bytes(batch))
+            memory.admit(stream, self._runs.embed(batch), partial(self._runs.forward_bytes, batch))
             if last:
                 memory.prefetch(self._order[0])
             return

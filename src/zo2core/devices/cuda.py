@@ -16,6 +16,8 @@ from zo2core.memory import anonymous_memory
 from zo2core.protocols import Transfer, Wait
 from zo2core.timeline import Event, Lane, Timeline
 
+_TURN = 64 << 20  # bytes after which a copy engine may turn to another queue: a few milliseconds
+
 
 class _Clock:
     """The host's clock, held against an event of the GPU once."""
@@ -61,10 +63,10 @@ class CudaStreams:
     def __init__(self, index: int) -> None:
         self._index = index
         with torch.cuda.device(index):
-            self._lanes: dict[Lane, Any] = {
-                Lane.UPLOAD: _stream(),  # the copy engine towards the GPU works beside the kernels
-                Lane.OFFLOAD: _stream(),  # there is a second one for the way back: both at once
-            }
+            # One copy engine works towards the GPU beside the kernels, and a second one on the way back. Activations have
+            # queues of their own: they need not wait until a whole block has passed.
+            lanes = (Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT)
+            self._lanes: dict[Lane, Any] = {lane: _stream() for lane in lanes}
             self._clock = _Clock()
 
     def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]) -> Transfer:
@@ -74,7 +76,8 @@ class CudaStreams:
             stream.wait_event(_recorded(event))
         begun = CudaEvent(self._clock, stream)
         with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
+            for some, other in zip(torch.split(target, _TURN), torch.split(source, _TURN), strict=True):
+                some.copy_(other, non_blocking=True)
         return Transfer(target, source, begun, CudaEvent(self._clock, stream))
 
     def mark(self) -> Event:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from zo2core.kernels.arithmetic import folds
 from zo2core.kernels.philox import Distribution
-from zo2core.types import Perturb, Program
+from zo2core.types import Perturb, Program, aligned
 
 BLOCK = 1024  # elements of a program instance: a multiple of what is drawn together
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
@@ -183,8 +183,10 @@ def _table(program: Program, device: torch.device) -> tuple[torch.Tensor, ...]:
         torch.tensor([move.direction for move in program.instructions], dtype=torch.int32),
         scalars.to(torch.float32),
     ]
-    packed = torch.cat([part.view(torch.uint8) for part in parts])
-    there = (packed.pin_memory() if device.type == "cuda" else packed).to(device, non_blocking=True)
-    pieces = there.split([part.nbytes for part in parts])
-    seeds, kinds, places, coefficients = (piece.view(part.dtype) for piece, part in zip(pieces, parts, strict=True))
+    sizes = [aligned(part.nbytes) for part in parts]  # of one alignment each: Triton compiles anew for another
+    packed = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for piece, part in zip(packed.split(sizes), parts, strict=True):
+        piece[: part.nbytes].copy_(part.view(torch.uint8))
+    pieces = zip(packed.to(device, non_blocking=True).split(sizes), parts, strict=True)
+    seeds, kinds, places, coefficients = (piece[: part.nbytes].view(part.dtype) for piece, part in pieces)
     return kinds, places, coefficients, seeds

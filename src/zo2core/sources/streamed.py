@@ -127,21 +127,23 @@ class StreamedSource:
             if slot is not None:
                 slot.held = True
         ahead = slot is not None
-        if slot is None:
-            slot = self._emptied(index)
+        slot = self._emptied(index) if slot is None else slot
+        try:
             with self._lock:
-                self._load(index, slot)
-        self._read_ahead()
-        if slot.loading is not None:
-            try:
+                self._require_open()
+                if not ahead:
+                    self._load(index, slot)
+            self._read_ahead()
+            if slot.loading is not None:
                 if ahead and slot.loading.failed():  # then, when nobody needed it; what counts is whether it fails now
                     with self._lock:
                         self._require_open()
                         self._load(index, slot)
                 slot.loading.wait()
-            except BaseException:
-                slot.segment, slot.held = None, False  # reads may go on if the wait was interrupted: whoever reuses it waits
-                raise
+        except BaseException:
+            slot.segment, slot.held = None, False  # reads may go on if the wait was interrupted: whoever reuses it waits
+            raise
+        if slot.loading is not None:
             slot.version, slot.loading = slot.loading.version, None
         layout = self._layouts[index]
         return Bucket(index, slot.pages[: layout.nbytes], slot.views(index, layout), slot.version)
