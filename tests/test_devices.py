@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import save_model, small_config
 
+import zo2core.devices.cuda
 from zo2adapters import open_checkpoint
 from zo2core import CudaDevice, DeviceError, HostDevice, MeZOSGD, ZOEngine
 from zo2core.protocols import Wait
@@ -74,7 +75,7 @@ class FakeEvent:
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is queued, in order."""
     lines: list[str] = []
-    names = iter(["upload", "offload"])
+    names = iter(["upload", "offload", "activations in", "activations out"])
     compute = FakeStream("compute", lines)
     monkeypatch.setattr(FakeEvent, "log", lines, raising=False)
     monkeypatch.setattr(FakeEvent, "recorded", 0)
@@ -138,6 +139,15 @@ def test_cuda_copies_in_the_lanes_stream_between_two_events_after_what_it_waits_
     assert transfer.done.passed
     began = time.perf_counter()
     assert began < transfer.done.seconds < began + 2, "the GPU's clock is held against the host's"
+
+
+@pytest.mark.usefixtures("runtime")
+@pytest.mark.parametrize("nbytes", [0, 2, 3, 7])
+def test_cuda_copies_all_of_what_is_issued_in_turns(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zo2core.devices.cuda, "_TURN", 3)
+    target, source = torch.zeros(nbytes, dtype=torch.uint8), torch.arange(nbytes, dtype=torch.uint8)
+    CudaDevice().streams.copy(Lane.OFFLOAD, target, source, {})
+    assert torch.equal(target, source)
 
 
 def test_cuda_waits_for_all_work_before_memory_goes(runtime: FakeRuntime, log: list[str]) -> None:
