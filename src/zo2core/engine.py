@@ -232,8 +232,9 @@ class ZOEngine:
         if (every := self.write_back_every) is not None and step > self._settled + every:
             self._scheduler.settle()  # what stays on the device, at the last step's version, can be written back then
             self._settled = step - 1
-        pieces = [self._model.prepared(piece) for piece in cut(self._on_device(batch), self._micro_batch_size)]
-        tokens = [labelled_tokens(piece) for piece in pieces] if len(pieces) > 1 else [1]
+        cuts = cut(batch, self._micro_batch_size)
+        tokens = [labelled_tokens(piece) for piece in cuts] if len(cuts) > 1 else [1]
+        pieces = [self._model.prepared(self._on_device(piece)) for piece in cuts]
         found = iter(self._sweep([(evaluation, piece) for evaluation in evaluations for piece in pieces]))
         losses = [joined_loss([next(found) for _ in pieces], tokens) for _ in evaluations]
         for evaluation, loss in zip(evaluations, losses, strict=True):
