@@ -12,11 +12,11 @@ from zo2core.account import Account, Part
 from zo2core.budget import parse_size
 from zo2core.errors import OptionError
 from zo2core.protocols import CounterNoise, NoiseGenerator
+from zo2core.schedulers.overlapped import SLOTS
 from zo2core.types import BlockLayout
 from zo2core.workspace import SCRATCH, drawn_bytes, work_bytes
 
 AUTO_SHARE = 0.95  # of the free memory; the rest is the allocator's
-SLOTS = 2
 _SCRATCHES = 3  # replay, decay, move
 
 
