@@ -204,7 +204,7 @@ class StepResult(NamedTuple):
 
     @property
     def bytes_moved(self) -> int:
-        """Uploaded plus offloaded; 0 where the device computes on the buckets themselves."""
+        """Blocks and activations, uploaded plus offloaded; 0 where the device computes on the buckets themselves."""
         lanes = (Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT)
         return sum(self.lanes[lane].nbytes for lane in lanes)
 
