@@ -2,8 +2,8 @@
 
 While the device computes the forward of one stream, the next one's activations come in and the last one's go out. Two rooms
 on the device take turns: activations arrive in one, the forward reads them there, its result is put in their place and goes
-out from there. Once the rooms are as large as the largest stream, nothing is allocated but what the forward itself allocates,
-and the host does not wait.
+out from there. Once the rooms are as large as the largest stream, nothing is allocated but what the forward itself
+allocates, and the host does not wait.
 """
 
 from __future__ import annotations
