@@ -31,9 +31,9 @@ from zo2core import (
     SerialScheduler,
     ZOEngine,
 )
-from zo2core.arrangement import Arrangement, arrange
 from zo2core.kernels import fill
 from zo2core.numbers import directions
+from zo2core.planning.host_plan import Arrangement, arrange
 from zo2core.protocols import BlockModel, BlockSource, Device, Scheduler
 from zo2core.types import Batch
 

@@ -17,9 +17,9 @@ from test_waits import FOR_ACTIVATIONS, nothing, slow
 from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2core import HostDevice
-from zo2core.activations import ROOMS, ActivationMemory, held_bytes
 from zo2core.protocols import Wait
-from zo2core.timeline import Lane
+from zo2core.sweep.activation_offload import ROOMS, ActivationMemory, held_bytes
+from zo2core.types import Lane
 
 SEGMENTS = 4
 NUMBERS = 64  # of a stream's activations

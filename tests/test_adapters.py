@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BloomConfig, MistralConfig
 
 from zo2adapters import Architecture, open_checkpoint
-from zo2adapters.checkpoint import ARCHITECTURES
-from zo2adapters.hf import build_skeleton, cut
+from zo2adapters.models.checkpoint import ARCHITECTURES
+from zo2adapters.models.hf import build_skeleton, cut
 from zo2core import CheckpointError, MeZOSGD, OptionError, UnsupportedModelError, ZO2Error, ZOEngine
 
 MODEL = "model.safetensors"

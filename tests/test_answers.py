@@ -13,8 +13,8 @@ from models import CONFIGS, make_batch, save_model, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zo2adapters import open_checkpoint, score
-from zo2adapters.answers import Answers, PreparedBatch
-from zo2adapters.hf import HFBlockModel
+from zo2adapters.models.branch_cache import Answers, PreparedBatch
+from zo2adapters.models.hf import HFBlockModel
 from zo2core import Distribution, MeZOSGD, PhiloxNoise, ZOEngine
 
 WAITING = {"_local_scalar_dense", "is_nonzero", "item", "equal", "nonzero", "masked_select", "_unique2"}

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from zo2core import BlockLayout, MemoryBudgetError, OptionError, ParameterSpec, PhiloxNoise, SegmentKind
-from zo2core.arrangement import arrange
-from zo2core.budget import free_memory, parse_size, resident_memory
-from zo2core.checkpoint.ranged import STAGING
-from zo2core.probes import evaluation_seconds
+from zo2core.io.direct_file import STAGING
+from zo2core.planning.autotune import evaluation_seconds
+from zo2core.planning.host_budget import free_memory, parse_size, resident_memory
+from zo2core.planning.host_plan import arrange
 from zo2core.sources.loader import READERS
 from zo2core.types import Program
 

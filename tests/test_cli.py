@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zo2core.engine
 from zo2adapters.cli import main
-from zo2adapters.schedules import Decay, LearningRate
+from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2core import Journal, OptionError
 
 ROWS = [
@@ -144,7 +144,7 @@ def test_verify_says_equal(base: Path, capsys: pytest.CaptureFixture[str], dtype
 def test_verify_names_the_first_difference(
     base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import zo2core.visit
+    import zo2core.sweep.visitor
     from zo2core.kernels import walk
 
     def wrong(theta: torch.Tensor, *args: object, **kwargs: object) -> None:
@@ -152,7 +152,7 @@ def test_verify_names_the_first_difference(
         if theta.numel() == 12 * 20:
             theta[7] += 1e-3
 
-    monkeypatch.setattr(zo2core.visit, "walk", wrong)
+    monkeypatch.setattr(zo2core.sweep.visitor, "walk", wrong)
     with pytest.raises(SystemExit) as info:
         run("verify", "--model", base, "--tokens", 9, "--steps", 1)
     assert info.value.code == 1

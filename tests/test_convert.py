@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
-from zo2adapters.convert import INDEX_FILE, SINGLE_FILE, convert
+from zo2adapters.models.pickle_conversion import INDEX_FILE, SINGLE_FILE, convert
 from zo2core import CheckpointError, OutputError
 
 Tensors = dict[str, torch.Tensor]

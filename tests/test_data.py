@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from zo2adapters.data import (
+from zo2adapters.tasks.rows import (
     Dataset,
     TokenizedRow,
     collate,

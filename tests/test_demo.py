@@ -14,10 +14,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from zo2adapters import demo
-from zo2adapters.checkpoint import open_checkpoint
-from zo2adapters.demo import LABELS, QUESTION, DemoTask, Recipe, accuracy, prepare, read_rows, run_demo, source_texts
-from zo2adapters.options import Batching, Optimization
+from zo2adapters.commands import demo
+from zo2adapters.commands.demo import (
+    LABELS,
+    QUESTION,
+    DemoTask,
+    Recipe,
+    accuracy,
+    prepare,
+    read_rows,
+    run_demo,
+    source_texts,
+)
+from zo2adapters.models.checkpoint import open_checkpoint
+from zo2adapters.trainers.options import Batching, Optimization
 from zo2core import DataError, MeZOSGD, OutputError, ZOEngine
 
 TINY = Recipe(

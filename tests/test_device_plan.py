@@ -12,8 +12,8 @@ from models import save_model, small_config
 
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.device_plan import plan_device
-from zo2adapters.footprint import forward_bytes
+from zo2adapters.models.footprint import forward_bytes
+from zo2adapters.trainers.device_run_plan import plan_device
 from zo2core import MemoryBudgetError, OptionError, PhiloxNoise
 
 BLOCKS = 4

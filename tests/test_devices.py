@@ -15,7 +15,7 @@ import zo2core.devices.cuda
 from zo2adapters import open_checkpoint
 from zo2core import CudaDevice, DeviceError, HostDevice, MeZOSGD, ZOEngine
 from zo2core.protocols import Wait
-from zo2core.timeline import Lane
+from zo2core.types import Lane
 
 
 class FakeRuntime:

@@ -21,8 +21,8 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from toy import ToyBlockModel
 
 import zo2core.kernels
-import zo2core.mover
-import zo2core.visit
+import zo2core.sweep.counter_perturber
+import zo2core.sweep.visitor
 from zo2adapters import HFBlockModel, open_checkpoint
 from zo2core import (
     BatchError,
@@ -42,8 +42,8 @@ from zo2core import (
     SequentialNoise,
     ZOEngine,
 )
-from zo2core.activations import held_bytes
-from zo2core.checkpoint import Scratch
+from zo2core.sources.scratch import Scratch
+from zo2core.sweep.activation_offload import held_bytes
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
 
@@ -162,8 +162,8 @@ def test_a_journal_is_replayed_with_the_noise_it_was_written_with(
 
 
 def test_threads_share_a_segment_and_a_failure_leaves_none_behind(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zo2core.visit, "PARALLEL_FROM", 0)
-    monkeypatch.setattr(zo2core.mover, "SHARE", 64)
+    monkeypatch.setattr(zo2core.sweep.visitor, "PARALLEL_FROM", 0)
+    monkeypatch.setattr(zo2core.sweep.counter_perturber, "SHARE", 64)
     expected = []
     with ZOEngine(open_checkpoint(base), MEZO, noise=PhiloxNoise()) as engine:
         expected += [engine.step(BATCH).losses for _ in range(2)]
@@ -298,7 +298,7 @@ def test_an_interrupted_replay_loses_nothing(base: Path, monkeypatch: pytest.Mon
             walk(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(zo2core.visit, "walk", interrupted)
+            patch.setattr(zo2core.sweep.visitor, "walk", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.flush()
         assert_equal_weights(weights(engine), weights(undisturbed))

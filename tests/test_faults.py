@@ -32,12 +32,12 @@ from models import WORDS, make_batch, save_model, save_tokenizer, small_config
 from parity import Plan, Storage
 
 from zo2adapters import open_checkpoint
-from zo2adapters.options import Batching, TrainOptions
-from zo2adapters.run import RunDirectory
-from zo2adapters.trainer import Trainer
+from zo2adapters.trainers.options import Batching, TrainOptions
+from zo2adapters.trainers.run_directory import RunDirectory
+from zo2adapters.trainers.trainer import Trainer
 from zo2core import CheckpointError, Journal, JournalError, OutputError, ScratchError, ZO2Error, ZOEngine
-from zo2core.arrangement import Arrangement, arrange
-from zo2core.probes import write_bytes_per_second
+from zo2core.planning.autotune import write_bytes_per_second
+from zo2core.planning.host_plan import Arrangement, arrange
 
 STEPS = 4
 SECONDS = 60  # until a run counts as hung; it takes a fraction of one

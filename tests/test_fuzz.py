@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from zo2adapters import open_checkpoint
-from zo2adapters.data import read_dataset
+from zo2adapters.tasks.rows import read_dataset
 from zo2core import CheckpointError, Evaluation, Journal, Update, ZO2Error
 from zo2core.checkpoint import SafetensorsReader, find_tensors, parse_header
 

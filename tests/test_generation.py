@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.footprint import cache_bytes
-from zo2adapters.generation import NextToken, Sampling, generate
+from zo2adapters.models.footprint import cache_bytes
+from zo2adapters.tasks.generation import NextToken, Sampling, generate
 from zo2core import BatchError, MeZOSGD, OptionError, ZOEngine
-from zo2core.activations import held_bytes
+from zo2core.sweep.activation_offload import held_bytes
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
 

@@ -30,12 +30,12 @@ import torch
 from models import WORDS, save_model, save_tokenizer, small_config
 from test_run import outcome
 
-from zo2adapters.options import Batching, Optimization, Storage, TrainOptions
-from zo2adapters.run import RunDirectory
-from zo2adapters.schedules import Decay
-from zo2adapters.trainer import Trainer
-from zo2core.arrangement import Arrangement, arrange
-from zo2core.checkpoint.ranged import PAGE
+from zo2adapters.trainers.lr_schedules import Decay
+from zo2adapters.trainers.options import Batching, Optimization, Storage, TrainOptions
+from zo2adapters.trainers.run_directory import RunDirectory
+from zo2adapters.trainers.trainer import Trainer
+from zo2core.io.direct_file import PAGE
+from zo2core.planning.host_plan import Arrangement, arrange
 
 STEPS = 6
 SECONDS = 60  # an attempt takes a fraction of one
@@ -184,7 +184,8 @@ def work(attempt: Attempt, shared: mmap.mmap) -> None:
     for name in CALLS:
         patch.setattr(os, name, strikes.wrap(getattr(os, name), half_pwrite if name == "pwrite" else None))
     patch.setattr(
-        "zo2adapters.trainer._write", strikes.wrap(sys.modules["zo2adapters.trainer"].__dict__["_write"], half_row)
+        "zo2adapters.trainers.trainer._write",
+        strikes.wrap(sys.modules["zo2adapters.trainers.trainer"].__dict__["_write"], half_row),
     )
     resume = (run / "options.json").exists()
     if not resume and run.exists():

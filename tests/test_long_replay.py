@@ -13,10 +13,10 @@ from parity import assert_same_bits
 from toy import ToyBlockModel
 
 from zo2core import BlockLayout, Evaluation, HostDevice, Journal, SequentialNoise, StreamedSource, Update, ZOEngine
-from zo2core.budget import resident_memory
 from zo2core.noise.sequential import GENERATOR, STREAM
+from zo2core.planning.host_budget import resident_memory
 from zo2core.protocols import SEEDS_IN_TURN
-from zo2core.walk import Replay, rounds
+from zo2core.updates import Replay, rounds
 
 UPDATES = 3 * SEEDS_IN_TURN  # more than are held at a time
 

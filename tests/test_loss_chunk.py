@@ -12,7 +12,7 @@ from models import CONFIGS, batches, make_batch, save_model, small_config
 from transformers import AutoModelForCausalLM, BloomConfig
 
 from zo2adapters import Architecture, open_checkpoint
-from zo2adapters.footprint import activation_bytes, forward_bytes
+from zo2adapters.models.footprint import activation_bytes, forward_bytes
 from zo2core import MeZOSGD, MultiQueryRGE, OptionError, ZOEngine
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-2)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
 from zo2core import BatchError, MeZOSGD, MultiQueryRGE, NonFiniteLossError, OptionError, ZOEngine
-from zo2core.pieces import cut, joined_loss, labelled_tokens
+from zo2core.sweep.microbatch import cut, joined_loss, labelled_tokens
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
 

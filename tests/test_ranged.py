@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zo2core import HostDevice
-from zo2core.checkpoint import ranged
-from zo2core.checkpoint.ranged import PAGE, RangedFile, byte_view
+from zo2core.io import direct_file as ranged
+from zo2core.io.direct_file import PAGE, RangedFile, byte_view
 
 SIZE = 9 * PAGE + 123
 

@@ -12,9 +12,9 @@ from models import make_batch, save_model, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2adapters import open_checkpoint
-from zo2adapters.checkpoint import ARCHITECTURES
-from zo2adapters.footprint import activation_bytes
-from zo2adapters.hf import build_skeleton, cut
+from zo2adapters.models.checkpoint import ARCHITECTURES
+from zo2adapters.models.footprint import activation_bytes
+from zo2adapters.models.hf import build_skeleton, cut
 from zo2core import (
     Distribution,
     MemoryBudgetError,
@@ -24,10 +24,10 @@ from zo2core import (
     PhiloxNoise,
     ZOEngine,
 )
+from zo2core.planning.device_plan import choose_residency
 from zo2core.protocols import BlockSource, NoiseGenerator
-from zo2core.residency import choose_residency
+from zo2core.sweep.work_buffer import Workspace
 from zo2core.types import BlockLayout
-from zo2core.workspace import Workspace
 
 GB = 10**9
 

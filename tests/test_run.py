@@ -16,10 +16,10 @@ from models import WORDS, save_model, save_tokenizer, small_config
 from safetensors.torch import load_file, save_file
 
 from zo2adapters.cli import main
-from zo2adapters.options import Batching, Optimization, Storage, TrainOptions
-from zo2adapters.run import RunDirectory
-from zo2adapters.schedules import Decay
-from zo2adapters.trainer import Trainer
+from zo2adapters.trainers.lr_schedules import Decay
+from zo2adapters.trainers.options import Batching, Optimization, Storage, TrainOptions
+from zo2adapters.trainers.run_directory import RunDirectory
+from zo2adapters.trainers.trainer import Trainer
 from zo2core import DataError, JournalError, OptionError, OutputError
 
 STEPS = 6

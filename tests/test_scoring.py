@@ -12,13 +12,13 @@ from models import CONFIGS, WORDS, save_model, save_tokenizer, small_config
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
-from zo2adapters.choices import holds_choices, read_choices
 from zo2adapters.cli import main
-from zo2adapters.data import TokenizedRow, collate
-from zo2adapters.scoring import LogLikelihood, Scored, score
-from zo2adapters.trainer import load_tokenizer
+from zo2adapters.tasks.candidates import holds_choices, read_choices
+from zo2adapters.tasks.rows import TokenizedRow, collate
+from zo2adapters.tasks.scoring import LogLikelihood, Scored, score
+from zo2adapters.trainers.trainer import load_tokenizer
 from zo2core import BatchError, DataError, MeZOSGD, ZOEngine
-from zo2core.activations import held_bytes
+from zo2core.sweep.activation_offload import held_bytes
 
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
 CANDIDATES = [[[1], [2, 3]], [[4, 5, 6], [7], [8, 9]], [[1]]]

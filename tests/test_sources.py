@@ -21,10 +21,11 @@ from zo2core import (
     SegmentKind,
     StreamedSource,
 )
-from zo2core.checkpoint import SafetensorsReader, Scratch, parse_header, whole_pages
-from zo2core.checkpoint.ranged import PAGE
+from zo2core.checkpoint import SafetensorsReader, parse_header
+from zo2core.io.direct_file import PAGE, whole_pages
 from zo2core.protocols import BlockSource, TensorReader
 from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sources.scratch import Scratch
 
 Layouts = tuple[BlockLayout, ...]
 Make = Callable[[TensorReader, Layouts, Path], BlockSource]

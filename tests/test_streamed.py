@@ -22,8 +22,9 @@ from zo2core import (
     SegmentKind,
     StreamedSource,
 )
-from zo2core.checkpoint import Scratch, whole_pages
+from zo2core.io.direct_file import whole_pages
 from zo2core.protocols import BlockSource
+from zo2core.sources.scratch import Scratch
 
 BLOCKS = 6
 

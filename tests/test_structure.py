@@ -1,4 +1,4 @@
-"""The house: imports run one way, modules stay small."""
+"""The house: every module has a room, imports run one way, siblings do not know each other, modules stay small."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src"
+CORE = SOURCE / "zo2core"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
-GROUND = {"types", "errors", "records", "memory", "timeline", "trace", "account"}
-FLOOR = {"protocols", "checkpoint", "journal", "kernels"}
-PARTS = {"sources", "devices", "schedulers", "noise", "estimators"}
-VISIT = {"activations", "walk", "workspace", "mover", "visit", "budget", "pieces", "evaluation"}  # the engine's inside
-CHOICES = {"probes", "arrangement", "residency", "numbers"}  # which parts it takes
+# Rooms, and modules of the root, from the ground up. One level may import all levels below it, and nothing beside it.
+LEVELS = (
+    {"errors", "io"},
+    {"types"},
+    {"protocols", "profiling", "journal", "checkpoint", "kernels", "updates"},
+    {"sources", "devices", "schedulers", "noise", "estimators"},
+    {"sweep", "planning"},
+    {"build"},
+    {"engine"},
+)
+LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 
 def imports(path: Path) -> set[str]:
@@ -30,36 +37,24 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def part(module: str) -> str:
-    """The part of zo2core a module belongs to: 'sources' for 'zo2core.sources.pinned'."""
-    return module.split(".")[1] if "." in module else ""
+def room_of(path: Path) -> str:
+    return path.relative_to(CORE).parts[0].removesuffix(".py")
 
 
-def allowed(of: str) -> set[str]:
-    if of in GROUND:
-        return {"types": {"errors", "timeline"}, "trace": {"errors", "timeline"}, "account": {"errors"}}.get(of, set())
-    if of in FLOOR:
-        return GROUND | {of}
-    if of in PARTS:
-        return GROUND | FLOOR | {of}
-    if of in VISIT:
-        return GROUND | FLOOR | VISIT
-    if of in {"probes", "numbers"}:
-        return GROUND | FLOOR | PARTS
-    if of in {"arrangement", "residency"}:
-        return GROUND | FLOOR | PARTS | VISIT | CHOICES
-    return GROUND | FLOOR | PARTS | VISIT | CHOICES | {"engine"}  # the engine and the package's face
+def test_every_room_of_the_core_has_its_level() -> None:
+    rooms = {room_of(path) for path in MODULES if path.is_relative_to(CORE)} - {"__init__"}
+    assert rooms == set(LEVEL_OF)
 
 
-@pytest.mark.parametrize("path", [m for m in MODULES if "zo2core" in m.parts], ids=lambda p: str(p.relative_to(SOURCE)))
+@pytest.mark.parametrize("path", [m for m in MODULES if m.is_relative_to(CORE)], ids=lambda p: str(p.relative_to(SOURCE)))
 def test_core_modules_import_downwards_only(path: Path) -> None:
-    of = path.relative_to(SOURCE / "zo2core").parts[0].removesuffix(".py")
+    room = room_of(path)
+    optional = {"triton"} if path.name == "triton_kernels.py" else set()
     for module in imports(path):
-        top = module.split(".")[0]
-        optional = {"triton"} if path.name == "triton_kernels.py" else set()
-        assert top in {"zo2core", "torch", "psutil", *optional, *sys.stdlib_module_names}, module
-        if top == "zo2core":
-            assert part(module) in allowed(of), f"{of} imports {module}"
+        top, *rest = module.split(".")
+        assert top in {"zo2core", "torch", "psutil", "filelock", *optional, *sys.stdlib_module_names}, module
+        if top == "zo2core" and room != "__init__" and rest[0] != room:
+            assert LEVEL_OF[rest[0]] < LEVEL_OF[room], f"{room} imports {module}"
 
 
 def test_the_core_runs_without_transformers() -> None:

@@ -18,7 +18,7 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2adapters import HFBlockModel, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.drawing import WIDTH, draw, make_panel, picture_height
+from zo2adapters.trainers.trace_picture import WIDTH, draw, make_panel, picture_height
 from zo2core import (
     HostDevice,
     Lane,
@@ -34,9 +34,9 @@ from zo2core import (
     TraceError,
     ZOEngine,
 )
+from zo2core.profiling.chrome_trace import Recording, Sweep, read_trace
+from zo2core.profiling.timeline import Gathered, Passed, Span, Timeline, lane_uses
 from zo2core.protocols import BlockSource, Device, Scheduler
-from zo2core.timeline import Gathered, Passed, Span, Timeline, lane_uses
-from zo2core.trace import Recording, Sweep, read_trace
 
 STEPS = 3
 BLOCKS = 3

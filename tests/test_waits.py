@@ -17,9 +17,9 @@ import torch
 from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2core import OverlappedScheduler
+from zo2core.profiling.timeline import Timeline, now
 from zo2core.protocols import Store, Transfer, Wait
-from zo2core.timeline import Event, Lane, Timeline, now
-from zo2core.types import BlockLayout, Bucket, ParameterSpec, SegmentKind
+from zo2core.types import BlockLayout, Bucket, Event, Lane, ParameterSpec, SegmentKind
 
 BLOCKS = 5
 NUMBERS = 64  # a segment

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from zo2adapters.checkpoint import DTYPES
+from zo2adapters.models.checkpoint import DTYPES
 from zo2core import Distribution
 from zo2core.kernels import native, philox, walk_drawing
 from zo2core.types import Descend, Perturb, Program

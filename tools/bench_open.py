@@ -21,7 +21,7 @@ from typing import Any
 from make_checkpoint import geometries, make_checkpoint
 
 from zo2adapters import open_checkpoint
-from zo2adapters.checkpoint import DTYPES
+from zo2adapters.models.checkpoint import DTYPES
 from zo2core import MeZOSGD, ZOEngine
 
 

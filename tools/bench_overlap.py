@@ -25,7 +25,7 @@ from make_checkpoint import geometries, make_checkpoint
 from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2adapters import open_checkpoint
-from zo2adapters.verify import random_batch
+from zo2adapters.trainers.verification import random_batch
 from zo2core import (
     Distribution,
     HostDevice,
@@ -38,8 +38,8 @@ from zo2core import (
     StreamedSource,
     ZOEngine,
 )
-from zo2core.checkpoint import Scratch
 from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sources.scratch import Scratch
 from zo2core.types import Batch, StepResult
 
 WARM_UP = 2  # steps

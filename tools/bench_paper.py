@@ -40,11 +40,11 @@ from paper_variants import NOISES, Noise
 from transformers import PretrainedConfig
 
 from zo2adapters import MonolithicMeZO
-from zo2adapters.checkpoint import DTYPES
-from zo2adapters.footprint import activation_bytes
+from zo2adapters.models.checkpoint import DTYPES
+from zo2adapters.models.footprint import activation_bytes
 from zo2core import ZO2Error
-from zo2core.budget import free_memory, parse_size
-from zo2core.residency import choose_residency
+from zo2core.planning.device_plan import choose_residency
+from zo2core.planning.host_budget import free_memory, parse_size
 from zo2core.types import Batch, BlockLayout
 
 A100_MEMORY = 80e9  # bytes, of the paper's GPU

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from zo2adapters import open_checkpoint
-from zo2adapters.options import Optimization
-from zo2adapters.verify import random_batch
+from zo2adapters.trainers.options import Optimization
+from zo2adapters.trainers.verification import random_batch
 from zo2core import CudaDevice, HostDevice, StreamedSource, ZOEngine
-from zo2core.budget import parse_size
+from zo2core.planning.host_budget import parse_size
 from zo2core.protocols import TensorReader
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.types import Batch

@@ -31,8 +31,8 @@ from make_checkpoint import geometries, make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import MonolithicMeZO, open_checkpoint
-from zo2adapters.checkpoint import DTYPES
-from zo2adapters.verify import random_batch
+from zo2adapters.models.checkpoint import DTYPES
+from zo2adapters.trainers.verification import random_batch
 from zo2core import Distribution, MeZOSGD, ParameterSpec, PhiloxNoise, SequentialNoise, ZOEngine
 from zo2core.kernels import native
 from zo2core.protocols import NoiseGenerator

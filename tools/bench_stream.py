@@ -20,8 +20,8 @@ from typing import Any
 
 from zo2adapters import open_checkpoint
 from zo2core import HostDevice, StreamedSource
-from zo2core.budget import resident_memory
-from zo2core.checkpoint.ranged import byte_view
+from zo2core.io.direct_file import byte_view
+from zo2core.planning.host_budget import resident_memory
 from zo2core.sources.loader import CHUNK, READERS, laid_out_as_on_disk
 
 SETTLE = 2.0  # seconds

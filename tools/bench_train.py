@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from zo2adapters import open_checkpoint
-from zo2adapters.footprint import activation_bytes
-from zo2adapters.options import Noise, Optimization
-from zo2adapters.verify import random_batch
+from zo2adapters.models.footprint import activation_bytes
+from zo2adapters.trainers.options import Noise, Optimization
+from zo2adapters.trainers.verification import random_batch
 from zo2core import Journal, ZOEngine
-from zo2core.budget import resident_memory
+from zo2core.planning.host_budget import resident_memory
 
 
 def peak() -> int:

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from zo2adapters import open_checkpoint
-from zo2adapters.data import collate, pad_token_id, read_dataset, training_batches
-from zo2adapters.demo import RECIPE, DemoTask, accuracy, prepare, read_rows
-from zo2adapters.schedules import LearningRate
-from zo2adapters.trainer import load_tokenizer
+from zo2adapters.commands.demo import RECIPE, DemoTask, accuracy, prepare, read_rows
+from zo2adapters.tasks.rows import collate, pad_token_id, read_dataset, training_batches
+from zo2adapters.trainers.lr_schedules import LearningRate
+from zo2adapters.trainers.trainer import load_tokenizer
 from zo2core import Distribution, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZOEngine
 from zo2core.protocols import NoiseGenerator, ZOEstimator
 

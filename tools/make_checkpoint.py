@@ -18,8 +18,8 @@ from typing import IO, Any
 import torch
 from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
 
-from zo2adapters.checkpoint import ARCHITECTURES, DTYPES
-from zo2adapters.hf import build_skeleton, cut
+from zo2adapters.models.checkpoint import ARCHITECTURES, DTYPES
+from zo2adapters.models.hf import build_skeleton, cut
 from zo2core.checkpoint import write_checkpoint
 from zo2core.checkpoint.writer import MAX_SHARD, lay_out_checkpoint
 from zo2core.types import ParameterSpec

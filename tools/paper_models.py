@@ -17,9 +17,9 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from zo2adapters import HFBlockModel
-from zo2adapters.checkpoint import ARCHITECTURES
-from zo2adapters.hf import build_skeleton, parameter_names
-from zo2core.checkpoint import whole_pages
+from zo2adapters.models.checkpoint import ARCHITECTURES
+from zo2adapters.models.hf import build_skeleton, parameter_names
+from zo2core.io.direct_file import whole_pages
 from zo2core.protocols import TensorReader
 from zo2core.sources.loader import portions
 from zo2core.types import BlockLayout, Bucket, ParameterSpec

@@ -38,11 +38,12 @@ from zo2core import (
     Trace,
     ZOEngine,
 )
-from zo2core.checkpoint import Scratch, whole_pages
+from zo2core.io.direct_file import whole_pages
+from zo2core.profiling.chrome_trace import Sweep
+from zo2core.profiling.timeline import Span
 from zo2core.protocols import BlockSource, Device
 from zo2core.sources.loader import laid_out_as_on_disk
-from zo2core.timeline import Span
-from zo2core.trace import Sweep
+from zo2core.sources.scratch import Scratch
 
 LR, ZO_EPS = 1e-7, 1e-3  # the paper's learning rate; MeZO's scale
 SHARED_BUCKETS = 4

@@ -16,8 +16,9 @@ import psutil
 import torch
 
 from zo2core import HostDevice
+from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Transfer, Wait
-from zo2core.timeline import Event, Lane, Timeline
+from zo2core.types import Event, Lane
 
 TIMEOUT = 30.0  # seconds: nothing waits longer unless it waits for ever
 

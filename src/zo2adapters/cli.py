@@ -13,13 +13,13 @@ from typing import Annotated, TypeAlias
 import tyro
 from transformers.utils import logging as transformers_logging
 
-from zo2adapters.checkpoint import open_checkpoint, resolve_directory
-from zo2adapters.commands import Evaluate, Export, Generate
-from zo2adapters.convert import convert
-from zo2adapters.demo import run_demo
-from zo2adapters.device_plan import plan_device
-from zo2adapters.inspection import Timeline
-from zo2adapters.options import (
+from zo2adapters.commands.at_step import Evaluate, Export, Generate
+from zo2adapters.commands.demo import run_demo
+from zo2adapters.commands.timeline import Timeline
+from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
+from zo2adapters.models.pickle_conversion import convert
+from zo2adapters.trainers.device_run_plan import plan_device
+from zo2adapters.trainers.options import (
     Batching,
     DtypeName,
     Execution,
@@ -29,10 +29,10 @@ from zo2adapters.options import (
     TrainOptions,
     require_at_least,
 )
-from zo2adapters.plan import plan
-from zo2adapters.run import JOURNAL, METRICS, RunDirectory
-from zo2adapters.trainer import Trainer
-from zo2adapters.verify import verify
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, RunDirectory
+from zo2adapters.trainers.run_plan import plan
+from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.verification import verify
 from zo2core import Journal, JournalError, OptionError, ZO2Error
 from zo2core.checkpoint import require_unused
 

@@ -25,15 +25,15 @@ from zo2core.journal import Journal as Journal
 from zo2core.kernels import Distribution as Distribution
 from zo2core.noise import PhiloxNoise as PhiloxNoise
 from zo2core.noise import SequentialNoise as SequentialNoise
+from zo2core.profiling.chrome_trace import Trace as Trace
 from zo2core.schedulers import OverlappedScheduler as OverlappedScheduler
 from zo2core.schedulers import SerialScheduler as SerialScheduler
 from zo2core.sources import PinnedSource as PinnedSource
 from zo2core.sources import StreamedSource as StreamedSource
-from zo2core.timeline import Lane as Lane
-from zo2core.trace import Trace as Trace
 from zo2core.types import BlockLayout as BlockLayout
 from zo2core.types import Evaluation as Evaluation
 from zo2core.types import EvaluationResult as EvaluationResult
+from zo2core.types import Lane as Lane
 from zo2core.types import ParameterSpec as ParameterSpec
 from zo2core.types import SegmentKind as SegmentKind
 from zo2core.types import StepResult as StepResult

@@ -13,16 +13,15 @@ from typing import Literal, Self
 
 import torch
 
-from zo2core.activations import ActivationMemory
-from zo2core.arrangement import Arrangement, arrange, check_lags
 from zo2core.checkpoint import require_unused, write_checkpoint
 from zo2core.devices import choose_device
 from zo2core.errors import BusyError, ClosedError, OptionError
-from zo2core.evaluation import evaluate, fill_sweeps
 from zo2core.journal import Journal, digest
 from zo2core.noise import choose_noise
 from zo2core.numbers import directions, learning_rate, probes, require_finite, require_finite_update
-from zo2core.pieces import cut, joined_loss, labelled_tokens
+from zo2core.planning.device_plan import Residency, choose_residency, require_auto
+from zo2core.planning.host_plan import Arrangement, arrange, check_lags
+from zo2core.profiling.chrome_trace import Recorder, Sweep, Trace
 from zo2core.protocols import (
     BlockModel,
     BlockSource,
@@ -33,12 +32,13 @@ from zo2core.protocols import (
     Scheduler,
     ZOEstimator,
 )
-from zo2core.residency import Residency, choose_residency, require_auto
 from zo2core.schedulers import OverlappedScheduler
-from zo2core.trace import Recorder, Sweep, Trace
+from zo2core.sweep.activation_offload import ActivationMemory
+from zo2core.sweep.evaluation_loop import evaluate, fill_sweeps
+from zo2core.sweep.microbatch import cut, joined_loss, labelled_tokens
+from zo2core.sweep.visitor import SegmentVisitor
+from zo2core.sweep.work_buffer import Workspace
 from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult
-from zo2core.visit import SegmentVisitor
-from zo2core.workspace import Workspace
 
 
 class ZOEngine:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zo2core.errors import JournalError, ZO2Error
-from zo2core.records import DamagedRecordError, Record, RecordFile, to_line
+from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
 from zo2core.types import Evaluation, ParameterSpec, Update
 
 FORMAT = 1

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from zo2core.timeline import Event, Lane, Timeline
-from zo2core.types import Batch, BlockLayout, Bucket, Evaluation, ParameterSpec, Perturb, Program, Update
+from zo2core.profiling.timeline import Timeline
+from zo2core.types import Batch, BlockLayout, Bucket, Evaluation, Event, Lane, ParameterSpec, Perturb, Program, Update
 
 Activations: TypeAlias = Any  # what a model hands from segment to segment; opaque to the core
 SEEDS_IN_TURN = 256  # of a noise generator, at most, that a thread draws from in turn, one piece after the other

@@ -6,12 +6,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from zo2core.errors import OptionError
-from zo2core.timeline import Lane, LaneUse, bound_seconds
 
 # Note: Alignment. Parameters start at multiples of a cache line inside a bucket and inside the work buffer, as torch's own
 # allocator would place them: matrix kernels may choose another path, and other roundings, for unaligned weights.
@@ -188,6 +187,47 @@ class Program:
             for move in program.instructions
         )
         return cls(seeds, tuple(moves))
+
+
+class Lane(Enum):
+    """What kind of work, and who does it."""
+
+    READ = "read"  # disk to host
+    UPLOAD = "upload"  # host to device
+    ACTIVATIONS_IN = "activations in"  # the same way, for those that waited in host memory
+    REPLAY = "replay"  # the device's arithmetic
+    EVALUATE = "evaluate"  # the device's perturbing and forwards
+    OFFLOAD = "offload"  # device to host
+    ACTIVATIONS_OUT = "activations out"  # the same way, to wait there
+    WRITE = "write"  # host to disk
+
+
+COMPUTE = (Lane.REPLAY, Lane.EVALUATE)  # one after the other: together they are one lane
+
+
+class Event(Protocol):
+    """A point in the order of work."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all work before it is done."""
+
+    @property
+    def seconds(self) -> float:
+        """When it passed, on the clock of ``time.perf_counter``; to be asked once it has."""
+
+
+class LaneUse(NamedTuple):
+    """How much of a stretch of time a lane was at work."""
+
+    busy_seconds: float
+    nbytes: int
+
+
+def bound_seconds(uses: Mapping[Lane, LaneUse]) -> float:
+    """The time that the slowest lane alone takes; replay and forwards share one."""
+    compute = sum(uses[lane].busy_seconds for lane in COMPUTE)
+    return max(compute, *(use.busy_seconds for lane, use in uses.items() if lane not in COMPUTE))
 
 
 class StepResult(NamedTuple):

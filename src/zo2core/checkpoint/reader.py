@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zo2core.checkpoint.ranged import PAGE, RangedFile, byte_view
 from zo2core.errors import CheckpointError, ClosedError
+from zo2core.io.direct_file import PAGE, RangedFile, byte_view
 from zo2core.types import ParameterSpec
 
 SINGLE_FILE = "model.safetensors"

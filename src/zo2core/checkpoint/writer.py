@@ -16,10 +16,10 @@ from typing import IO
 
 import torch
 
-from zo2core.checkpoint.ranged import byte_view
 from zo2core.checkpoint.reader import INDEX_FILE, SINGLE_FILE
 from zo2core.errors import OutputError
-from zo2core.records import sync_path
+from zo2core.io.direct_file import byte_view
+from zo2core.io.durable import sync_path
 from zo2core.types import ParameterSpec
 
 MAX_SHARD = 5_000_000_000  # bytes; what the hub's tools expect

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from zo2core.errors import DeviceError
-from zo2core.memory import anonymous_memory
+from zo2core.io.page_memory import anonymous_memory
+from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Transfer, Wait
-from zo2core.timeline import Event, Lane, Timeline
+from zo2core.types import Event, Lane
 
 _TURN = 64 << 20  # bytes after which a copy engine may turn to another queue: a few milliseconds
 

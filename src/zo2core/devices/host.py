@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import psutil
 import torch
 
-from zo2core.memory import anonymous_memory
+from zo2core.io.page_memory import anonymous_memory
+from zo2core.profiling.timeline import Timeline, now
 from zo2core.protocols import Transfer, Wait
-from zo2core.timeline import Event, Lane, Timeline, now
+from zo2core.types import Event, Lane
 
 
 class HostStreams:

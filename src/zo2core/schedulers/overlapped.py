@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 
 from zo2core.errors import OptionError
+from zo2core.profiling.timeline import now
 from zo2core.protocols import BlockSource, Device, Store, Transfer, Visitor, Wait
-from zo2core.timeline import Event, Lane, now
-from zo2core.types import Bucket
+from zo2core.types import Bucket, Event, Lane
 
 SLOTS = 2
 AHEAD = 2  # blocks the source is told of; as many slots are free while embedding and head are computed

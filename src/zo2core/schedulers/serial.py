@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from zo2core.protocols import BlockSource, Device, Store, Visitor, Wait
-from zo2core.timeline import Lane
-from zo2core.types import Bucket
+from zo2core.types import Bucket, Lane
 
 
 class SerialScheduler:

@@ -10,11 +10,11 @@ from typing import TypeVar
 
 import torch
 
-from zo2core.checkpoint import Scratch, whole_pages
-from zo2core.checkpoint.ranged import PAGE
+from zo2core.io.direct_file import PAGE, whole_pages
+from zo2core.profiling.timeline import Gathered, Timeline
 from zo2core.protocols import TensorReader
-from zo2core.timeline import Gathered, Lane, Timeline
-from zo2core.types import BlockLayout, aligned
+from zo2core.sources.scratch import Scratch
+from zo2core.types import BlockLayout, Lane, aligned
 
 _Key = TypeVar("_Key", int, str)  # of a segment that was written back, or of a parameter of the base
 

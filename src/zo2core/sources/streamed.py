@@ -13,12 +13,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zo2core.checkpoint import Scratch, whole_pages
 from zo2core.errors import ClosedError, OptionError
+from zo2core.io.direct_file import whole_pages
+from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import TensorReader
 from zo2core.sources.loader import Loading, SegmentLoader, portions
+from zo2core.sources.scratch import Scratch
 from zo2core.sources.writeback import WriteBack
-from zo2core.timeline import Timeline
 from zo2core.types import BlockLayout, Bucket
 
 READ_AHEAD = 2  # blocks: one is ready while the next one comes

@@ -7,10 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from zo2core.checkpoint import Scratch
 from zo2core.errors import OptionError
-from zo2core.timeline import Lane, Timeline
-from zo2core.types import BlockLayout
+from zo2core.profiling.timeline import Timeline
+from zo2core.sources.scratch import Scratch
+from zo2core.types import BlockLayout, Lane
 
 
 class WriteBack:

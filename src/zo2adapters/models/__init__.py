@@ -1,0 +1,1 @@
+"""Hugging Face models in segments: checkpoints, architectures, the monolithic reference."""

@@ -1,0 +1,281 @@
+"""Open a Hugging Face checkpoint for training: config and headers are read and checked, weights are not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from zo2adapters.models.hf import Architecture, HFBlockModel, build_skeleton, parameter_names
+from zo2adapters.models.llama import LLAMA
+from zo2adapters.models.opt import OPT
+from zo2adapters.models.qwen import QWEN2, QWEN3
+from zo2core import CheckpointError, OptionError, UnsupportedModelError, ZO2Error
+from zo2core.checkpoint import SafetensorsReader, TensorEntry, check_float, find_tensors, same_samples
+
+ARCHITECTURES: Mapping[str, Architecture] = {each.model_type: each for each in (OPT, LLAMA, QWEN2, QWEN3)}
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+_COMPANIONS = {".json", ".txt", ".model", ".jinja"}  # tokenizer, generation config: what a model directory holds besides
+
+_LARGEST = {"num_hidden_layers": 1 << 10, "hidden_size": 1 << 20, "head_dim": 1 << 20, "num_labels": 1 << 20}
+
+
+def open_checkpoint(
+    path: Path | str,
+    *,
+    dtype: torch.dtype | str = "auto",
+    architecture: Architecture | None = None,
+    loss_chunk: int | None = None,
+) -> HFBlockModel:
+    """Open a model directory, or a model of the hub, for training.
+
+    Args:
+        path: Directory in the Hugging Face layout with safetensors weights, or a hub id, which is downloaded into the hub's
+            cache and used from there.
+        dtype: Of the weights in memory. "auto" takes the config's and refuses shards that hold another; a dtype, or its
+            name, converts.
+        architecture: For model types this library does not know.
+        loss_chunk: Compute head and loss over so many labelled tokens at a time: the logits are never there whole. The loss
+            then differs from Hugging Face's by the order in which floats are summed. None: its own, bit for bit.
+
+    Returns:
+        The model, cut into segments. Nothing but headers was read.
+
+    Raises:
+        UnsupportedModelError: for an unknown architecture, quantised weights or pickled shards.
+        CheckpointError: if files are missing or malformed, or tensors do not match the config.
+        OptionError: for an unknown dtype, or a ``loss_chunk`` out of its range.
+    """
+    if loss_chunk is not None and loss_chunk < 1:
+        raise OptionError("loss_chunk", found=repr(loss_chunk), expected="at least 1", remedy="leave it out for no chunks")
+    directory = resolve_directory(path)
+    config = _read_config(directory)
+    if architecture is None:
+        architecture = _known(directory, config)
+    _refuse_pickled(directory)
+    entries = find_tensors(directory)
+    wanted = _dtype(dtype, config, entries)
+    skeleton = _build(directory, config, wanted)
+    matched = _match(directory, entries, skeleton, architecture)
+    if dtype == "auto":
+        _require_dtype(matched, wanted)
+    companions = _companions(directory, skeleton, wanted)
+    return HFBlockModel(skeleton, architecture, SafetensorsReader(matched), companions, loss_chunk=loss_chunk)
+
+
+def resolve_directory(path: Path | str) -> Path:
+    """Find a model directory; download a model of the hub into the hub's cache.
+
+    Raises:
+        CheckpointError: if there is neither.
+    """
+    directory = Path(path)
+    if directory.is_dir():
+        return directory
+    text = str(path)
+    if isinstance(path, str) and not text.startswith((".", "/", "~")) and text.count("/") <= 1 and not directory.exists():
+        try:
+            patterns = ["*.safetensors", *(f"*{suffix}" for suffix in _COMPANIONS)]
+            return Path(snapshot_download(text, allow_patterns=patterns))
+        except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            raise CheckpointError(
+                text,
+                found=f"neither a directory nor a model of the hub ({str(error).splitlines()[0]})",
+                expected="a model directory or a hub id",
+                remedy="check the spelling and the network",
+            ) from error
+    raise CheckpointError(
+        text, found="no directory", expected="a model directory in the Hugging Face layout", remedy="check the path"
+    )
+
+
+def _read_config(directory: Path) -> PretrainedConfig:
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            directory,
+            found="no config.json",
+            expected="a model directory",
+            remedy="name the directory that holds config.json",
+        )
+    _refuse_oversized(directory / "config.json")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    # transformers meets a malformed config with whatever it leads to: its own validation errors, AttributeError, ...
+    except Exception as error:
+        raise UnsupportedModelError(
+            directory / "config.json",
+            found=f"a config that transformers cannot load without remote code ({_first_line(error)})",
+            expected="a causal language model that transformers itself knows",
+            remedy="use a checkpoint of a known architecture; remote code is never run",
+        ) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModelError(
+            directory / "config.json",
+            found="quantization_config",
+            expected="weights in float32, bfloat16 or float16",
+            remedy="use the unquantised checkpoint",
+        )
+    return config
+
+
+def _refuse_oversized(path: Path) -> None:
+    """Refuse sizes for which transformers would take time or memory before any of them is compared with the weights."""
+    try:
+        config = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnsupportedModelError(
+            path, found=_first_line(error), expected="a readable JSON file", remedy="get config.json again"
+        ) from error
+    if not isinstance(config, dict):
+        raise UnsupportedModelError(
+            path, found=f"a {type(config).__name__}", expected="a JSON object", remedy="get config.json again"
+        )
+    for name, largest in _LARGEST.items():
+        value = config.get(name)
+        if isinstance(value, (int, float)) and value > largest:
+            raise CheckpointError(
+                f"{path}: {name}", found=str(value)[:40], expected=f"at most {largest}", remedy="get config.json again"
+            )
+
+
+def _build(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        return build_skeleton(config, dtype)
+    except ZO2Error:
+        raise
+    # As above: sizes that contradict each other, unknown activations and rope types surface inside the model's own code.
+    except Exception as error:
+        raise UnsupportedModelError(
+            directory / "config.json",
+            found=f"a config that transformers cannot build a model from ({type(error).__name__}: {_first_line(error)})",
+            expected="the config of a causal language model",
+            remedy="use the config.json that belongs to these shards",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _known(directory: Path, config: PretrainedConfig) -> Architecture:
+    if config.model_type not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            directory / "config.json",
+            found=f"model type {config.model_type!r}",
+            expected=f"one of {', '.join(ARCHITECTURES)}",
+            remedy="declare an Architecture and pass it to open_checkpoint; the README shows how",
+        )
+    return ARCHITECTURES[config.model_type]
+
+
+def _refuse_pickled(directory: Path) -> None:
+    pickled = sorted(directory.glob("pytorch_model*.bin"))
+    if pickled and not list(directory.glob("*.safetensors")):
+        raise UnsupportedModelError(
+            pickled[0],
+            found="pickled weights",
+            expected="safetensors",
+            remedy=f"convert it once: zo2 convert --model {directory} --output NEW",
+        )
+
+
+def _dtype(dtype: torch.dtype | str, config: PretrainedConfig, entries: Mapping[str, TensorEntry]) -> torch.dtype:
+    if dtype == "auto":
+        of_config = getattr(config, "dtype", None)
+        first = next((entry.torch_dtype for entry in entries.values() if entry.torch_dtype is not None), torch.float32)
+        return of_config if isinstance(of_config, torch.dtype) else first
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found is None or found not in DTYPES.values():
+        raise OptionError(
+            "dtype", found=repr(dtype), expected=f"'auto' or one of {', '.join(DTYPES)}", remedy="choose one of these"
+        )
+    return found
+
+
+def _match(
+    directory: Path, entries: Mapping[str, TensorEntry], skeleton: PreTrainedModel, architecture: Architecture
+) -> dict[str, TensorEntry]:
+    """Find each parameter's tensor, under its own name or without the base model's prefix, and check its shape."""
+    prefix = f"{skeleton.base_model_prefix}."
+    every = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
+    canonical = {name if name in every else prefix + name: entry for name, entry in entries.items()}
+    unexpected = [name for name in canonical if name not in every and not name.endswith(architecture.ignored or ("\0",))]
+    if unexpected:
+        entry = canonical[sorted(unexpected)[0]]
+        raise CheckpointError(
+            f"{entry.path}: {entry.name}",
+            found=f"{len(unexpected)} tensor(s) that the model of config.json does not have, this one first",
+            expected="the parameters of the config's model",
+            remedy="use the config.json that belongs to these shards",
+        )
+    aliases = parameter_names(skeleton)
+    for name, others in aliases.items():
+        _require_equal_ties([canonical[each] for each in others if each in canonical], name)
+    matched = {}
+    for name, parameter in skeleton.named_parameters():
+        if name not in canonical:
+            raise CheckpointError(
+                directory, found=f"no tensor {name}", expected="every parameter of the model", remedy="get all shards"
+            )
+        matched[name] = canonical[name]
+        if matched[name].shape != tuple(parameter.shape):
+            raise CheckpointError(
+                f"{matched[name].path}: {name}",
+                found=f"shape {list(matched[name].shape)}",
+                expected=f"{list(parameter.shape)}, as config.json says",
+                remedy="use the config.json that belongs to these shards",
+            )
+        check_float(matched[name])
+    return matched
+
+
+def _require_equal_ties(copies: Sequence[TensorEntry], name: str) -> None:
+    """Refuse a checkpoint whose copies of a tied weight differ: it was trained untied."""
+    for other in copies[1:]:
+        if not same_samples(copies[0], other):
+            raise CheckpointError(
+                f"{other.path}: {other.name}",
+                found=f"other values than in {copies[0].name}",
+                expected=f"equal ones: config.json ties both to {name}",
+                remedy="set tie_word_embeddings to false in config.json",
+            )
+
+
+def _require_dtype(matched: Mapping[str, TensorEntry], dtype: torch.dtype) -> None:
+    for entry in matched.values():
+        if entry.torch_dtype is not dtype:
+            raise CheckpointError(
+                f"{entry.path}: {entry.name}",
+                found=f"dtype {entry.dtype}",
+                expected=f"{dtype}, as config.json says",
+                remedy="pass a dtype; tensors are then converted as they are read",
+            )
+
+
+def companion_files(directory: Path) -> list[Path]:
+    """What a model directory holds beside the weights and their index: config, tokenizer, generation config."""
+    paths = [path for path in sorted(directory.iterdir()) if path.suffix in _COMPANIONS and path.is_file()]
+    return [path for path in paths if not path.name.endswith(".index.json")]
+
+
+def _companions(directory: Path, skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Path | bytes]:
+    files: dict[str, Path | bytes] = {path.name: path for path in companion_files(directory)}
+    config = json.loads((directory / "config.json").read_bytes())
+    config.pop("torch_dtype", None)
+    config.pop("auto_map", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    config["architectures"] = [type(skeleton).__name__]
+    files["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
+    return files

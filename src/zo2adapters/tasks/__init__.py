@@ -1,0 +1,1 @@
+"""Rows of data, prompts and candidates, scores and generated text."""

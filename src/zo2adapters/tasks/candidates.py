@@ -1,0 +1,74 @@
+"""JSONL files of questions with candidate answers: rows of ``prompt``, ``candidates`` and ``answer``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from zo2adapters.tasks.rows import completion_ids, parsed_rows
+from zo2core import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One row, as tokens."""
+
+    prompt: tuple[int, ...]  # what all candidates share; at least one token
+    candidates: tuple[tuple[int, ...], ...]  # what follows it, without an EOS of our own; at least two
+    answer: int  # which of them is right
+
+
+def holds_choices(path: Path) -> bool:
+    """Whether a file's first row has candidates.
+
+    Raises:
+        DataError: if the file cannot be read, or its first row is no JSON object.
+    """
+    return "candidates" in next((row for _, row in parsed_rows(path)), {})
+
+
+def read_choices(path: Path, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int) -> list[Choice]:
+    """Read and tokenise a file of choices. A candidate follows its prompt as it is written, spaces included.
+
+    Args:
+        path: JSONL file; ``answer`` is one of the candidates, or its place among them, from 0.
+        tokenizer: Of the model.
+        sequence_length: Most tokens of a prompt and a candidate; longer ones are refused.
+
+    Raises:
+        DataError: if the file cannot be read, or a row is malformed or too long; it names the line.
+    """
+    return list(_choices(path, tokenizer, sequence_length))
+
+
+def _choices(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> Iterator[Choice]:
+    for line, row in parsed_rows(path):
+
+        def refuse(found: str, expected: str, remedy: str, line: int = line) -> DataError:
+            return DataError(f"{path}, line {line}", found=found, expected=expected, remedy=remedy)
+
+        prompt, answer = row.get("prompt"), row.get("answer")
+        candidates: Any = row.get("candidates")
+        if not isinstance(prompt, str) or not _texts(candidates):
+            keys = ", ".join(map(repr, row))
+            raise refuse(f"the keys {keys}", "a text 'prompt' and two or more texts 'candidates'", "write the row as such")
+        right = candidates.index(answer) if answer in candidates else answer
+        if type(right) is not int or not 0 <= right < len(candidates):
+            found = f"{json.dumps(answer)[:40]} as 'answer'"
+            raise refuse(found, "one of the candidates, or its place from 0", "write the right candidate")
+        rows = [completion_ids(prompt, candidate, tokenizer) for candidate in candidates]
+        shared = min(length for _, length in rows)  # a token that merges the prompt's end with a candidate's start is its
+        found = f"{shared} tokens of prompt, {max(len(ids) for ids, _ in rows)} in all"
+        if not 0 < shared < min(len(ids) for ids, _ in rows) or max(len(ids) for ids, _ in rows) > sequence_length:
+            expected = f"at least 1 of prompt and of each candidate, at most {sequence_length} in all"
+            raise refuse(found, expected, "mend the row, or raise the sequence length")
+        yield Choice(tuple(rows[0][0][:shared]), tuple(tuple(ids[shared:]) for ids, _ in rows), right)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 1 and all(isinstance(each, str) and each for each in value)

@@ -1,0 +1,165 @@
+"""Text from a model that is never whole in memory: one sweep over all blocks for each token.
+
+Slow by nature: every token moves the whole model once, for all prompts together. Each block's keys and values are kept in
+Hugging Face's own cache, so a sweep runs the newest token only. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
+
+from zo2adapters.models.hf import Activations, HFBlockModel
+from zo2core import BatchError, OptionError, ZOEngine
+from zo2core.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Draw tokens instead of taking the likeliest.
+
+    Args:
+        temperature: Logits are divided by it.
+        top_p: Only the likeliest tokens that together have this probability are drawn from.
+        seed: Of the draws; no global generator is touched.
+
+    Raises:
+        OptionError: if a number is out of its range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < float("inf"):
+            raise OptionError("temperature", found=repr(self.temperature), expected="above 0", remedy="choose about 1")
+        if not 0 < self.top_p <= 1:
+            raise OptionError("top_p", found=repr(self.top_p), expected="above 0, at most 1", remedy="choose 1 for all")
+
+    def processors(self) -> LogitsProcessorList:
+        """Hugging Face's own warpers of logits."""
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
+        if self.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        return warpers
+
+
+class NextToken:
+    """The model's forward over the newest tokens, ending in the logits of what comes next.
+
+    Args:
+        model: Whose forward.
+        cache: Of keys and values; each layer adds its own.
+    """
+
+    def __init__(self, model: HFBlockModel, cache: Cache) -> None:
+        self._model = model
+        self._cache = cache
+        self.block = model.block
+        self.forward_bytes = model.forward_bytes
+
+    def prepared(self, batch: Batch) -> Batch:
+        """As it is: ``generate`` made it."""
+        return batch
+
+    def embed(self, batch: Batch) -> Activations:
+        """Run HF's forward up to the first layer, with the cache."""
+        return self._model.prologue(**batch, past_key_values=self._cache, use_cache=True)
+
+    def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
+        """Logits after each row's last token: (rows, vocabulary), float32."""
+        return self._model.logits(activations.hidden[:, -1]).float()
+
+
+def generate(
+    engine: ZOEngine,
+    model: HFBlockModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    eos_token_ids: Collection[int] = (),
+    pad_token_id: int = 0,
+) -> Iterator[tuple[int | None, ...]]:
+    """Continue prompts, all of them at once, token by token, as Hugging Face's ``generate`` does.
+
+    Args:
+        engine: Whose weights.
+        model: That the engine was made with.
+        prompts: Token ids, at least one each; padded on the left to one length.
+        max_new_tokens: Most tokens of a continuation.
+        sampling: How to draw; None takes the likeliest token.
+        eos_token_ids: A continuation ends with one of these.
+        pad_token_id: Token id at padded positions.
+
+    Yields:
+        The next token of each prompt, None for those that have ended; stops when all have.
+
+    Raises:
+        BatchError: if a prompt is empty, or holds a token that the model does not know.
+        OptionError: if ``max_new_tokens`` is out of its range, or prompt and continuation are longer than the model takes.
+    """
+    _check(model, prompts, max_new_tokens)
+    ids, mask = _padded_left(prompts, pad_token_id)
+    places = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    takes_places = "position_ids" in inspect.signature(model.hf_forward).parameters
+    forward = NextToken(model, DynamicCache(config=model.config))
+    ended = torch.zeros(len(ids), dtype=torch.bool)
+    ends = torch.tensor(sorted(eos_token_ids), dtype=torch.int64)
+    context, draw = ids, _drawing(sampling)
+    for _ in range(max_new_tokens):
+        batch = {"input_ids": ids, "attention_mask": mask, **({"position_ids": places} if takes_places else {})}
+        [[logits]] = engine.forwards([batch], forward)
+        tokens = draw(context, logits.cpu())
+        yield tuple(None if over else int(token) for over, token in zip(ended, tokens, strict=True))
+        tokens = tokens.masked_fill(ended, pad_token_id)
+        ended = ended | torch.isin(tokens, ends)
+        if ended.all():
+            return
+        ids, context = tokens[:, None], torch.cat([context, tokens[:, None]], dim=1)
+        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+        places = places[:, -1:] + 1
+
+
+def _drawing(sampling: Sampling | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """What chooses tokens (rows,) given all token ids (rows, tokens) and logits (rows, vocabulary)."""
+    if sampling is None:
+        return lambda ids, logits: logits.argmax(dim=-1)
+    warp: Any = sampling.processors()  # its annotations ask for tensor types that no tensor has
+    generator = torch.Generator().manual_seed(sampling.seed)
+
+    def draw(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return torch.multinomial(warp(ids, logits).softmax(dim=-1), 1, generator=generator)[:, 0]
+
+    return draw
+
+
+def _padded_left(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[pad_token_id] * (longest - len(prompt)) + [*prompt] for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return ids, mask
+
+
+def _check(model: HFBlockModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    if not prompts:
+        raise BatchError("prompts", found="none", expected="at least one", remedy="pass a prompt")
+    vocabulary = model.config.vocab_size
+    for number, prompt in enumerate(prompts):
+        if not prompt or not 0 <= min(prompt) <= max(prompt) < vocabulary:
+            found = f"tokens {min(prompt)} to {max(prompt)}" if prompt else "nothing"
+            expected = f"at least one token, from 0 to {vocabulary - 1}"
+            raise BatchError(f"prompts[{number}]", found=found, expected=expected, remedy="use this model's own tokenizer")
+    longest = getattr(model.config, "max_position_embeddings", None)
+    most = None if longest is None else longest - max(map(len, prompts))
+    if max_new_tokens < 1 or (most is not None and max_new_tokens > most):
+        expected = "at least 1" if most is None else f"1 to {most}, what the prompts leave of the {longest} the model takes"
+        raise OptionError(
+            "max_new_tokens", found=repr(max_new_tokens), expected=expected, remedy="choose a number in this range"
+        )

@@ -1,0 +1,125 @@
+"""Log-likelihoods of candidate answers: multiple choice, and classification by label words.
+
+Every pair of prompt and candidate is a row; as many batches of rows share a sweep as the engine's activation budget holds.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from zo2adapters.models.batch_check import IGNORE_INDEX
+from zo2adapters.models.branch_cache import PreparedBatch, predictions
+from zo2adapters.models.footprint import forward_bytes
+from zo2adapters.models.hf import Activations, HFBlockModel
+from zo2adapters.tasks.rows import TokenizedRow, collate
+from zo2core import BatchError, ZOEngine
+from zo2core.types import Batch
+
+
+class Scored(NamedTuple):
+    """How likely the candidates of each prompt are."""
+
+    log_likelihoods: tuple[tuple[float, ...], ...]  # a prompt, a candidate: summed over the candidate's tokens, in nats
+    tokens: tuple[tuple[int, ...], ...]  # the same: tokens of the candidate
+    sweeps: int
+
+    def choices(self, *, by_length: bool = False) -> tuple[int, ...]:
+        """The likeliest candidate of each prompt, the first of equal ones.
+
+        Args:
+            by_length: Compare means over tokens instead of sums.
+        """
+        rows = zip(self.log_likelihoods, self.tokens, strict=True)
+        values = [[v / n if by_length else v for v, n in zip(*row, strict=True)] for row in rows]
+        return tuple(max(range(len(row)), key=row.__getitem__) for row in values)
+
+
+class LogLikelihood:
+    """The model's forward, ending in each row's log-likelihood of its labelled tokens instead of a loss.
+
+    Args:
+        model: Whose forward.
+    """
+
+    def __init__(self, model: HFBlockModel) -> None:
+        self._model = model
+        self.prepared = model.prepared
+        self.embed = model.embed
+        self.block = model.block
+
+    def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
+        """Sum the log-probabilities of each row's labelled tokens: (rows,), float64."""
+        targets = batch["labels"][:, 1:]
+        rows, places = batch.predictions if isinstance(batch, PreparedBatch) else predictions(batch["labels"])
+        chunk = self._model.loss_chunk or len(rows)
+        sums = torch.zeros(len(targets), dtype=torch.float64, device=targets.device)
+        for start in range(0, len(rows), chunk):
+            at = rows[start : start + chunk], places[start : start + chunk]
+            logits = self._model.logits(activations.hidden[at]).float()
+            each = logits.log_softmax(dim=-1).gather(1, targets[at][:, None])[:, 0]
+            sums.index_add_(0, at[0], each.double())
+        return sums
+
+    def forward_bytes(self, batch: Batch) -> int:
+        """As of the model, but only the labelled tokens have logits."""
+        rows, tokens = batch["input_ids"].shape
+        labelled = int((batch["labels"] != IGNORE_INDEX).sum())
+        chunk = min(labelled, self._model.loss_chunk or labelled)
+        return forward_bytes(self._model.config, rows, tokens, loss_chunk=chunk)
+
+
+def score(
+    engine: ZOEngine,
+    model: HFBlockModel,
+    prompts: Sequence[Sequence[int]],
+    candidates: Sequence[Sequence[Sequence[int]]],
+    *,
+    batch_size: int = 16,
+    pad_token_id: int = 0,
+    progress: Callable[[int], object] | None = None,
+) -> Scored:
+    """Log-likelihoods of each prompt's candidates at the engine's present weights.
+
+    Args:
+        engine: Whose weights.
+        model: That the engine was made with.
+        prompts: Token ids, at least one each.
+        candidates: Of each prompt, at least one: token ids that may follow it, at least one each.
+        batch_size: Rows a batch; a row is a prompt and one candidate.
+        pad_token_id: Token id at padded positions.
+        progress: Told how many rows are being taken up, batch by batch.
+
+    Raises:
+        BatchError: if a prompt or a candidate is empty, or a row is longer than the model takes.
+    """
+    rows: list[TokenizedRow] = []
+    for number, (prompt, answers) in enumerate(zip(prompts, candidates, strict=True)):
+        for name, found in (("prompts", prompt), ("candidates", answers), *(("candidates", each) for each in answers)):
+            if not found:
+                raise BatchError(f"{name}[{number}]", found="nothing", expected="at least one token", remedy="fill it in")
+        rows += [TokenizedRow(array("i", [*prompt, *answer]), len(prompt), 0) for answer in answers]
+    if not rows:
+        raise BatchError("prompts", found="none", expected="at least one", remedy="pass prompts to score")
+
+    def batches() -> Iterator[Batch]:
+        for start in range(0, len(rows), batch_size):
+            some = rows[start : start + batch_size]
+            if progress is not None:
+                progress(len(some))
+            yield collate(some, pad_token_id=pad_token_id)
+
+    sums: list[float] = []
+    sweeps = 0
+    for outputs in engine.forwards(batches(), LogLikelihood(model)):
+        sums += torch.cat(outputs).tolist()
+        sweeps += 1
+    values = iter(sums)
+    return Scored(
+        log_likelihoods=tuple(tuple(next(values) for _ in answers) for answers in candidates),
+        tokens=tuple(tuple(len(answer) for answer in answers) for answers in candidates),
+        sweeps=sweeps,
+    )

@@ -1,0 +1,117 @@
+"""What a run on a GPU would take, without one: memory on both sides, and what is moved in a step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from zo2adapters.models.footprint import activation_bytes, forward_bytes, held_bytes, least_activation_bytes
+from zo2adapters.models.hf import HFBlockModel
+from zo2core import SequentialNoise
+from zo2core.planning.device_plan import Residency, choose_residency
+from zo2core.planning.host_budget import parse_size
+from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS, Arrangement, arrange
+from zo2core.protocols import NoiseGenerator
+from zo2core.sweep.activation_offload import ROOMS, streams_that_stay
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """A run on a GPU as it is expected to be."""
+
+    arrangement: Arrangement  # of host memory
+    residency: Residency  # of the device's
+    blocks: int
+    read_bytes: int  # a step, from the disk
+    moved_bytes: int  # a step, each way
+    waiting_bytes: int  # of activations, in host memory; moved each way at every segment
+    bus: int  # bytes a second, each way at the same time
+
+    @property
+    def transfer_seconds(self) -> float:
+        """Of a step, beside the compute; uploads and offloads go at the same time."""
+        return (self.moved_bytes + (self.blocks + 1) * self.waiting_bytes) / self.bus
+
+    def to_json(self) -> str:
+        """For programs: the fields, and the seconds that follow from them."""
+        return json.dumps({**asdict(self), "transfer_seconds": self.transfer_seconds, "compute_seconds": None})
+
+    def table(self) -> str:
+        """For people."""
+        rows = [
+            ("blocks that stay", f"{self.residency.kept} of {self.blocks}"),
+            ("read from disk a step", f"{self.read_bytes / 1e9:.2f} GB"),
+            ("uploaded a step", f"{self.moved_bytes / 1e9:.2f} GB, and as much offloaded beside it"),
+            ("activations that wait", f"{self.waiting_bytes / 1e9:.2f} GB in host memory, moved at every block"),
+            ("transfers", f"{self.transfer_seconds:.2f} s, at {self.bus / 1e9:.3g} GB/s each way (assumed)"),
+            ("compute, beside them", "not predicted"),
+        ]
+        lines = [f"{name:26s} {value}" for name, value in rows]
+        return "\n".join(["host memory", self.arrangement.table(), "", "device memory", self.residency.table(), "", *lines])
+
+
+def plan_device(
+    model: HFBlockModel,
+    *,
+    memory: int | str = "auto",
+    device_memory: int | str,
+    bus: int | str,
+    rows: int,
+    tokens: int,
+    micro_rows: int | None = None,
+    noise: NoiseGenerator | None = None,
+    queries: int = 1,
+) -> DevicePlan:
+    """Plan a run on a GPU that need not be here. Nothing is loaded or measured.
+
+    Args:
+        model: From ``open_checkpoint``.
+        memory: Host memory the process may have in all.
+        device_memory: Of the GPU, that may be used.
+        bus: Bytes a second, each way at the same time.
+        rows: Of a batch.
+        tokens: Of a row.
+        micro_rows: Rows that run at a time; None: all of a batch.
+        noise: Draws z; None is MeZO's, as a GPU draws it.
+        queries: Directions a step.
+
+    Raises:
+        MemoryBudgetError: if the host, or the device, is too small for any arrangement.
+        OptionError: if a size is none.
+    """
+    layouts = model.layouts
+    config, chunk = model.config, model.loss_chunk
+    needed = activation_bytes(config, rows, tokens, streams=2 * queries, micro_rows=micro_rows, loss_chunk=chunk)
+    residency = choose_residency(
+        layouts,
+        SequentialNoise(layouts, "cuda") if noise is None else noise,
+        memory=parse_size(device_memory, option="device_memory"),
+        free=0,
+        activation_bytes=needed,
+        least_activation_bytes=least_activation_bytes(config, rows, tokens, micro_rows=micro_rows, loss_chunk=chunk),
+        probes=queries,
+    )
+    running = rows if micro_rows is None else min(rows, micro_rows)
+    own, streams = held_bytes(config, running, tokens), 2 * queries * -(-rows // running)
+    left = residency.activation_bytes - forward_bytes(config, running, tokens, loss_chunk=chunk)
+    waiting = own * (streams - streams_that_stay(streams, own, left, rooms=ROOMS * own))
+    # As the engine does: it sets aside what all streams take if any of them has to wait.
+    arrangement = arrange(layouts, memory=memory, activation_bytes=needed if waiting else 0, compute_on_host=False)
+    blocks = [layout.nbytes for layout in layouts if not layout.resident]
+    read = 0
+    if arrangement.buckets is not None:
+        read = _share(blocks, len(blocks) - residency.kept - max(arrangement.buckets - MOST_USEFUL_BUCKETS, 0))
+    return DevicePlan(
+        arrangement=arrangement,
+        residency=residency,
+        blocks=len(blocks),
+        read_bytes=read,
+        moved_bytes=_share(blocks, len(blocks) - residency.kept),
+        waiting_bytes=waiting,
+        bus=parse_size(bus, option="bus"),
+    )
+
+
+def _share(blocks: list[int], count: int) -> int:
+    """Bytes of some of the blocks, which need not be of one size."""
+    return sum(blocks) * max(count, 0) // max(len(blocks), 1)

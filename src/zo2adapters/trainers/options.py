@@ -1,0 +1,252 @@
+"""Options of a fine-tuning run, and how they are kept in its directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.trainers.lr_schedules import Decay, LearningRate
+from zo2core import (
+    BlockLayout,
+    Distribution,
+    MeZOSGD,
+    MultiQueryRGE,
+    OptionError,
+    PhiloxNoise,
+    SerialScheduler,
+    Trace,
+)
+from zo2core.protocols import BlockSource, Device, NoiseGenerator, Scheduler
+
+DEFAULT_LENGTH = 1024  # tokens, where the model takes as many
+
+DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+
+
+class Noise(Enum):
+    """Where directions come from."""
+
+    MEZO = "mezo"
+    GAUSSIAN = "gaussian"
+    RADEMACHER = "rademacher"
+
+    @property
+    def distribution(self) -> Distribution | None:
+        """Of counter-based noise."""
+        return None if self is Noise.MEZO else Distribution(self.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization:
+    """How the weights are moved."""
+
+    lr: float = 1e-6
+    """Peak learning rate. MeZO's range for full fine-tuning of OPT is 1e-7 to 1e-6; small models take more."""
+    zo_eps: float = 1e-3
+    """Perturbation scale: evaluations are made at the weights plus and minus zo_eps times a random direction."""
+    weight_decay: float = 0.0
+    """Weight decay of MeZO's update; biases and layer norms do not decay."""
+    noise: Noise = Noise.RADEMACHER
+    """Random directions: mezo draws MeZO's own numbers; the others are counter-based and cost next to nothing."""
+    perturb_in_place: bool = False
+    """Walk from evaluation to evaluation and back, as MeZO does, with the rounding that this leaves in the weights. Off:
+    each evaluation starts from the weights."""
+    exact_mezo: bool = False
+    """MeZO bit for bit: its noise and its walk, whatever the two options above say."""
+    decay: Decay = Decay.CONSTANT
+    """How the learning rate falls after the warm-up."""
+    queries: int = 1
+    """Directions a step: each costs two more forwards, but no block is moved once more. Every direction's update takes
+    lr / queries."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly."""
+
+    def generator(self, layouts: Sequence[BlockLayout]) -> NoiseGenerator | None:
+        """Where directions come from; None is the engine's own choice, MeZO's numbers."""
+        distribution = None if self.exact_mezo else self.noise.distribution
+        return None if distribution is None else PhiloxNoise(distribution)
+
+    def estimator(self, steps: int) -> MeZOSGD:
+        """The estimator of a run of so many steps.
+
+        Raises:
+            OptionError: if a number is out of its range.
+        """
+        in_place = self.perturb_in_place or self.exact_mezo
+        estimator = MeZOSGD(  # refuses a bad peak before it is scheduled
+            lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=in_place
+        )
+        lr = LearningRate(peak=self.lr, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
+        if self.queries == 1:
+            return replace(estimator, lr=lr)
+        require_at_least("queries", self.queries, 1)
+        return MultiQueryRGE(
+            lr=lr,
+            zo_eps=self.zo_eps,
+            weight_decay=self.weight_decay,
+            perturb_in_place=in_place,
+            q=self.queries,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batching:
+    """How rows become batches."""
+
+    batch_size: int = 16
+    """Rows a batch."""
+    micro_batch_size: int | None = None
+    """Rows that run at a time, where a whole batch does not fit: each block serves all pieces in its one visit."""
+    loss_chunk: int | None = None
+    """Labelled tokens whose logits are in memory at a time; by default all of a batch's. The loss is the same but for the
+    order of its sum."""
+    sequence_length: int | None = None
+    """Longest row in tokens; longer ones are cut at the end. By default 1024, or what the model takes if that is less."""
+
+    def length_for(self, model: HFBlockModel) -> int:
+        """The longest row for a model.
+
+        Raises:
+            OptionError: if more was asked for than the model takes.
+        """
+        longest = getattr(model.config, "max_position_embeddings", None)
+        if self.sequence_length is None:
+            return min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)
+        if longest is not None and self.sequence_length > longest:
+            raise OptionError(
+                "sequence_length",
+                found=repr(self.sequence_length),
+                expected=f"at most {longest}, the longest sequence the model takes",
+                remedy="choose a shorter length",
+            )
+        return self.sequence_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Where the weights live."""
+
+    memory: str = "auto"
+    """Host memory the process may have in all, such as 6GiB; auto takes what is free. Blocks stream from disk if need be."""
+    write_back_every: int | Literal["auto", "never"] = "auto"
+    """A block is written to the run's scratch file once it is this many steps ahead of its bytes on disk; in between it is
+    replayed. auto weighs the measured speeds of noise and disk."""
+    snapshot_every: int | None = None
+    """At most this many steps, one or two more after a crash, are there to replay for a resumed run."""
+    activation_memory: str | None = None
+    """Of the memory, or of the GPU's, set aside for activations, such as 1GiB: an evaluation takes as many batches a sweep
+    as fit in there. By default what a step takes."""
+    device: str = "cpu"
+    """Where to compute: cpu, cuda or cuda:N. A GPU rounds otherwise than a CPU: a resumed run stays where it began."""
+    device_memory: str = "auto"
+    """Of a GPU, that may be used, such as 8GiB; auto takes what is free. Blocks stay there as far as it goes; activations
+    for which there is no room wait in host memory."""
+
+
+class Order(Enum):
+    """How transfers and compute follow each other."""
+
+    OVERLAPPED = "overlapped"
+    SERIAL = "serial"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How this process works on a run. No bit of the result depends on it: a resumed run may choose anew."""
+
+    trace: Path | None = None
+    """File to write each sweep to, for ui.perfetto.dev and zo2 timeline: what every lane did when, and its bytes. Must not
+    exist."""
+    scheduler: Order = Order.OVERLAPPED
+    """serial does one thing after the other, keeps no block on the device, and is there to compare with."""
+
+    def opened_trace(self) -> Trace | None:
+        """The trace, if there is to be one.
+
+        Raises:
+            OutputError: if its file is there already, or cannot be made.
+        """
+        return None if self.trace is None else Trace(self.trace)
+
+    def make_scheduler(self) -> Callable[[BlockSource, Device], Scheduler] | None:
+        """What builds the scheduler; None leaves it to the engine."""
+        return SerialScheduler if self.scheduler is Order.SERIAL else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a fine-tuning run can be told, apart from what it needs."""
+
+    evaluation: Path | None = None
+    """JSONL file to evaluate on, before the first step and after the last."""
+    evaluate_every: int | None = None
+    """Also evaluate every so many steps."""
+    steps: int = 1000
+    """Zeroth-order steps, each two forwards of one batch a query."""
+    seed: int = 0
+    """Of the order of rows and of the directions."""
+    dtype: DtypeName = "auto"
+    """Of the weights; auto is the checkpoint's own."""
+    optimization: Optimization = field(default_factory=Optimization)
+    batching: Batching = field(default_factory=Batching)
+    storage: Storage = field(default_factory=Storage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(RunOptions):
+    """A fine-tuning run."""
+
+    model: str
+    """Model directory with safetensors weights, or a hub id."""
+    data: Path
+    """JSONL file; each row has text, or prompt and completion (loss on the completion only), or messages."""
+    output: Path
+    """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. Must not exist or be empty."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values; the run's own directory is left out, other paths are made absolute."""
+        values = dataclasses.asdict(self)
+        del values["output"]
+        if Path(self.model).is_dir():
+            values["model"] = str(Path(self.model).resolve())
+        for key in ("data", "evaluation"):
+            values[key] = None if values[key] is None else str(Path(values[key]).resolve())
+        return dict(json.loads(json.dumps(values, default=lambda value: value.value if isinstance(value, Enum) else value)))
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], output: Path) -> TrainOptions:
+        """Undo ``to_json``.
+
+        Raises:
+            OptionError, TypeError, ValueError, KeyError: if the values are not those of a run.
+        """
+        values = dict(values)
+        optimization = dict(values.pop("optimization"))
+        optimization["decay"] = Decay(optimization["decay"])
+        optimization["noise"] = Noise(optimization["noise"])
+        evaluation = values.pop("evaluation")
+        return cls(
+            output=output,
+            data=Path(values.pop("data")),
+            evaluation=None if evaluation is None else Path(evaluation),
+            optimization=Optimization(**optimization),
+            batching=Batching(**values.pop("batching")),
+            storage=Storage(**values.pop("storage")),
+            **values,
+        )
+
+
+def require_at_least(name: str, value: int, least: int) -> None:
+    """Refuse a number that is too small.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    if value < least:
+        raise OptionError(name, found=repr(value), expected=f"at least {least}", remedy=f"raise {name}")

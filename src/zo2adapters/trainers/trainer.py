@@ -1,0 +1,284 @@
+"""Fine-tune a checkpoint on a JSONL file: the main job, as a library call and behind ``zo2 train``."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+from tqdm import tqdm
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
+from zo2adapters.models.footprint import activation_bytes, least_activation_bytes
+from zo2adapters.tasks.rows import Dataset, collate, evaluation_batches, pad_token_id, read_dataset, training_batches
+from zo2adapters.trainers.options import Execution, TrainOptions, require_at_least
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
+from zo2core import DataError, EvaluationResult, Journal, OutputError, StepResult, ZOEngine
+from zo2core.planning.host_budget import parse_size
+from zo2core.types import Batch
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Load a model directory's tokenizer, without running remote code.
+
+    Raises:
+        DataError: if there is none.
+    """
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            directory,
+            found=f"no usable tokenizer ({str(error).splitlines()[0]})",
+            expected="tokenizer files beside the model",
+            remedy="copy the tokenizer files of the base model into the directory",
+        ) from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+class Trainer:
+    """One run: opens model and data, steps, evaluates, exports.
+
+    Args:
+        options: Of the run.
+        resume: The run is in ``options.output`` already; it goes on where its journal ends.
+        quiet: No progress bar.
+        execution: How to work on it; by default as fast as possible, and without a trace.
+
+    Raises:
+        ZO2Error: of the kind that fits, for whatever of the options cannot be used; a new output directory is not left.
+    """
+
+    def __init__(
+        self, options: TrainOptions, *, resume: bool = False, quiet: bool = False, execution: Execution | None = None
+    ) -> None:
+        require_at_least("steps", options.steps, 1)
+        if options.evaluate_every is not None:
+            require_at_least("evaluate_every", options.evaluate_every, 1)
+        if not resume:
+            require_new(options.output)
+        self.options = options
+        self._quiet = quiet
+        execution = Execution() if execution is None else execution
+        trace = execution.opened_trace()
+        estimator = options.optimization.estimator(options.steps)
+        directory = resolve_directory(options.model)
+        batching = options.batching
+        model = open_checkpoint(directory, dtype=options.dtype, loss_chunk=batching.loss_chunk)
+        tokenizer = load_tokenizer(directory)
+        length = batching.length_for(model)
+        self._pad = pad_token_id(tokenizer)
+        self._data = read_dataset(options.data, tokenizer, sequence_length=length)
+        self._evaluation = (
+            None if options.evaluation is None else read_dataset(options.evaluation, tokenizer, sequence_length=length)
+        )
+        if batching.micro_batch_size is not None:
+            require_at_least("micro_batch_size", batching.micro_batch_size, 1)
+        training_batches(self._data, batch_size=batching.batch_size, seed=options.seed)  # refuses a bad batch size
+        longest = max(len(row.input_ids) for row in [*self._data, *(self._evaluation or ())])
+        storage = options.storage
+        activations = (
+            activation_bytes(
+                model.config,
+                batching.batch_size,
+                longest,
+                streams=2 * options.optimization.queries,
+                micro_rows=batching.micro_batch_size,
+                loss_chunk=batching.loss_chunk,
+            )
+            if storage.activation_memory is None
+            else parse_size(storage.activation_memory)
+        )
+        least = least_activation_bytes(
+            model.config,
+            batching.batch_size,
+            longest,
+            micro_rows=batching.micro_batch_size,
+            loss_chunk=batching.loss_chunk,
+        )
+        self._run = RunDirectory(options, self._tokens(), resume=resume)
+        try:
+            self.engine = ZOEngine(
+                model,
+                estimator,
+                noise=options.optimization.generator(model.layouts),
+                journal=Journal(options.output / JOURNAL),
+                seed=options.seed,
+                memory=storage.memory,
+                device=storage.device,
+                device_memory=storage.device_memory,
+                activation_bytes=activations,
+                least_activation_bytes=least,
+                micro_batch_size=batching.micro_batch_size,
+                scratch=options.output,
+                write_back_every=None if storage.write_back_every == "never" else storage.write_back_every,
+                snapshot_every=storage.snapshot_every,
+                scheduler=execution.make_scheduler(),
+                trace=trace,
+            )
+        except BaseException:
+            if resume:
+                self._run.close()
+            else:
+                self._run.remove()
+            raise
+
+    @property
+    def truncated(self) -> int:
+        """Training rows that were cut to the sequence length."""
+        return self._data.truncated
+
+    def storage(self) -> str:
+        """Where the weights live, in words."""
+        arrangement, residency, every = self.engine.arrangement, self.engine.residency, self.engine.write_back_every
+        assert arrangement is not None, "the engine chose its source"
+        where = (
+            "all blocks in memory" if arrangement.buckets is None else f"{arrangement.buckets} blocks in memory at a time"
+        )
+        written = "never written back" if every is None else f"written back every {every} steps"
+        room = f"about {arrangement.nbytes / 2**30:.1f} of {arrangement.budget / 2**30:.1f} GiB"
+        if residency is None:
+            return f"{where}, {written}; {room}"
+        used = f"about {residency.nbytes / 2**30:.1f} of {residency.budget / 2**30:.1f} GiB"
+        return f"{where}, {written}; {room}; {residency.kept} blocks stay on {self.options.storage.device}; {used}"
+
+    def run(self) -> Path:
+        """Train, evaluate and export.
+
+        Returns:
+            The exported model's directory.
+        """
+        options, engine = self.options, self.engine
+        rows = training_batches(
+            self._data, batch_size=options.batching.batch_size, seed=options.seed, first_step=engine.version
+        )
+        evaluated = {row["step"] for row in self._run.metrics(engine.journal.updates) if "evaluation_loss" in row}
+        with (
+            (options.output / METRICS).open("ab", buffering=0) as metrics,
+            tqdm(
+                total=options.steps,
+                initial=engine.version,
+                unit="step",
+                disable=self._quiet,
+                file=sys.stderr,
+                dynamic_ncols=True,
+            ) as bar,
+        ):
+            while True:
+                if self._evaluation is not None and self._is_due(engine.version) and engine.version not in evaluated:
+                    self._evaluate(self._evaluation, metrics, bar)
+                if engine.version >= options.steps:
+                    break
+                batch = collate(next(rows), pad_token_id=self._pad)
+                result = engine.step(batch)
+                record = step_record(result, batch)
+                _write(metrics, record)
+                speed, memory = record["tokens_per_second"], record["rss_bytes"] / 1e9
+                bar.set_postfix_str(f"loss {result.loss:.4f}, {speed:.0f} tokens/s, {memory:.2f} GB", refresh=False)
+                bar.update()
+        exported = options.output / MODEL
+        if not exported.exists():
+            for left in options.output.glob(f".{MODEL}.partial-*"):  # of an export that was killed
+                shutil.rmtree(left)
+            engine.export(exported)
+        return exported
+
+    def close(self) -> None:
+        """Close the engine and let go of the directory. May be called twice."""
+        self.engine.close()
+        self._run.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _tokens(self) -> dict[str, object]:
+        """What the run trains and evaluates on, beyond the files' own bytes."""
+        found: dict[str, object] = {"padding": self._pad}
+        for name, dataset in (("data", self._data), ("evaluation", self._evaluation)):
+            if dataset is not None:
+                found[f"{name} tokens"] = sum(len(row.input_ids) for row in dataset)
+                found[f"{name} sha256"] = dataset.digest()
+        return found
+
+    def _is_due(self, version: int) -> bool:
+        every = self.options.evaluate_every
+        return version in (0, self.options.steps) or (every is not None and version % every == 0)
+
+    def _evaluate(self, dataset: Dataset, metrics: IO[bytes], bar: tqdm[Any]) -> None:
+        result = evaluate_dataset(self.engine, dataset, batch_size=self.options.batching.batch_size, pad=self._pad)
+        _write(metrics, {"step": self.engine.version, "evaluation_loss": result.loss, "evaluation_seconds": result.seconds})
+        sweeps = f"{result.sweeps} sweep{'s' if result.sweeps > 1 else ''}"
+        bar.write(f"step {self.engine.version}: evaluation loss {result.loss:.4f}, {sweeps}", file=sys.stderr)
+
+
+def evaluate_dataset(
+    engine: ZOEngine, dataset: Dataset, *, batch_size: int, pad: int, progress: Callable[[int], object] | None = None
+) -> EvaluationResult:
+    """Evaluate the present weights on a whole data set, in file order.
+
+    Args:
+        engine: Whose weights.
+        dataset: On what.
+        batch_size: Rows a batch.
+        pad: Token id for padding.
+        progress: Told how many rows are being taken up, batch by batch.
+    """
+
+    def batches() -> Iterator[Batch]:
+        for rows in evaluation_batches(dataset, batch_size=batch_size):
+            if progress is not None:
+                progress(len(rows))
+            yield collate(rows, pad_token_id=pad)
+
+    return engine.evaluate(batches())
+
+
+def step_record(result: StepResult, batch: Batch) -> dict[str, Any]:
+    """What ``metrics.jsonl`` says about a step: JSON values."""
+    tokens = int(batch["attention_mask"].sum())
+    return {
+        "step": result.step,
+        "loss": result.loss,
+        "losses": list(result.losses),
+        "projected_grads": list(result.projected_grads),
+        "lr": result.lr,
+        "tokens": tokens,
+        "tokens_per_second": tokens / result.seconds,
+        "seconds": result.seconds,
+        "bytes_moved": result.bytes_moved,
+        "bound_seconds": result.bound_seconds,
+        "lanes": {
+            lane.value: {"busy": use.busy_seconds / result.seconds, "bytes": use.nbytes}
+            for lane, use in result.lanes.items()
+        },
+        "rss_bytes": psutil.Process().memory_info().rss,
+    }
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a mean loss, infinite where it overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _write(file: IO[bytes], record: dict[str, Any]) -> None:
+    line = json.dumps(record).encode() + b"\n"
+    try:
+        while line:
+            line = line[file.write(line) :]
+    except OSError as error:
+        raise OutputError(
+            file.name,
+            found=error.strerror or str(error),
+            expected="a file that can be written",
+            remedy="free space and resume the run; nothing is lost, the journal is whole",
+        ) from error

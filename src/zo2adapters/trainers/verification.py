@@ -1,0 +1,96 @@
+"""Hold the engine against monolithic MeZO on a given checkpoint and machine, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from zo2adapters.models.checkpoint import open_checkpoint
+from zo2adapters.models.monolithic import MonolithicMeZO
+from zo2core import MeZOSGD, ZOEngine
+from zo2core.types import Batch
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was compared and where it first differed."""
+
+    steps: int
+    parameters: int
+    difference: str | None  # in words; None if every bit is equal
+
+
+def verify(
+    directory: Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    lr: float,
+    zo_eps: float,
+    weight_decay: float,
+    steps: int,
+    batch_size: int,
+    tokens: int,
+    seed: int,
+) -> Comparison:
+    """Run both ways from one checkpoint over random batches and compare losses, projected gradients and all parameters.
+
+    Memory: the whole model twice, and monolithic MeZO's temporaries.
+
+    Args:
+        directory: Model directory.
+        dtype: Of the weights.
+        lr: Learning rate.
+        zo_eps: Perturbation scale.
+        weight_decay: Weight decay.
+        steps: To take.
+        batch_size: Rows a batch; the last one is padded on the right to half its length, if there are several.
+        tokens: A row.
+        seed: Of batches and directions.
+
+    Returns:
+        The comparison.
+    """
+    model = open_checkpoint(directory, dtype=dtype)
+    of_model = model.layouts[0].parameters[0].dtype
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=of_model, trust_remote_code=False)
+    mono = MonolithicMeZO(whole, lr=lr, zo_eps=zo_eps, weight_decay=weight_decay)
+    count = sum(len(layout.parameters) for layout in model.layouts)
+    with ZOEngine(model, MeZOSGD(lr=lr, zo_eps=zo_eps, weight_decay=weight_decay)) as engine:
+        for step in range(steps):
+            batch = random_batch(model.config.vocab_size, batch_size, tokens, seed=seed + step)
+            ours, theirs = engine.step(batch, seed=seed + step), mono.step(batch, seed + step)
+            pairs = [(f"loss {i}", a, b) for i, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True))]
+            pairs.append(("projected gradient", ours.projected_grads[0], theirs.projected_grads[0]))
+            for name, a, b in pairs:
+                if a != b:
+                    return Comparison(step + 1, 0, f"step {step}, {name}: block by block {a!r}, monolithic {b!r}")
+        reference = dict(whole.named_parameters())
+        for name, tensor in engine.parameters_now():
+            place = first_difference(tensor, reference[name].data)
+            if place is not None:
+                return Comparison(steps, count, f"after {steps} steps, {name}{place}")
+    return Comparison(steps, count, None)
+
+
+def random_batch(vocab_size: int, batch_size: int, tokens: int, *, seed: int) -> Batch:
+    """Random tokens with right padding: int64 (batch_size, tokens) ids, mask and labels."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocab_size, (batch_size, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    if batch_size > 1:
+        mask[-1, max(tokens // 2, 2) :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def first_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
+    """Where two tensors of one shape first differ in a bit, in words; None if nowhere."""
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
+    unequal = (ours.contiguous().view(integer) != theirs.contiguous().view(integer)).flatten().nonzero()
+    if not len(unequal):
+        return None
+    at = int(unequal[0])
+    a, b = ours.flatten()[at].item(), theirs.flatten()[at].item()
+    return f", element {at} of {ours.numel()} ({len(unequal)} differ): block by block {a!r}, monolithic {b!r}"

@@ -1,0 +1,1 @@
+"""Files and host memory, below everything: direct reads, records, durable names, page-aligned memory."""

@@ -1,0 +1,202 @@
+"""Byte ranges of files, past the page cache: direct I/O where the file system takes it, else buffered.
+
+A model that is read once a step would push everything else out of the page cache, and inside a memory limit the cache counts
+as the process's own. Direct I/O wants page-aligned offsets, lengths and addresses. Where memory lies as far from a page's
+start as its bytes do in the file, whole pages are read in place; the rest goes through a small buffer of the calling thread.
+Where direct I/O is refused, buffered reads give their pages back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+from pathlib import Path
+
+import torch
+
+from zo2core.io.page_memory import anonymous_memory
+
+PAGE = 4096  # bytes; a multiple of the block size of the disks there are
+STAGING = 6 << 20  # bytes of the buffer of one thread, in huge pages: a chunk and the pages it begins and ends in
+IN_PLACE = 1 << 20  # bytes from which on reads of the two broken pages pay
+
+_thread = threading.local()
+
+
+class RangedFile:
+    """One file, read (and, if asked for, written) by range from any thread.
+
+    Args:
+        path: Of the file.
+        writable: Also for writing; the file is created if it does not exist.
+
+    Raises:
+        OSError: if it cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, writable: bool = False) -> None:
+        self._flags = os.O_CLOEXEC | (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY)
+        self._path = path
+        self._lock = threading.Lock()
+        self._buffered: int | None = None
+        self._direct: int | None = None
+        self._takes_direct = True
+        try:
+            self._direct = os.open(path, self._flags | os.O_DIRECT, 0o644)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._takes_direct = False
+            self._buffered = os.open(path, self._flags, 0o644)
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fill memory from a byte offset on.
+
+        Raises:
+            OSError: from the system.
+            EOFError: if the file ends first.
+        """
+        if self._takes_direct and self._direct is not None:
+            try:
+                done = _read_direct(self._direct, offset, out)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._takes_direct = False  # some file systems take the flag and refuse the reads
+                done = 0
+            if done >= len(out):
+                return
+            offset, out = offset + done, out[done:]
+        buffered = self._open_buffered()
+        _read_exactly(buffered, offset, out)
+        os.posix_fadvise(buffered, offset, len(out), os.POSIX_FADV_DONTNEED)
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write memory at a byte offset; ``sync`` makes it durable.
+
+        Raises:
+            OSError: from the system.
+        """
+        if self._takes_direct and self._direct is not None and _is_aligned(offset, data):
+            try:
+                done = 0
+                while done < len(data) and done % PAGE == 0:
+                    done += os.pwrite(self._direct, data[done:], offset + done)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._takes_direct = False
+                done = 0
+            if done == len(data):
+                return
+            offset, data = offset + done, data[done:]
+        buffered, done = self._open_buffered(), 0
+        while done < len(data):
+            done += os.pwrite(buffered, data[done:], offset + done)
+
+    def sync(self) -> None:
+        """Make what was written durable.
+
+        Raises:
+            OSError: from the system.
+        """
+        for descriptor in (self._direct, self._buffered):
+            if descriptor is not None:
+                os.fdatasync(descriptor)
+
+    def close(self) -> None:
+        """Close the file; nobody reads or writes it any more. May be called twice."""
+        with self._lock:
+            descriptors = [each for each in (self._direct, self._buffered) if each is not None]
+            self._direct = self._buffered = None
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _open_buffered(self) -> int:
+        with self._lock:
+            if self._buffered is None:
+                self._buffered = os.open(self._path, self._flags, 0o644)
+            return self._buffered
+
+
+def whole_pages(nbytes: int) -> int:
+    """Round a size in bytes up to pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """A writable view of a contiguous CPU tensor's bytes. It does not keep the tensor's memory alive."""
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view)) if len(view) else 0
+
+
+def _is_aligned(offset: int, view: memoryview) -> bool:
+    return offset % PAGE == 0 and len(view) % PAGE == 0 and _address(view) % PAGE == 0
+
+
+def _read_direct(descriptor: int, offset: int, out: memoryview) -> int:
+    """Read whole pages in place if there are enough of them, the rest by way of the buffer; return how far it came."""
+    head = min(-offset % PAGE, len(out))
+    body = (len(out) - head) // PAGE * PAGE
+    if (_address(out) - offset) % PAGE != 0 or body < IN_PLACE:
+        return _read_staged(descriptor, offset, out)
+    done = _read_staged(descriptor, offset, out[:head])
+    if done == head:
+        done += _read_pages(descriptor, offset + done, out[done : head + body], at_least=body)
+    if done == head + body:
+        done += _read_staged(descriptor, offset + done, out[done:])
+    return done
+
+
+def _read_staged(descriptor: int, offset: int, out: memoryview) -> int:
+    """Read the pages around a range into this thread's buffer, and the range from there; return how far it came."""
+    staging = _staging()
+    done = 0
+    while done < len(out):
+        skip = (offset + done) % PAGE
+        wanted = min(len(out) - done, STAGING - skip)
+        pages = -(-(skip + wanted) // PAGE) * PAGE
+        count = _read_pages(descriptor, offset + done - skip, staging[:pages], at_least=skip + wanted)
+        if count < skip + wanted:
+            break
+        ctypes.memmove(_address(out[done:]), _address(staging) + skip, wanted)  # lets other threads run
+        done += wanted
+    return done
+
+
+def _staging() -> memoryview:
+    if not hasattr(_thread, "staging"):
+        _thread.staging = memoryview(anonymous_memory(STAGING))[:STAGING]
+    staging: memoryview = _thread.staging
+    return staging
+
+
+def _read_pages(descriptor: int, offset: int, out: memoryview, *, at_least: int) -> int:
+    """Read into page-aligned memory until enough is there, or no more comes; return how far it came.
+
+    After a short read the next one has to start at a page again; the file's last page may be short.
+    """
+    done = 0
+    while done < at_least:
+        start = done - done % PAGE
+        reached = start + os.preadv(descriptor, [out[start:]], offset + start)
+        if reached <= done:
+            break
+        done = reached
+    return done
+
+
+def _read_exactly(descriptor: int, offset: int, out: memoryview) -> None:
+    """Read until ``out`` is full; one call of the system may give less."""
+    done = 0
+    while done < len(out):
+        count = os.preadv(descriptor, [out[done:]], offset + done)
+        if count == 0:
+            raise EOFError(f"end of file at byte {offset + done}")
+        done += count

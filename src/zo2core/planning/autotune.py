@@ -1,0 +1,134 @@
+"""Quick measurements of this machine, for choices that depend on it. Each takes a fraction of a second."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from zo2core.devices import HostDevice
+from zo2core.errors import ScratchError
+from zo2core.io.direct_file import RangedFile, byte_view
+from zo2core.kernels import walk
+from zo2core.protocols import CounterNoise, NoiseGenerator
+from zo2core.types import BlockLayout, Descend, ParameterSpec, Perturb, Program
+
+_BYTES = 64 << 20  # written by the disk probe
+_PIECES = 64  # drawn by the noise probe
+_THREADS = 2  # share each pass with counter-based noise; with a sequential generator one replays
+_DESCEND = Descend(0, projected_grad=1.0, lr=1e-6, weight_decay=0.0)
+_ROUNDS = 3  # the best counts: others disturb, nothing helps
+
+
+def replay_seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_place: bool = True) -> float:
+    """Seconds to replay one update over the whole model, on as many threads as a visit uses.
+
+    Args:
+        noise: Draws z.
+        layouts: Of the model.
+        in_place: With MeZO's walk.
+    """
+    walked = (Perturb(0, shift, 1e-3) for shift in ((1.0, -2.0, 1.0) if in_place else ()))
+    program = Program((0,), (*walked, _DESCEND))
+
+    def run(spec: ParameterSpec, start: int, theta: torch.Tensor, z: torch.Tensor, *scratch: torch.Tensor) -> None:
+        if isinstance(noise, CounterNoise):
+            noise.walk(theta, program, spec, start)
+            return
+        noise.fill(z, 0, spec, start)
+        walk(theta, program, [z], scratch=scratch[0], decay_scratch=scratch[1])
+
+    return _seconds(noise, layouts, run)
+
+
+def evaluation_seconds(noise: CounterNoise, layouts: Sequence[BlockLayout]) -> tuple[float, float]:
+    """Seconds to bring the whole model to the weights of an evaluation, on as many threads as a visit uses.
+
+    Args:
+        noise: Draws z.
+        layouts: Of the model.
+
+    Returns:
+        Of a step's first evaluation, with one update replayed in the same pass, and of any other.
+    """
+
+    def to_evaluation(program: Program) -> float:
+        then = Perturb(len(program.seeds) - 1, 1.0, 1e-3)
+
+        def run(spec: ParameterSpec, start: int, theta: torch.Tensor, out: torch.Tensor, *_: torch.Tensor) -> None:
+            noise.walk(theta, program, spec, start, out=out, then=then)
+
+        return _seconds(noise, layouts, run)
+
+    return to_evaluation(Program((0, 1), (_DESCEND,))), to_evaluation(Program((1,), ()))
+
+
+def _seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], run: Callable[..., None]) -> float:
+    """Seconds of a pass over all weights, from some pieces of the largest parameter."""
+    specs = [spec for layout in layouts for spec in layout.parameters]
+    largest = max(specs, key=lambda spec: spec.numel)
+    pieces = noise.pieces(largest)[:_PIECES]
+    longest = max(stop - start for start, stop in pieces)
+    memory = [torch.zeros(longest, dtype=largest.dtype) for _ in range(4)]
+    best = math.inf
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        for start, stop in pieces:
+            run(largest, start, *(each[: stop - start] for each in memory))
+        best = min(best, time.perf_counter() - began)
+    threads = min(_THREADS, os.cpu_count() or 1) if isinstance(noise, CounterNoise) else 1
+    return best / sum(stop - start for start, stop in pieces) * sum(spec.numel for spec in specs) / threads
+
+
+def write_bytes_per_second(directory: Path) -> float:
+    """Rate of durable writes to a directory's disk.
+
+    Raises:
+        ScratchError: if it cannot be written to.
+    """
+    data = byte_view(memory := HostDevice().host_memory(_BYTES))
+    memory.fill_(1)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        # A file without a name is gone with the process, however that ends. Its descriptor's path opens it again.
+        with (
+            tempfile.TemporaryFile(dir=directory) as unnamed,
+            contextlib.closing(RangedFile(Path(f"/proc/self/fd/{unnamed.fileno()}"), writable=True)) as file,
+        ):
+            best = math.inf
+            for _ in range(_ROUNDS):
+                began = time.perf_counter()
+                file.write(0, data)
+                file.sync()
+                best = min(best, time.perf_counter() - began)
+    except OSError as error:
+        raise ScratchError(
+            directory,
+            found=error.strerror or str(error),
+            expected="a directory on a disk with room",
+            remedy="choose another directory or free space",
+        ) from error
+    return _BYTES / best
+
+
+def write_back_interval(replay: float, write: float, *, resident: bool) -> int:
+    """How many versions a segment may lag before it is written.
+
+    A streamed block that lags k versions is replayed k times at every visit, (k + 1) / 2 on average, and written every k-th:
+    k = sqrt(2 write / replay) costs least. A resident one is written only so that a resumed run need not replay everything:
+    as often as costs a hundredth of a replay a step.
+
+    Args:
+        replay: Seconds to replay one update over the model.
+        write: Seconds to write the model.
+        resident: Blocks stay in memory.
+    """
+    if resident:
+        return min(max(math.ceil(100 * write / replay), 10), 1000)
+    return max(round(math.sqrt(2 * write / replay)), 1)

@@ -1,0 +1,1 @@
+"""What every lane did when, and traces of it."""

@@ -1,0 +1,279 @@
+"""Sweeps as a file that Chrome's and Perfetto's trace viewers open: one lane each, with bytes.
+
+The file is an array of JSON events, one a line, whose closing bracket may be missing: that of a process that was killed is
+as good as another. Complete events ("ph": "X") have times in microseconds on the clock of ``time.perf_counter``.
+
+    {"cat": "upload", "name": "block 3", "ts": ..., "dur": ..., "tid": lane and track, "args": {"bytes": ...}}
+    {"cat": "sweep", "name": "step 7", "ts": ..., "dur": ..., "tid": 0}
+
+A sweep's event is the stretch of time that the step, or the evaluation's pass, has taken. What the lanes did for the next
+sweep already, or still for the last one, lies in it, too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NamedTuple, Self
+
+from zo2core.errors import OutputError, TraceError
+from zo2core.profiling.timeline import Passed, Span, Timeline, lane_uses
+from zo2core.types import Lane, LaneUse
+
+_SWEEP = "sweep"
+_STEP = "step "  # and its number: the name of a step's sweep
+_LANES = list(Lane)
+_TRACKS = 1000  # thread numbers of one lane: its tracks
+_DIGITS = 3  # of microseconds: nanoseconds, as fine as the clock
+
+
+class Sweep(NamedTuple):
+    """A stretch of time: what one sweep has taken."""
+
+    name: str  # "step 7", "evaluation", "flush"
+    begun: float  # seconds on the clock of ``time.perf_counter``
+    done: float
+
+    @classmethod
+    def of_step(cls, step: int, begun: float, done: float) -> Sweep:
+        """The sweep of a step, and all that the step took besides."""
+        return cls(f"{_STEP}{step}", begun, done)
+
+
+class Trace:
+    """A file of sweeps, made with the first one.
+
+    Args:
+        path: Must not exist.
+
+    Raises:
+        OutputError: if it does, or cannot be made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._named: set[int] = set()
+        self._file: IO[str] | None = None
+        self._closed = False
+        if path.exists():
+            raise self._unwritable("something at this path")
+        if not os.access(path.parent, os.W_OK):
+            raise self._unwritable("a directory that is not there, or may not be written")
+
+    def add(self, spans: Iterable[Span], sweep: Sweep | None = None) -> None:
+        """Write spans that are done, and the sweep that has ended.
+
+        Raises:
+            OutputError: if that fails.
+        """
+        events = [event for span in spans for event in self._span(span)]
+        if sweep is not None:
+            events += [*self._lane(0, _SWEEP), _complete(_SWEEP, sweep.name, 0, sweep.begun, sweep.done)]
+        if not events or self._closed:
+            return
+        try:
+            if self._file is None:
+                self._file = self._path.open("x")
+                self._file.write("[\n" + json.dumps(events.pop(0)))
+            self._file.writelines(f",\n{json.dumps(event)}" for event in events)
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error.strerror or str(error)) from error
+
+    def close(self) -> None:
+        """Complete the file. May be called twice.
+
+        Raises:
+            OutputError: if that fails; what was written can be read.
+        """
+        file, self._file, self._closed = self._file, None, True
+        if file is None:
+            return
+        try:
+            with file:
+                file.write("\n]\n")
+        except OSError as error:
+            raise self._unwritable(error.strerror or str(error)) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _span(self, span: Span) -> Iterator[dict[str, Any]]:
+        thread = (_LANES.index(span.lane) + 1) * _TRACKS + span.track
+        yield from self._lane(thread, row_name(span))
+        event = _complete(span.lane.value, span.name, thread, span.begun.seconds, span.done.seconds)
+        yield event if not span.nbytes else {**event, "args": {"bytes": span.nbytes}}
+
+    def _lane(self, thread: int, name: str) -> Iterator[dict[str, Any]]:
+        """Name a lane when it is first used."""
+        if thread not in self._named:
+            self._named.add(thread)
+            common = {"ph": "M", "pid": 0, "tid": thread}
+            yield {**common, "name": "thread_name", "args": {"name": name}}
+            yield {**common, "name": "thread_sort_index", "args": {"sort_index": thread}}
+
+    def _unwritable(self, found: str) -> OutputError:
+        return OutputError(
+            self._path,
+            found=found,
+            expected="a new file in a directory that can be written",
+            remedy="choose another path, or free space",
+        )
+
+
+class Recorder:
+    """Takes a timeline down, sweep by sweep.
+
+    Args:
+        timeline: Nobody else takes spans from it.
+        trace: To write them to, if any; belongs to this object.
+    """
+
+    def __init__(self, timeline: Timeline, trace: Trace | None) -> None:
+        self._timeline = timeline
+        self._trace = trace
+
+    def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
+        """Take down what was done up to now, and add up what each lane did: all bytes, and the time within the sweep.
+
+        Raises:
+            OutputError: if the trace cannot be written.
+        """
+        spans = self._timeline.take()
+        if self._trace is not None:
+            self._trace.add(spans, sweep)
+        return lane_uses(spans, begun=sweep.begun, done=sweep.done)
+
+    def close(self) -> None:
+        """Take down what is left, and complete the trace. May be called twice.
+
+        Raises:
+            OutputError: if the trace cannot be written.
+        """
+        if self._trace is not None:
+            with self._trace:
+                self._trace.add(self._timeline.take())
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a trace holds."""
+
+    path: Path
+    spans: tuple[Span, ...]
+    sweeps: tuple[Sweep, ...]  # in the order in which they ended
+
+    def sweep(self, step: int | None = None) -> Sweep:
+        """One sweep.
+
+        Args:
+            step: Whose; None: of the last step, or the last one where there are evaluations only.
+
+        Raises:
+            TraceError: if there is none.
+        """
+        steps = [sweep for sweep in self.sweeps if sweep.name.startswith(_STEP)]
+        found = steps or list(self.sweeps) if step is None else [each for each in steps if each.name == f"{_STEP}{step}"]
+        if not found:
+            there = f"{steps[0].name} to {steps[-1].name}" if steps else f"{len(self.sweeps)} sweeps, none of a step"
+            raise TraceError(
+                self.path,
+                found=there,
+                expected="a sweep" if step is None else f"{_STEP}{step}",
+                remedy="choose another step, or leave it out to see the last one",
+            )
+        return found[-1]
+
+    def within(self, sweep: Sweep) -> list[Span]:
+        """The spans that a sweep's time has a part of, in order."""
+        found = [span for span in self.spans if span.begun.seconds < sweep.done and span.done.seconds > sweep.begun]
+        return sorted(found, key=lambda span: span.begun.seconds)
+
+
+def read_trace(path: Path) -> Recording:
+    """Read a trace back; a last line that is torn does not count, nor do events of other kinds.
+
+    Raises:
+        TraceError: if it cannot be read, or is none.
+    """
+    try:
+        events = _parse(path.read_text(encoding="utf-8"))
+        spans: list[Span] = []
+        sweeps: list[Sweep] = []
+        for event in events:
+            if event["ph"] != "X":
+                continue
+            begun, done = _seconds(event["ts"]), _seconds(event["ts"] + event["dur"])
+            if not (math.isfinite(begun) and begun <= done < math.inf):
+                raise ValueError(f"ts {event['ts']} and dur {event['dur']}")
+            kind, name = event["cat"], str(event["name"])
+            if kind == _SWEEP:
+                if begun == done:
+                    raise ValueError(f"a sweep that took no time: {name}")
+                sweeps.append(Sweep(name, begun, done))
+            else:
+                track, nbytes = int(event["tid"]) % _TRACKS, int(event.get("args", {}).get("bytes", 0))
+                spans.append(Span(Lane(kind), name, Passed(begun), Passed(done), nbytes, track))
+    except OSError as error:
+        raise TraceError(
+            path, found=error.strerror or str(error), expected="a readable file", remedy="check the path"
+        ) from error
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise TraceError(
+            path,
+            found=f"something else ({type(error).__name__}: {error})",
+            expected="a trace as `zo2 train --trace FILE` writes it",
+            remedy="name such a file",
+        ) from error
+    return Recording(path, tuple(spans), tuple(sweeps))
+
+
+def row_name(span: Span) -> str:
+    """What the lane, and of evaluations the track, is called where it is shown."""
+    return f"evaluation {span.track + 1}" if span.lane is Lane.EVALUATE else span.lane.value
+
+
+def _parse(text: str) -> list[dict[str, Any]]:
+    """The events of a whole file, of one without its end, and of one whose last line is torn."""
+    opening, *lines = text.rstrip().split("\n")
+    if opening == "[" and lines[-1:] != ["]"]:
+        if lines and _is_torn(lines[-1]):
+            lines.pop()
+        text = "[" + "".join(lines).rstrip(",") + "]"
+    events = json.loads(text)
+    if not isinstance(events, list):
+        raise TypeError(f"a JSON {type(events).__name__}")
+    return events
+
+
+def _is_torn(line: str) -> bool:
+    try:
+        json.loads(line.rstrip(","))
+    except ValueError:
+        return True
+    return False
+
+
+def _complete(category: str, name: str, thread: int, begun: float, done: float) -> dict[str, Any]:
+    start, end = _microseconds(begun), _microseconds(done)
+    times = {"ts": start, "dur": round(end - start, _DIGITS)}
+    return {"ph": "X", "pid": 0, "cat": category, "name": name, "tid": thread, **times}
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, _DIGITS)
+
+
+def _seconds(microseconds: float) -> float:
+    """So rounded that what ends where something else begins does so after the way through a file, too."""
+    return round(float(microseconds), _DIGITS) / 1e6

@@ -1,0 +1,136 @@
+"""What was done when: the lanes of a sweep, as spans of time with the bytes they moved.
+
+A lane is something that does one kind of work at a time: the disk's reads, the uploads, replay and forwards, the offloads,
+the disk's writes. The slowest lane alone is the bound that a sweep cannot beat however well the lanes overlap.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from zo2core.types import Event, Lane, LaneUse
+
+
+class Passed(NamedTuple):
+    """An event that has passed: the host's clock."""
+
+    seconds: float
+    passed: bool = True
+
+
+def now() -> Passed:
+    """The host's clock as an event."""
+    return Passed(time.perf_counter())
+
+
+class Span(NamedTuple):
+    """One piece of work in a lane."""
+
+    lane: Lane
+    name: str
+    begun: Event
+    done: Event
+    nbytes: int  # moved
+    track: int  # of a lane that shows several things apart: which evaluation
+
+
+class Timeline:
+    """Spans, noted from any thread.
+
+    Args:
+        capacity: Spans that are kept; the oldest of more are dropped, so that nobody has to take them.
+    """
+
+    def __init__(self, capacity: int = 1 << 16) -> None:
+        self._spans: list[Span] = []
+        self._capacity = capacity
+        self._lock = threading.Lock()
+
+    def note(self, lane: Lane, name: str, begun: Event, done: Event, nbytes: int = 0, *, track: int = 0) -> None:
+        """Add a piece of work, whose events may not have passed yet."""
+        with self._lock:
+            if len(self._spans) >= self._capacity:
+                del self._spans[: self._capacity // 2]
+            self._spans.append(Span(lane, name, begun, done, nbytes, track))
+
+    @contextmanager
+    def noted(self, lane: Lane, name: str, nbytes: int = 0) -> Iterator[None]:
+        """Note what the host does meanwhile."""
+        begun = now()
+        try:
+            yield
+        finally:
+            self.note(lane, name, begun, now(), nbytes)
+
+    def take(self) -> list[Span]:
+        """Hand over the spans that are done, and forget them."""
+        with self._lock:
+            spans, self._spans = self._spans, []
+            taken: list[Span] = []
+            for span in spans:  # asked once: an event may pass at any time
+                (taken if span.done.passed else self._spans).append(span)
+        return taken
+
+
+class Gathered:
+    """Work in parts, on several threads, noted as one span: from where the first begins to where the last one ends.
+
+    Args:
+        timeline: To note it in.
+        lane: Of all parts.
+        name: Of the whole.
+        parts: How many there are.
+    """
+
+    def __init__(self, timeline: Timeline, lane: Lane, name: str, parts: int) -> None:
+        self._timeline = timeline
+        self._lane = lane
+        self._name = name
+        self._left = parts
+        self._nbytes = 0
+        self._begun: Event | None = None
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def part(self, nbytes: int) -> Iterator[None]:
+        """One of them, done meanwhile."""
+        with self._lock:
+            begun = self._begun = self._begun or now()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._left -= 1
+                self._nbytes += nbytes
+                last = self._left == 0
+            if last:
+                self._timeline.note(self._lane, self._name, begun, now(), self._nbytes)
+
+
+def lane_uses(spans: Iterable[Span], *, begun: float = float("-inf"), done: float = float("inf")) -> Mapping[Lane, LaneUse]:
+    """Each lane's busy time, work at once counted once, and its bytes.
+
+    Args:
+        spans: All bytes of each count.
+        begun: Seconds on the events' clock; work before that is not in the busy time.
+        done: The same for work after that.
+    """
+    by_lane: dict[Lane, list[Span]] = {lane: [] for lane in Lane}
+    for span in spans:
+        by_lane[span.lane].append(span)
+    return {
+        lane: LaneUse(_busy_seconds(own, begun, done), sum(span.nbytes for span in own)) for lane, own in by_lane.items()
+    }
+
+
+def _busy_seconds(spans: Iterable[Span], since: float, until: float) -> float:
+    """Length of the part of the spans' union that lies within a stretch of time."""
+    total, reached = 0.0, since
+    for begun, done in sorted((span.begun.seconds, span.done.seconds) for span in spans):
+        total += max(min(done, until) - max(begun, reached), 0.0)
+        reached = max(reached, done)
+    return total

@@ -1,0 +1,176 @@
+"""Blocks written back: a file of slots, and a manifest of records that says which slot holds which segment at which version.
+
+The user's checkpoint is never written. A segment's new bytes go to a free slot; its old ones count until the new ones are
+durable and the manifest says so. So there is no moment at which a segment is lost, and one spare slot for all blocks of a
+size suffices. What a crash leaves over is never wrong, at worst old: the journal makes up the difference.
+
+Write-ahead: bytes of version v are written only once the journal's records up to v are durable. Every manifest record
+carries the journal's checksum at its version; bytes of another run, or of updates the journal has lost, do not count.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from zo2core.errors import ScratchError
+from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
+from zo2core.io.durable import make_directory, sync_path
+from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
+from zo2core.types import BlockLayout
+
+DATA = "scratch.bin"
+MANIFEST = "scratch.jsonl"
+
+
+class _Place(NamedTuple):
+    """Where a segment's bytes are."""
+
+    slot: int
+    version: int
+
+
+class Scratch:
+    """Segments on disk at later versions than the base.
+
+    Args:
+        directory: Of the run; what an earlier process left there is used.
+        layouts: Segments in visiting order.
+        chain: Version to the journal's checksum, None where the journal is not durable that far.
+
+    Raises:
+        ScratchError: if the files cannot be opened.
+        JournalError: if the journal cannot be made durable.
+    """
+
+    def __init__(self, directory: Path, layouts: Sequence[BlockLayout], chain: Callable[[int], int | None]) -> None:
+        self.directory = directory
+        self._chain = chain
+        self._sizes = [whole_pages(layout.nbytes) for layout in layouts]
+        self._layout = [None if layout.offsets is None else list(layout.offsets) for layout in layouts]
+        self._offsets: list[int] = []  # slot -> byte offset
+        self._free: list[set[int]] = []  # segment -> slots it may use next; one set for all blocks
+        self._lay_out(layouts)
+        self.nbytes = scratch_bytes(layouts)
+        self._places: dict[int, _Place] = {}
+        try:
+            make_directory(directory)
+            self._manifest = self._open_manifest()
+            self._data = RangedFile(directory / DATA, writable=True)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def version(self, segment: int) -> int:
+        """Version of a segment's bytes here; 0 if there are none, and the base's count."""
+        place = self._places.get(segment)
+        return 0 if place is None else place.version
+
+    def read(self, segment: int, out: torch.Tensor, start: int = 0) -> None:
+        """Fill memory with a range of a segment's bytes. May be called from several threads.
+
+        Args:
+            segment: One with a version above 0.
+            out: uint8; whole pages are the fast way.
+            start: The range's first byte.
+
+        Raises:
+            ScratchError: if they cannot be read.
+        """
+        try:
+            self._data.read_into(self._offsets[self._places[segment].slot] + start, byte_view(out))
+        except (OSError, EOFError) as error:
+            raise self._failed(error) from error
+
+    def write(self, segment: int, data: torch.Tensor, version: int) -> None:
+        """Write a bucket back. On return it is durable.
+
+        Args:
+            segment: Whose bytes.
+            data: uint8, the segment's bucket, up to whole pages.
+            version: Of the bytes.
+
+        Raises:
+            ScratchError: if that failed; the bytes written before still count.
+        """
+        chain = self._chain(version)
+        assert chain is not None, "bytes are written after the journal's records"
+        slot = min(self._free[segment])
+        record = {"segment": segment, "slot": slot, "version": version, "chain": chain}
+        try:
+            self._manifest.retract()  # a record that was written but not synced may name this slot for other bytes
+            self._data.write(self._offsets[slot], byte_view(data))
+            self._data.sync()
+            self._manifest.append(record)
+        except OSError as error:
+            raise self._failed(error) from error
+        self._free[segment].discard(slot)
+        if segment in self._places:
+            self._free[segment].add(self._places[segment].slot)
+        self._places[segment] = _Place(slot, version)
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
+        self._data.close()
+        self._manifest.close()
+
+    def _lay_out(self, layouts: Sequence[BlockLayout]) -> None:
+        """Place the slots: blocks share theirs and one to spare, a resident segment has two of its own."""
+        end = 0
+
+        def slots(count: int, size: int) -> set[int]:
+            nonlocal end
+            first = len(self._offsets)
+            self._offsets += [end + i * size for i in range(count)]
+            end += count * size
+            return set(range(first, first + count))
+
+        blocks = [size for size, layout in zip(self._sizes, layouts, strict=True) if not layout.resident]
+        shared = slots(len(blocks) + 1, max(blocks, default=0))
+        for size, layout in zip(self._sizes, layouts, strict=True):
+            self._free.append(slots(2, size) if layout.resident else shared)
+
+    def _open_manifest(self) -> RecordFile:
+        """Take over what is of this run, and write the manifest anew without the rest."""
+        path = self.directory / MANIFEST
+        header: Record = {"format": 1, "sizes": self._sizes, "offsets": self._layout, "chain": self._chain(0)}
+        found: dict[int, Record] = {}
+        try:
+            loaded = RecordFile(path).loaded
+        except DamagedRecordError:
+            loaded = []  # nothing is lost but time: the journal makes every version again
+        if loaded and loaded[0] == header:
+            found = {record["segment"]: record for record in loaded[1:]}
+        data = self.directory / DATA
+        size = data.stat().st_size if data.exists() else 0
+        for segment, record in found.items():
+            there = self._offsets[record["slot"]] + self._sizes[segment] <= size
+            if there and self._chain(record["version"]) == record["chain"]:
+                self._places[segment] = _Place(record["slot"], record["version"])
+                self._free[segment].discard(record["slot"])
+        partial = path.with_suffix(".partial")
+        live = [found[segment] for segment in sorted(self._places)]
+        # Durable before any slot is written: an older manifest that came back would name slots for other bytes.
+        partial.write_bytes(b"".join(to_line(record) for record in [header, *live]))
+        sync_path(partial)
+        partial.replace(path)
+        sync_path(self.directory)
+        return RecordFile(path)
+
+    def _failed(self, error: OSError | EOFError) -> ScratchError:
+        return ScratchError(
+            self.directory / DATA,
+            found=(isinstance(error, OSError) and os.strerror(error.errno or 0)) or str(error),
+            expected=f"a disk that holds {self.nbytes / 1e9:.1f} GB of written-back blocks",
+            remedy="free space or mend the disk and resume the run; nothing is lost, the journal is whole",
+        )
+
+
+def scratch_bytes(layouts: Sequence[BlockLayout]) -> int:
+    """Most that a scratch file of these segments takes: a slot a block and one to spare, two for each resident segment."""
+    blocks = [whole_pages(layout.nbytes) for layout in layouts if not layout.resident]
+    resident = sum(whole_pages(layout.nbytes) for layout in layouts if layout.resident)
+    return (len(blocks) + 1) * max(blocks, default=0) + 2 * resident

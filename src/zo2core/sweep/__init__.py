@@ -1,0 +1,1 @@
+"""What one sweep needs: visits, perturbation, the work buffer, activations, micro-batches."""
