@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,22 +16,21 @@ from torch import nn
 
 from zo2adapters import MonolithicMeZO
 from zo2core import (
-    BlockLayout,
     Distribution,
     HostDevice,
-    Journal,
+    MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
     NonFiniteLossError,
-    OverlappedScheduler,
     PhiloxNoise,
-    SerialScheduler,
+    WriteBackPolicy,
     ZOEngine,
 )
+from zo2core.estimators import direction_seeds
 from zo2core.kernels import fill
-from zo2core.numbers import directions
-from zo2core.planning.host_plan import Arrangement, arrange
-from zo2core.protocols import BlockModel, BlockSource, Device, Scheduler
+from zo2core.planning.device_plan import DevicePlan
+from zo2core.planning.host_plan import HostPlan
+from zo2core.protocols import BlockModel, Device
 from zo2core.types import Batch
 
 BETWEEN = ["nothing", "evaluate", "flush", "look", "reopen"]
@@ -60,7 +56,7 @@ class Plan(NamedTuple):
 
     def directions(self, step: int) -> tuple[int, ...]:
         """The seeds that an engine told the step's first one draws."""
-        evaluations = self.estimator().evaluations(step, directions(0, step, self.seeds[step]))
+        evaluations = self.estimator().evaluations(step, direction_seeds(0, step, self.seeds[step]))
         return tuple(dict.fromkeys(evaluation.seed for evaluation in evaluations))
 
 
@@ -100,30 +96,31 @@ class Storage(NamedTuple):
     buckets: int | None  # None: all blocks resident
     write_back_every: int | None
     keep_noise: bool
-    scheduler: Callable[[BlockSource, Device], Scheduler] = OverlappedScheduler
+    overlap: bool = True
+    kept: int = 0  # blocks that stay on a device with memory of its own
     behind_copies: bool = False  # the device has memory of its own
     activations_wait: bool = False  # in host memory, where the device has memory of its own
 
     def engine(self, model: BlockModel, plan: Plan, run: Path) -> ZOEngine:
         """An engine that goes on from whatever is in the run directory."""
 
-        def arranged(layouts: Sequence[BlockLayout], *, memory: int | str, **others: Any) -> Arrangement:
-            found = arrange(layouts, memory=memory, **others)
-            return replace(found, buckets=self.buckets, keep_noise=self.keep_noise)
-
-        with patch("zo2core.engine.arrange", arranged):
-            return ZOEngine(
-                model,
-                plan.estimator(),
-                noise=None if plan.distribution is None else PhiloxNoise(plan.distribution),
-                journal=Journal(run / "journal.jsonl"),
-                scratch=run,
-                write_back_every=self.write_back_every,
-                scheduler=self.scheduler,
-                device=self.device(),
-                least_activation_bytes=0 if self.activations_wait else None,
-                activation_bytes=0 if self.activations_wait else 2**28,
-            )
+        activations = 1 if self.activations_wait else 2**28
+        has_memory = not self.device().in_place
+        return ZOEngine(
+            model,
+            plan.estimator(),
+            noise=None if plan.distribution is None else PhiloxNoise(plan.distribution),
+            journal=run / "journal.jsonl",
+            memory=MemoryPolicy(
+                host=HostPlan((), budget=2**28, buckets=self.buckets, keep_noise=self.keep_noise),
+                device=DevicePlan((), 0, self.kept, activations) if has_memory and self.overlap else "auto",
+                activations=activations,
+                least_activations=1 if has_memory and self.activations_wait else None,
+            ),
+            write_back=WriteBackPolicy(directory=run, every=self.write_back_every),
+            overlap=self.overlap,
+            device=self.device(),
+        )
 
     def device(self) -> Device:
         """In place, or as if behind a bus, with copies that take more or less long."""
@@ -133,14 +130,13 @@ class Storage(NamedTuple):
         return ThreadedDevice(ThreadedStreams(lambda lane, nbytes: rng.choice([0.0, 0.0, 0.001])))
 
 
-SCHEDULERS = [SerialScheduler, OverlappedScheduler, partial(OverlappedScheduler, kept=1)]
-
 storages = st.builds(
     Storage,
     buckets=st.sampled_from([None, 1, 2, 3]),
     write_back_every=st.sampled_from([1, 2, 3, None]),
     keep_noise=st.booleans(),
-    scheduler=st.sampled_from(SCHEDULERS),
+    overlap=st.booleans(),
+    kept=st.sampled_from([0, 0, 1]),
     behind_copies=st.booleans(),
     activations_wait=st.booleans(),
 )

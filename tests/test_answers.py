@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zo2adapters import open_checkpoint, score
 from zo2adapters.models.branch_cache import Answers, PreparedBatch
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import Distribution, MeZOSGD, PhiloxNoise, ZOEngine
+from zo2core import Distribution, MeZOSGD, PhiloxNoise, Replayer, ZOEngine
 
 WAITING = {"_local_scalar_dense", "is_nonzero", "item", "equal", "nonzero", "masked_select", "_unique2"}
 
@@ -52,14 +52,14 @@ def test_a_sweep_asks_the_device_for_nothing(
 
     noise = PhiloxNoise(Distribution.RADEMACHER)
     with ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-3), noise=noise) as engine, patch.object(model, "prepared", ahead):
-        sweep = engine._scheduler.sweep
+        sweep = engine._parts.scheduler.sweep
         waits = Waits()
 
         def watched(*arguments: Any) -> None:
             with waits:
                 sweep(*arguments)
 
-        with patch.object(engine._scheduler, "sweep", watched):
+        with patch.object(engine._parts.scheduler, "sweep", watched):
             for _ in range(2):
                 engine.step(batch)
             found = engine.evaluate([batch]).losses
@@ -67,7 +67,7 @@ def test_a_sweep_asks_the_device_for_nothing(
         assert waits.found == []
         with patch.object(model, "prepared", lambda given: given):  # asks each time
             assert engine.evaluate([batch]).losses == found
-            with patch.object(engine._scheduler, "sweep", watched):
+            with patch.object(engine._parts.scheduler, "sweep", watched):
                 engine.evaluate([batch])
         assert waits.found != [], "what is looked for is there to be found"
 
@@ -102,6 +102,6 @@ def test_what_is_not_known_is_asked() -> None:
 
 def test_a_batch_is_checked_where_it_is_prepared(tmp_path: Path) -> None:
     model: HFBlockModel = open_checkpoint(save_model(tmp_path, small_config("opt")))
-    with ZOEngine(model, None):
+    with Replayer(model):
         found = model.prepared(make_batch(model.config.vocab_size, [4]))
     assert isinstance(found, PreparedBatch)

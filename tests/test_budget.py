@@ -13,7 +13,7 @@ from zo2core import BlockLayout, MemoryBudgetError, OptionError, ParameterSpec, 
 from zo2core.io.direct_file import STAGING
 from zo2core.planning.autotune import evaluation_seconds
 from zo2core.planning.host_budget import free_memory, parse_size, resident_memory
-from zo2core.planning.host_plan import arrange
+from zo2core.planning.host_plan import plan_host
 from zo2core.sources.loader import READERS
 from zo2core.types import Program
 
@@ -93,7 +93,7 @@ def layouts(blocks: int = 10) -> tuple[BlockLayout, ...]:
 def test_the_fastest_arrangement_that_fits_is_taken(room: int, buckets: int | None, keep_noise: bool) -> None:
     reading = READERS * STAGING
     memory = resident_memory() + reading + 4 * MiB + room * MiB
-    found = arrange(layouts(), memory=memory, activation_bytes=2 * MiB)
+    found = plan_host(layouts(), layouts(), memory=memory, activation_bytes=2 * MiB)
     assert (found.buckets, found.keep_noise) == (buckets, keep_noise)
     assert found.nbytes <= found.budget
 
@@ -101,20 +101,20 @@ def test_the_fastest_arrangement_that_fits_is_taken(room: int, buckets: int | No
 @pytest.mark.parametrize(("room", "buckets"), [(16 + 160 + 16, None), (16 + 9 * 16 + 16, 9), (16 + 2 * 16 + 16 + 7, 2)])
 def test_counter_based_noise_takes_no_memory(room: int, buckets: int | None) -> None:
     memory = resident_memory() + READERS * STAGING + 4 * MiB + room * MiB
-    found = arrange(layouts(), memory=memory, activation_bytes=2 * MiB, may_keep_noise=False)
+    found = plan_host(layouts(), layouts(), memory=memory, activation_bytes=2 * MiB, may_keep_noise=False)
     assert (found.buckets, found.keep_noise) == (buckets, False)
     assert found.nbytes <= found.budget
 
 
 def test_what_does_not_fit_is_added_up_part_by_part() -> None:
     with pytest.raises(MemoryBudgetError) as info:
-        arrange(layouts(), memory=resident_memory() + 20 * MiB, activation_bytes=5 * MiB)
+        plan_host(layouts(), layouts(), memory=resident_memory() + 20 * MiB, activation_bytes=5 * MiB)
     for part in ("this program", "activations", "embedding and head 0.02 GiB", "1 of 10 blocks", "work buffer 0.02 GiB"):
         assert part in info.value.expected
 
 
 def test_auto_takes_what_is_free() -> None:
-    found = arrange(layouts(), activation_bytes=0)
+    found = plan_host(layouts(), layouts(), activation_bytes=0)
     assert found.buckets is None
     assert found.keep_noise
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,9 @@ from zo2core import (
     BusyError,
     ClosedError,
     Distribution,
-    HostDevice,
     Journal,
     JournalError,
+    MemoryPolicy,
     MeZOSGD,
     NonFiniteLossError,
     OptionError,
@@ -39,11 +39,11 @@ from zo2core import (
     OverlappedScheduler,
     PhiloxNoise,
     PinnedSource,
+    Replayer,
     SequentialNoise,
     ZOEngine,
 )
 from zo2core.sources.scratch import Scratch
-from zo2core.sweep.activation_offload import held_bytes
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
 
@@ -59,7 +59,7 @@ def engine(base: Path) -> Iterator[ZOEngine]:
         yield made
 
 
-def weights(engine: ZOEngine) -> dict[str, torch.Tensor]:
+def weights(engine: Replayer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.parameters_now()}
 
 
@@ -114,22 +114,22 @@ def test_a_journal_on_disk_continues_bit_for_bit(base: Path, tmp_path: Path) -> 
         results = [whole.step(BATCH) for _ in range(6)]
         expected = weights(whole)
     for stop in (2, 3, 6):
-        with ZOEngine(open_checkpoint(base), MEZO, journal=Journal(path)) as part:
+        with ZOEngine(open_checkpoint(base), MEZO, journal=path) as part:
             continued = [part.step(BATCH) for _ in range(part.version, stop)]
             assert [r.losses for r in continued] == [r.losses for r in results[part.version - len(continued) : stop]]
-    with ZOEngine(open_checkpoint(base), MEZO, journal=Journal(path)) as replayed:
+    with ZOEngine(open_checkpoint(base), MEZO, journal=path) as replayed:
         assert_equal_weights(weights(replayed), expected)
 
 
 def test_a_journal_of_another_base_or_noise_is_refused(base: Path, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    with ZOEngine(open_checkpoint(base), MEZO, journal=Journal(path)) as engine:
+    with ZOEngine(open_checkpoint(base), MEZO, journal=path) as engine:
         engine.step(BATCH)
     other = save_model(tmp_path / "other", small_config("opt", vocab_size=41))
     with pytest.raises(JournalError, match="base"):
-        ZOEngine(open_checkpoint(other), MEZO, journal=Journal(path))
+        ZOEngine(open_checkpoint(other), MEZO, journal=path)
     with pytest.raises(JournalError, match="parameters"):
-        ZOEngine(open_checkpoint(base, dtype="bfloat16"), MEZO, journal=Journal(path))
+        ZOEngine(open_checkpoint(base, dtype="bfloat16"), MEZO, journal=path)
 
     class OtherNoise(SequentialNoise):
         name = "other"
@@ -137,15 +137,15 @@ def test_a_journal_of_another_base_or_noise_is_refused(base: Path, tmp_path: Pat
     model = open_checkpoint(base)
     for noise in (OtherNoise(model.layouts), PhiloxNoise(), PhiloxNoise(Distribution.RADEMACHER)):
         with pytest.raises(JournalError, match="noise"):
-            ZOEngine(open_checkpoint(base), MEZO, noise=noise, journal=Journal(path))
+            ZOEngine(open_checkpoint(base), MEZO, noise=noise, journal=path)
 
 
 @pytest.mark.parametrize("distribution", Distribution)
 def test_counter_based_noise_is_never_kept(base: Path, distribution: Distribution) -> None:
     with ZOEngine(open_checkpoint(base), MEZO, noise=PhiloxNoise(distribution)) as engine:
-        assert not engine._workspace.keeps_noise
-        assert engine.arrangement is not None
-        assert not engine.arrangement.keep_noise
+        assert not engine._parts.work_buffer.keeps_noise
+        assert engine.host_plan is not None
+        assert not engine.host_plan.keep_noise
 
 
 @pytest.mark.parametrize("distribution", Distribution)
@@ -153,11 +153,11 @@ def test_a_journal_is_replayed_with_the_noise_it_was_written_with(
     base: Path, tmp_path: Path, distribution: Distribution
 ) -> None:
     path = tmp_path / "journal.jsonl"
-    with ZOEngine(open_checkpoint(base), MEZO, noise=PhiloxNoise(distribution), journal=Journal(path)) as engine:
+    with ZOEngine(open_checkpoint(base), MEZO, noise=PhiloxNoise(distribution), journal=path) as engine:
         for _ in range(3):
             engine.step(BATCH)
         expected = weights(engine)
-    with ZOEngine(open_checkpoint(base), None, noise=PhiloxNoise(distribution), journal=Journal(path)) as replayed:
+    with Replayer(open_checkpoint(base), noise=PhiloxNoise(distribution), journal=path) as replayed:
         assert_equal_weights(weights(replayed), expected)
 
 
@@ -251,18 +251,19 @@ def test_as_many_batches_share_a_sweep_as_the_activation_budget_holds(base: Path
     many = [make_batch(40, [6, 2], seed=i) for i in range(7)]
     model = open_checkpoint(base)
     with ZOEngine(model, MEZO) as engine, torch.inference_mode():
-        held, running = held_bytes(model.embed(many[0])), model.forward_bytes(many[0])
+        held, running = model.held_bytes(many[0]), model.forward_bytes(many[0])
         assert engine.evaluate(many).sweeps == 1
     assert held >= 2 * 6 * 12 * 4  # a hidden state
     for fitting in (1, 2, 3, 6, 7, 8):
         for short in (0, 1):  # one byte less, and one batch less fits
-            with ZOEngine(open_checkpoint(base), MEZO, activation_bytes=fitting * held + running - short) as engine:
+            memory = MemoryPolicy(activations=fitting * held + running - short)
+            with ZOEngine(open_checkpoint(base), MEZO, memory=memory) as engine:
                 assert engine.evaluate(iter(many)).sweeps == math.ceil(7 / max(fitting - short, 1))
 
 
 def test_batches_of_a_shared_sweep_are_each_as_alone(base: Path) -> None:
     many = [make_batch(40, [3 + i, 2], seed=i) for i in range(7)]
-    with ZOEngine(open_checkpoint(base), MEZO, activation_bytes=15_000) as engine:
+    with ZOEngine(open_checkpoint(base), MEZO, memory=MemoryPolicy(activations=15_000)) as engine:
         engine.step(BATCH)
         together = engine.evaluate(iter(many))
         alone = [engine.evaluate([batch]) for batch in many]
@@ -412,17 +413,17 @@ def broken(descriptor: int) -> None:
 
 def test_numbers_of_other_libraries_are_journalled_as_python_reads_them(base: Path, tmp_path: Path) -> None:
     estimator = MeZOSGD(lr=lambda step: np.float64(1e-2), zo_eps=np.float64(1e-3), weight_decay=np.float64(0.1))
-    with ZOEngine(open_checkpoint(base), estimator, journal=Journal(tmp_path / "journal.jsonl")) as engine:
+    with ZOEngine(open_checkpoint(base), estimator, journal=tmp_path / "journal.jsonl") as engine:
         engine.step(BATCH)
     assert len(Journal(tmp_path / "journal.jsonl").updates) == 1
 
 
 def test_a_journal_has_one_writer(base: Path, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    with ZOEngine(open_checkpoint(base), MEZO, journal=Journal(path)) as first:
+    with ZOEngine(open_checkpoint(base), MEZO, journal=path) as first:
         first.step(BATCH)
         with (
-            ZOEngine(open_checkpoint(base), MEZO, journal=Journal(path)) as second,
+            ZOEngine(open_checkpoint(base), MEZO, journal=path) as second,
             pytest.raises(JournalError, match="another"),
         ):
             second.step(BATCH)
@@ -432,27 +433,32 @@ def test_a_journal_has_one_writer(base: Path, tmp_path: Path) -> None:
 
 def test_another_run_seed_is_another_run(base: Path, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    with ZOEngine(open_checkpoint(base), MEZO, journal=Journal(path)) as engine:
+    with ZOEngine(open_checkpoint(base), MEZO, journal=path) as engine:
         engine.step(BATCH)
     with pytest.raises(JournalError, match="seed 0"):
-        ZOEngine(open_checkpoint(base), MEZO, journal=Journal(path), seed=7)
+        ZOEngine(open_checkpoint(base), MEZO, journal=path, seed=7)
 
 
 @pytest.mark.parametrize("kept", [0, 2])
 def test_a_source_that_was_passed_gets_all_blocks_to_write(base: Path, tmp_path: Path, kept: int) -> None:
     model, run = open_checkpoint(base), tmp_path / "run"
-    journal = Journal(run / "journal.jsonl")
-    scratch = Scratch(run, model.layouts, journal.chain)
-    source = PinnedSource(model.weights, model.layouts, HostDevice().host_memory, scratch=scratch, write_back_every=2)
-    with ZOEngine(
-        model,
-        MEZO,
-        source=source,
-        journal=journal,
-        device=ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0)),
-        scheduler=partial(OverlappedScheduler, kept=kept),
-    ) as engine:
-        assert engine.write_back_every == 2
-        for _ in range(7):
-            engine.step(BATCH)
-    assert min(scratch.version(index) for index in range(len(model.layouts))) >= 3, "also of those that stay on the device"
+    device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
+    with contextlib.closing(Journal(run / "journal.jsonl")) as journal:
+        scratch = Scratch(run, model.layouts, journal.chain)
+        source = PinnedSource(model.weights, model.layouts, device.host_memory, scratch=scratch, write_back_every=2)
+        with (
+            contextlib.closing(source),
+            ZOEngine.from_parts(
+                model,
+                MEZO,
+                source=source,
+                device=device,
+                noise=SequentialNoise(model.layouts),
+                scheduler=OverlappedScheduler(source, device, kept=kept),
+                journal=journal,
+            ) as engine,
+        ):
+            assert engine.write_back_every == 2
+            for _ in range(7):
+                engine.step(BATCH)
+        assert min(scratch.version(index) for index in range(len(model.layouts))) >= 3, "also of what stays on the device"

@@ -35,9 +35,18 @@ from zo2adapters import open_checkpoint
 from zo2adapters.trainers.options import Batching, TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import CheckpointError, Journal, JournalError, OutputError, ScratchError, ZO2Error, ZOEngine
+from zo2core import (
+    CheckpointError,
+    JournalError,
+    MemoryPolicy,
+    OutputError,
+    ScratchError,
+    WriteBackPolicy,
+    ZO2Error,
+    ZOEngine,
+)
 from zo2core.planning.autotune import write_bytes_per_second
-from zo2core.planning.host_plan import Arrangement, arrange
+from zo2core.planning.host_plan import HostPlan
 
 STEPS = 4
 SECONDS = 60  # until a run counts as hung; it takes a fraction of one
@@ -169,19 +178,13 @@ def trajectory(engine: ZOEngine, run: Path, errors: list[ZO2Error], kinds: Seque
 def opened(storage: Storage, folder: Path, run: Path) -> Iterator[ZOEngine]:
     """An engine that goes on from whatever is in the run directory."""
 
-    def arranged(*args: Any, **kwargs: Any) -> Arrangement:
-        return replace(arrange(*args, **kwargs), buckets=storage.buckets, keep_noise=storage.keep_noise)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zo2core.engine.arrange", arranged)
-        engine = ZOEngine(
-            open_checkpoint(folder / "base"),
-            PLAN.estimator(),
-            journal=Journal(run / "journal.jsonl"),
-            scratch=run,
-            write_back_every=storage.write_back_every,
-        )
-    with engine:
+    with ZOEngine(
+        open_checkpoint(folder / "base"),
+        PLAN.estimator(),
+        journal=run / "journal.jsonl",
+        memory=MemoryPolicy(host=HostPlan((), budget=2**28, buckets=storage.buckets, keep_noise=storage.keep_noise)),
+        write_back=WriteBackPolicy(directory=run, every=storage.write_back_every),
+    ) as engine:
         yield engine
 
 

@@ -15,7 +15,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.tasks.generation import NextToken, Sampling, generate
-from zo2core import BatchError, MeZOSGD, OptionError, ZOEngine
+from zo2core import BatchError, MeZOSGD, OptionError, Replayer, ZOEngine
 from zo2core.sweep.activation_offload import held_bytes
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
@@ -44,7 +44,7 @@ def test_greedy_tokens_are_hugging_faces(model_type: str, sliding: bool, tmp_pat
     model = open_checkpoint(base)
     expected = [by_hugging_face(base, prompt, 6, None) for prompt in PROMPTS]
     assert len({tuple(tokens) for tokens in expected}) > 1
-    with ZOEngine(model, None) as engine:
+    with Replayer(model) as engine:
         assert columns(generate(engine, model, PROMPTS, max_new_tokens=6)) == expected
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
             assert columns(generate(engine, model, [prompt], max_new_tokens=6)) == [tokens]
@@ -55,7 +55,7 @@ def test_a_continuation_ends_with_eos_while_others_go_on(tmp_path: Path) -> None
     model = open_checkpoint(base)
     eos = by_hugging_face(base, PROMPTS[0], 6, None)[2]
     expected = [by_hugging_face(base, prompt, 6, eos) for prompt in PROMPTS]
-    with ZOEngine(model, None) as engine:
+    with Replayer(model) as engine:
         steps = list(generate(engine, model, PROMPTS, max_new_tokens=6, eos_token_ids=[eos]))
         alone = list(generate(engine, model, PROMPTS[:1], max_new_tokens=6, eos_token_ids=[eos]))
     assert columns(steps) == expected
@@ -66,7 +66,7 @@ def test_each_token_is_one_sweep_that_runs_the_newest_token_only(tmp_path: Path)
     model = open_checkpoint(save_model(tmp_path / "base", small_config("qwen3")))
     widths: list[int] = []
     model._layers[0].register_forward_hook(lambda _, inputs, out: widths.append(inputs[0].shape[1]))
-    with ZOEngine(model, None) as engine:
+    with Replayer(model) as engine:
         list(generate(engine, model, PROMPTS, max_new_tokens=4))
     assert widths == [6, 1, 1, 1]
 
@@ -87,7 +87,7 @@ def test_generation_is_of_the_present_weights_and_changes_none(tmp_path: Path) -
 def test_draws_depend_on_their_seed_and_on_no_global_generator(tmp_path: Path) -> None:
     model = open_checkpoint(save_model(tmp_path / "base", small_config("llama")))
     state = torch.random.get_rng_state()
-    with ZOEngine(model, None) as engine:
+    with Replayer(model) as engine:
 
         def drawn(**options: float) -> list[list[int]]:
             return columns(generate(engine, model, PROMPTS, max_new_tokens=5, sampling=Sampling(**options)))  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def test_the_cache_takes_what_is_counted(tmp_path: Path) -> None:
     for model_type in CONFIGS:
         model = open_checkpoint(save_model(tmp_path / model_type, small_config(model_type)))
         cache: Any = DynamicCache(config=model.config)
-        with ZOEngine(model, None) as engine:
+        with Replayer(model) as engine:
             list(engine.forwards([{"input_ids": torch.tensor([[1, 2, 3]] * 2)}], NextToken(model, cache)))
         held = held_bytes([[layer.keys, layer.values] for layer in cache.layers])
         assert cache_bytes(model.config, 2, 3) == held
@@ -116,7 +116,7 @@ def test_samplings_out_of_range_are_refused(changes: dict[str, float]) -> None:
 
 def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     model = open_checkpoint(save_model(tmp_path / "base", small_config("opt")))
-    with ZOEngine(model, None) as engine:
+    with Replayer(model) as engine:
         bad: list[list[list[int]]] = [[], [[]], [[1], []], [[40]], [[-1]]]
         for prompts in bad:
             with pytest.raises(BatchError, match="prompts"):

@@ -15,7 +15,7 @@ from parity import Plan, Storage, assert_parity
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import MonolithicMeZO, open_checkpoint
-from zo2core import CudaDevice, Distribution, MeZOSGD, PhiloxNoise, ZOEngine
+from zo2core import CudaDevice, Distribution, MemoryPolicy, MeZOSGD, PhiloxNoise, ZOEngine
 from zo2core.kernels import fused, philox
 from zo2core.protocols import Device
 from zo2core.types import Descend, Perturb, Program
@@ -60,7 +60,7 @@ def test_the_trajectory_is_the_monolithic_loops(
 @contextmanager
 def watched(engine: ZOEngine, seen: list[int]) -> Iterator[None]:
     """Let a sweep fail that makes the host wait; note what torch has reserved before and after each."""
-    sweep = engine._scheduler.sweep
+    sweep = engine._parts.scheduler.sweep
 
     def strict(*arguments: Any) -> None:
         seen.append(torch.cuda.memory_stats()["segment.all.allocated"])
@@ -71,11 +71,11 @@ def watched(engine: ZOEngine, seen: list[int]) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
         seen.append(torch.cuda.memory_stats()["segment.all.allocated"])
 
-    with patch.object(engine._scheduler, "sweep", strict):
+    with patch.object(engine._parts.scheduler, "sweep", strict):
         yield
 
 
-@pytest.mark.parametrize("least", [None, 0], ids=["activations stay", "activations wait"])
+@pytest.mark.parametrize("least", [None, 1], ids=["activations stay", "activations wait"])
 @pytest.mark.parametrize("lengths", [[7, 7], [7, 4]], ids=["full", "padded"])
 def test_a_sweep_neither_waits_nor_allocates(lengths: list[int], least: int | None, base: Path) -> None:
     seen: list[int] = []
@@ -84,8 +84,7 @@ def test_a_sweep_neither_waits_nor_allocates(lengths: list[int], least: int | No
         MeZOSGD(lr=1e-3, zo_eps=1e-3),
         noise=PhiloxNoise(Distribution.GAUSSIAN),
         device="cuda",
-        activation_bytes=0 if least == 0 else 2**28,
-        least_activation_bytes=least,
+        memory=MemoryPolicy(activations=1 if least else 2**28, least_activations=least),
     ) as engine:
         batch = make_batch(40, lengths)
         for _ in range(3):  # kernels are compiled, and the allocator's cache is filled

@@ -35,7 +35,7 @@ from zo2adapters.trainers.options import Batching, Optimization, Storage, TrainO
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
 from zo2core.io.direct_file import PAGE
-from zo2core.planning.host_plan import Arrangement, arrange
+from zo2core.planning.host_plan import HostPlan, plan_host
 
 STEPS = 6
 SECONDS = 60  # an attempt takes a fraction of one
@@ -175,12 +175,12 @@ def work(attempt: Attempt, shared: mmap.mmap) -> None:
     """Begin a run, or go on with it, to its end."""
     setup, run = attempt.setup, Path(attempt.run)
 
-    def arranged(*args: Any, **kwargs: Any) -> Arrangement:
+    def planned(*args: Any, **kwargs: Any) -> HostPlan:
         # By its memory budget no arrangement could be forced: of a tiny model's process nearly all is the interpreter.
-        return replace(arrange(*args, **kwargs), buckets=setup.buckets, keep_noise=setup.keep_noise)
+        return replace(plan_host(*args, **kwargs), buckets=setup.buckets, keep_noise=setup.keep_noise)
 
     patch, strikes = pytest.MonkeyPatch(), Strikes(attempt, shared)
-    patch.setattr("zo2core.engine.arrange", arranged)
+    patch.setattr("zo2core.build.plan_host", planned)
     for name in CALLS:
         patch.setattr(os, name, strikes.wrap(getattr(os, name), half_pwrite if name == "pwrite" else None))
     patch.setattr(

@@ -12,9 +12,18 @@ import torch
 from parity import assert_same_bits
 from toy import ToyBlockModel
 
-from zo2core import BlockLayout, Evaluation, HostDevice, Journal, SequentialNoise, StreamedSource, Update, ZOEngine
+from zo2core import (
+    BlockLayout,
+    Evaluation,
+    Journal,
+    MemoryPolicy,
+    Replayer,
+    SequentialNoise,
+    Update,
+)
 from zo2core.noise.sequential import GENERATOR, STREAM
 from zo2core.planning.host_budget import resident_memory
+from zo2core.planning.host_plan import HostPlan
 from zo2core.protocols import SEEDS_IN_TURN
 from zo2core.updates import Replay, rounds
 
@@ -37,7 +46,7 @@ def journal(tmp_path: Path) -> Path:
     """Of a run of the toy's, in steps that nobody computed."""
     path = tmp_path / "journal.jsonl"
     written = Journal(path)
-    with ZOEngine(toy(tmp_path), None, journal=written):
+    with Replayer(toy(tmp_path), written):
         rng = random.Random(0)
         for step in range(UPDATES):
             written.append(update(step, rng, probes=1 + (step % 50 == 7) * 3))
@@ -58,7 +67,7 @@ class Watched(SequentialNoise):
         self.most_generators = max(self.most_generators, sum(1 + len(stream.copies) for stream in streams))
 
 
-def weights(engine: ZOEngine) -> dict[str, torch.Tensor]:
+def weights(engine: Replayer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.parameters_now()}
 
 
@@ -68,12 +77,12 @@ def test_a_long_replay_holds_a_bounded_number_of_generators(
     journal: Path, tmp_path: Path, kept: int, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = toy(tmp_path)
-    with ZOEngine(model, None, journal=Journal(journal)) as engine:
+    with Replayer(model, journal) as engine:
         expected = weights(engine)
     model = toy(tmp_path)
     generators = 4  # of a seed: its own, the segment's start, and two jumps, as the head is registered before the blocks
     noise = Watched(model.layouts, memory=kept * (STREAM + generators * GENERATOR))
-    source = StreamedSource(model.weights, model.layouts, HostDevice().host_memory, buckets=1) if streamed else None
+    memory = MemoryPolicy(host=HostPlan((), 0, buckets=1 if streamed else None, keep_noise=True))
     drawn, normal_ = 0, torch.Tensor.normal_
 
     def counted(self: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -81,7 +90,7 @@ def test_a_long_replay_holds_a_bounded_number_of_generators(
         drawn += self.numel()
         return normal_(self, **options)
 
-    with ZOEngine(model, None, journal=Journal(journal), noise=noise, source=source) as engine:
+    with Replayer(model, journal, noise=noise, memory=memory) as engine:
         seeds = {seed for each in engine.journal.updates for seed in each.seeds}
         monkeypatch.setattr(torch.Tensor, "normal_", counted)
         found = weights(engine)
@@ -100,11 +109,11 @@ def test_a_long_replay_holds_a_bounded_number_of_generators(
 
 def test_the_engines_generators_fit_into_what_the_arrangement_leaves(journal: Path, tmp_path: Path) -> None:
     asked = resident_memory() + (128 << 20)
-    with ZOEngine(toy(tmp_path), None, journal=Journal(journal), memory=asked, activation_bytes=80 << 20) as engine:
-        assert engine.arrangement is not None
-        assert 0 <= engine.arrangement.spare < 24 << 20
-        assert isinstance(engine._noise, SequentialNoise)
-        assert engine._noise._most == engine.arrangement.spare // (STREAM + 4 * GENERATOR)
+    with Replayer(toy(tmp_path), journal, memory=MemoryPolicy(host=asked, activations=80 << 20)) as engine:
+        assert engine.host_plan is not None
+        assert 0 <= engine.host_plan.spare < 24 << 20
+        assert isinstance(engine._parts.noise, SequentialNoise)
+        assert engine._parts.noise._most == engine.host_plan.spare // (STREAM + 4 * GENERATOR)
 
 
 @pytest.mark.parametrize("most", [1, 3, 4, 100])

@@ -17,7 +17,7 @@ from zo2adapters.tasks.candidates import holds_choices, read_choices
 from zo2adapters.tasks.rows import TokenizedRow, collate
 from zo2adapters.tasks.scoring import LogLikelihood, Scored, score
 from zo2adapters.trainers.trainer import load_tokenizer
-from zo2core import BatchError, DataError, MeZOSGD, ZOEngine
+from zo2core import BatchError, DataError, MeZOSGD, Replayer, ZOEngine
 from zo2core.sweep.activation_offload import held_bytes
 
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
@@ -30,7 +30,7 @@ def test_log_likelihoods_are_hugging_faces(model_type: str, chunk: int | None, t
     base = save_model(tmp_path / "base", small_config(model_type), torch.float64)
     whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     model = open_checkpoint(base, loss_chunk=chunk)
-    with ZOEngine(model, None) as engine:
+    with Replayer(model) as engine:
         scored = score(engine, model, PROMPTS, CANDIDATES, batch_size=4)
     assert scored.tokens == ((1, 2), (3, 1, 2), (1,))
     for prompt, answers, found in zip(PROMPTS, CANDIDATES, scored.log_likelihoods, strict=True):
@@ -64,14 +64,14 @@ def test_a_thousand_examples_take_the_sweeps_that_the_budget_gives(
     model = open_checkpoint(base)
     batch = collate([TokenizedRow([3, 4, 8, 9], 3, 1)] * 16, pad_token_id=0)  # type: ignore[arg-type]
     forward = LogLikelihood(model)
-    with ZOEngine(model, None), torch.inference_mode():
+    with Replayer(model), torch.inference_mode():
         held, running = held_bytes(forward.embed(batch)), forward.forward_bytes(batch)
     for fitting in (1, 10, 125):
         budget = fitting * held + running
         main(["evaluate", "--model", str(base), "--data", str(data), "--activation-memory", str(budget)])
         printed = capsys.readouterr().out
         assert f"1000 rows, 2000 candidates, {math.ceil(2000 / 16 / fitting)} sweeps" in printed
-    with ZOEngine(model := open_checkpoint(base), None) as engine:
+    with Replayer(model := open_checkpoint(base)) as engine:
         choices = read_choices(data, load_tokenizer(base), sequence_length=12)
         scored = score(engine, model, [c.prompt for c in choices], [c.candidates for c in choices])
     right = sum(mine == each.answer for mine, each in zip(scored.choices(), choices, strict=True))
@@ -92,7 +92,7 @@ def test_what_cannot_be_scored_is_refused(
     tmp_path: Path, prompts: list[list[int]], candidates: list[list[list[int]]]
 ) -> None:
     model = open_checkpoint(save_model(tmp_path / "base", small_config("opt")))
-    with ZOEngine(model, None) as engine, pytest.raises(BatchError):
+    with Replayer(model) as engine, pytest.raises(BatchError):
         score(engine, model, prompts, candidates)
 
 

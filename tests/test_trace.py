@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,21 +21,22 @@ from zo2adapters.trainers.trace_picture import WIDTH, draw, make_panel, picture_
 from zo2core import (
     HostDevice,
     Lane,
+    MemoryPolicy,
     MeZOSGD,
     MissingPackageError,
     OptionError,
     OutputError,
-    OverlappedScheduler,
-    SerialScheduler,
     StepResult,
-    StreamedSource,
     Trace,
     TraceError,
+    WriteBackPolicy,
     ZOEngine,
 )
+from zo2core.planning.device_plan import DevicePlan
+from zo2core.planning.host_plan import HostPlan
 from zo2core.profiling.chrome_trace import Recording, Sweep, read_trace
 from zo2core.profiling.timeline import Gathered, Passed, Span, Timeline, lane_uses
-from zo2core.protocols import BlockSource, Device, Scheduler
+from zo2core.protocols import Device
 
 STEPS = 3
 BLOCKS = 3
@@ -44,13 +44,19 @@ BATCH = make_batch(40, [5, 7])
 SEGMENTS = ["embedding", *(f"block {i}" for i in range(BLOCKS)), "head"]
 DELAY = 0.002  # seconds a copy
 
-Make = Callable[[BlockSource, Device], Scheduler]
+
+class Order(NamedTuple):
+    """How an engine is told to go about a sweep."""
+
+    overlap: bool
+    kept: int = 0  # blocks that stay on a device with memory of its own
+
 
 # To add a scheduler: one row.
-SCHEDULERS: dict[str, Make] = {
-    "serial": SerialScheduler,
-    "overlapped": OverlappedScheduler,
-    "overlapped, a block kept": partial(OverlappedScheduler, kept=1),
+SCHEDULERS = {
+    "serial": Order(overlap=False),
+    "overlapped": Order(overlap=True),
+    "overlapped, a block kept": Order(overlap=True, kept=1),
 }
 
 DEVICES: dict[str, Callable[[], Device]] = {
@@ -61,7 +67,7 @@ DEVICES: dict[str, Callable[[], Device]] = {
 every_case = [
     pytest.mark.parametrize("streamed", [False, True], ids=["pinned", "streamed"]),
     pytest.mark.parametrize("on", DEVICES.values(), ids=DEVICES),
-    pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS),
+    pytest.mark.parametrize("order", SCHEDULERS.values(), ids=SCHEDULERS),
 ]
 
 
@@ -77,18 +83,23 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def traced_run(
-    base: Path, path: Path, make: Make, device: Device, *, streamed: bool
+    base: Path, path: Path, order: Order, device: Device, *, streamed: bool
 ) -> tuple[HFBlockModel, list[StepResult], Recording]:
     """Some steps, written back after each, and what their trace says."""
     model = open_checkpoint(base)
-    memory: dict[str, Any] = {}
-    if streamed:
-        source = StreamedSource(model.weights, model.layouts, device.host_memory, buckets=2, timeline=device.timeline)
-        memory = {"source": source}
-    else:
-        memory = {"scratch": path.parent / "scratch", "write_back_every": 1}
-    engine = ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3), device=device, scheduler=make, trace=Trace(path), **memory)
-    with engine:
+    plan = DevicePlan((), 0, order.kept, 2**28)
+    with ZOEngine(
+        model,
+        MeZOSGD(lr=1e-3, zo_eps=1e-3),
+        device=device,
+        memory=MemoryPolicy(
+            host=HostPlan((), 2**28, buckets=2 if streamed else None, keep_noise=True),
+            device="auto" if device.in_place or not order.overlap else plan,
+        ),
+        write_back=None if streamed else WriteBackPolicy(directory=path.parent / "scratch", every=1),
+        overlap=order.overlap,
+        trace=path,
+    ) as engine:
         results = [engine.step(BATCH) for _ in range(STEPS)]
     return model, results, read_trace(path)
 
@@ -99,10 +110,10 @@ def of(spans: list[Span], lane: Lane, track: int = 0) -> list[Span]:
 
 @in_every_case
 def test_every_step_has_its_lanes_in_order(
-    make: Make, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
+    order: Order, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
 ) -> None:
     device = on()
-    _, results, recording = traced_run(base, tmp_path / "t.json", make, device, streamed=streamed)
+    _, results, recording = traced_run(base, tmp_path / "t.json", order, device, streamed=streamed)
     assert [sweep.name for sweep in recording.sweeps] == [f"step {result.step}" for result in results]
     for result in results:
         spans = recording.within(recording.sweep(result.step))
@@ -126,10 +137,10 @@ def test_every_step_has_its_lanes_in_order(
 
 @in_every_case
 def test_bytes_add_up_to_what_was_moved(
-    make: Make, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
+    order: Order, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
 ) -> None:
     device = on()
-    model, results, recording = traced_run(base, tmp_path / "t.json", make, device, streamed=streamed)
+    model, results, recording = traced_run(base, tmp_path / "t.json", order, device, streamed=streamed)
     weights = {layout.name: sum(spec.nbytes for spec in layout.parameters) for layout in model.layouts}
     buckets = {layout.name: layout.nbytes for layout in model.layouts}
     for span in recording.spans:
@@ -153,9 +164,9 @@ def test_bytes_add_up_to_what_was_moved(
 
 @in_every_case
 def test_no_lane_is_busier_than_the_step_and_the_slowest_is_the_bound(
-    make: Make, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
+    order: Order, on: Callable[[], Device], streamed: bool, base: Path, tmp_path: Path
 ) -> None:
-    _, results, recording = traced_run(base, tmp_path / "t.json", make, on(), streamed=streamed)
+    _, results, recording = traced_run(base, tmp_path / "t.json", order, on(), streamed=streamed)
     for result in results:
         assert all(0 <= use.busy_seconds <= result.seconds for use in result.lanes.values())
         compute = result.lanes[Lane.REPLAY].busy_seconds + result.lanes[Lane.EVALUATE].busy_seconds
@@ -177,7 +188,7 @@ def test_work_at_once_counts_once_and_only_within_the_step() -> None:
 
 def test_what_happened_outside_a_sweep_is_in_the_trace_but_in_no_step(base: Path, tmp_path: Path) -> None:
     """An export between two steps, and what is written after the last."""
-    with ZOEngine(open_checkpoint(base), MeZOSGD(lr=1e-3, zo_eps=1e-3), trace=Trace(tmp_path / "t.json")) as engine:
+    with ZOEngine(open_checkpoint(base), MeZOSGD(lr=1e-3, zo_eps=1e-3), trace=tmp_path / "t.json") as engine:
         engine.step(BATCH)
         for _ in engine.parameters_now():
             pass
@@ -197,7 +208,7 @@ def test_what_happened_outside_a_sweep_is_in_the_trace_but_in_no_step(base: Path
 
 
 def test_a_trace_is_what_chrome_expects(base: Path, tmp_path: Path) -> None:
-    traced_run(base, tmp_path / "t.json", SerialScheduler, DEVICES["behind copies"](), streamed=False)
+    traced_run(base, tmp_path / "t.json", Order(overlap=False), DEVICES["behind copies"](), streamed=False)
     events = json.loads((tmp_path / "t.json").read_text())
     assert {event["ph"] for event in events} == {"M", "X"}
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -315,8 +326,8 @@ def picture(path: Path) -> torch.Tensor:
 
 def test_a_picture_has_a_panel_a_trace_on_one_scale(base: Path, tmp_path: Path) -> None:
     recordings = [
-        traced_run(base, tmp_path / f"{name}.json", make, DEVICES["behind copies"](), streamed=True)[2]
-        for name, make in (("serial", SerialScheduler), ("overlapped", OverlappedScheduler))
+        traced_run(base, tmp_path / f"{name}.json", order, DEVICES["behind copies"](), streamed=True)[2]
+        for name, order in (("serial", Order(overlap=False)), ("overlapped", Order(overlap=True)))
     ]
     panels = [make_panel(recording) for recording in recordings]
     for panel, recording in zip(panels, recordings, strict=True):

@@ -43,7 +43,7 @@ from zo2adapters import MonolithicMeZO
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.models.footprint import activation_bytes
 from zo2core import ZO2Error
-from zo2core.planning.device_plan import choose_residency
+from zo2core.planning.device_plan import plan_device_memory
 from zo2core.planning.host_budget import free_memory, parse_size
 from zo2core.types import Batch, BlockLayout
 
@@ -171,7 +171,7 @@ class Bench:
         """How many blocks could stay on the device, and its free bytes. Raises if not even the two slots fit."""
         free = self._place.free_memory()
         noise = self._noise(layouts, self._place.torch_device)
-        return choose_residency(layouts, noise, memory=free, free=free, activation_bytes=activations).kept, free
+        return plan_device_memory(layouts, noise, memory=free, free=free, activation_bytes=activations).kept, free
 
     def _measured(
         self,

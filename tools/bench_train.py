@@ -80,7 +80,7 @@ def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
         model,
         optimization.estimator(options.steps),
         noise=optimization.generator(model.layouts),
-        journal=Journal(run / "journal.jsonl"),
+        journal=run / "journal.jsonl",
         memory=options.memory,
         activation_bytes=activation_bytes(model.config, options.rows, options.tokens),
         scratch=None if options.evaluate_only or options.no_scratch else run,

@@ -2,6 +2,7 @@
 
 from zo2core.devices import CudaDevice as CudaDevice
 from zo2core.devices import HostDevice as HostDevice
+from zo2core.engine import Replayer as Replayer
 from zo2core.engine import ZOEngine as ZOEngine
 from zo2core.errors import BatchError as BatchError
 from zo2core.errors import BusyError as BusyError
@@ -25,6 +26,8 @@ from zo2core.journal import Journal as Journal
 from zo2core.kernels import Distribution as Distribution
 from zo2core.noise import PhiloxNoise as PhiloxNoise
 from zo2core.noise import SequentialNoise as SequentialNoise
+from zo2core.planning.policies import MemoryPolicy as MemoryPolicy
+from zo2core.planning.policies import WriteBackPolicy as WriteBackPolicy
 from zo2core.profiling.chrome_trace import Trace as Trace
 from zo2core.schedulers import OverlappedScheduler as OverlappedScheduler
 from zo2core.schedulers import SerialScheduler as SerialScheduler

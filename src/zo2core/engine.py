@@ -5,257 +5,116 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 import torch
 
+from zo2core.build import Parts, adopt, build
 from zo2core.checkpoint import require_unused, write_checkpoint
-from zo2core.devices import choose_device
 from zo2core.errors import BusyError, ClosedError, OptionError
-from zo2core.journal import Journal, digest
-from zo2core.noise import choose_noise
-from zo2core.numbers import directions, learning_rate, probes, require_finite, require_finite_update
-from zo2core.planning.device_plan import Residency, choose_residency, require_auto
-from zo2core.planning.host_plan import Arrangement, arrange, check_lags
+from zo2core.estimators import direction_seeds, learning_rate
+from zo2core.journal import Journal
+from zo2core.planning.device_plan import DevicePlan
+from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.policies import ACTIVATIONS, MemoryPolicy, WriteBackPolicy
 from zo2core.profiling.chrome_trace import Recorder, Sweep, Trace
-from zo2core.protocols import (
-    BlockModel,
-    BlockSource,
-    CounterNoise,
-    Device,
-    Forward,
-    NoiseGenerator,
-    Scheduler,
-    ZOEstimator,
-)
-from zo2core.schedulers import OverlappedScheduler
-from zo2core.sweep.activation_offload import ActivationMemory
+from zo2core.profiling.timeline import Timeline
+from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.sweep.evaluation_loop import evaluate, fill_sweeps
-from zo2core.sweep.microbatch import cut, joined_loss, labelled_tokens
+from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
 from zo2core.sweep.visitor import SegmentVisitor
-from zo2core.sweep.work_buffer import Workspace
 from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult
 
+Groups = Sequence[tuple[Evaluation | None, Sequence[Batch]]]  # what a sweep evaluates: the batches of each evaluation
 
-class ZOEngine:
-    """Zeroth-order fine-tuning, segment by segment.
 
-    Parts that are not passed are chosen. All parts, also passed ones, belong to the engine and are closed with it.
+class Replayer:
+    """A model at the version that a journal ends with: evaluated, looked at and exported, never trained.
+
+    What the caller passes stays the caller's; what the replayer opens (paths, devices by name) it closes. The model's
+    checkpoint is closed with it. One replayer or engine at a time uses a model.
 
     Args:
-        model: Cut into embedding, blocks and head; of an adapter, or your own. One engine a model.
-        estimator: What to evaluate, and what the losses say about the weights. None for an engine that takes no steps, only
-            evaluates and exports what a journal holds.
-        source: Where segments live; by default a ``PinnedSource`` over the model's checkpoint, or a ``StreamedSource`` if
-            that does not fit into ``memory``.
-        scheduler: Builds the scheduler from source and device; by default ``OverlappedScheduler``.
-        noise: Draws z; by default what the journal was begun with, else ``SequentialNoise``, MeZO's numbers.
+        model: Cut into embedding, blocks and head; of an adapter, or your own.
+        journal: The updates to replay: a journal, or the path of one. None is the base checkpoint as it is.
         device: "cpu", "cuda", "cuda:N" or a ``Device``.
-        device_memory: Of a GPU, that may be used, in bytes or as a size ("8GiB"); "auto" takes what is free. What is left
-            beside a sweep's needs keeps blocks there, which are then visited without transfers.
-        journal: Updates so far and to come; by default a new one in memory. A journal with updates continues its run.
-        seed: Of the run: each step's directions depend on it and on the step only.
-        micro_batch_size: Rows in which a batch is cut; every segment serves all pieces in its one visit. None: not at all.
-        memory: Host memory the process may have in all, in bytes or as a size ("6GiB"); "auto" takes what is free.
-        activation_bytes: Of that, or of a GPU's memory, set aside for activations and logits. Says how many batches an
-            evaluation takes a sweep.
-        least_activation_bytes: If a GPU has no room for so much: what the streams at work take, while others wait in host
-            memory. None: all have to be there.
-        scratch: Directory to write changed segments back to. Together with the journal's file it is what a later engine
-            goes on from; without it blocks are never written, and a resumed run replays the whole journal.
-        write_back_every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" weighs the
-            measured speeds of noise and disk; None never writes.
-        trace: Takes down what every sweep did when.
-        snapshot_every: Bounds what a resumed run has to replay: ``write_back_every`` is at most this.
+        noise: Draws z; by default the generator that the journal was begun with.
+        memory: How much memory the process may take.
+        micro_batch_size: Rows of the micro-batches into which a batch is split; None: batches run whole.
+        overlap: False does one thing after the other, to compare with; the bits are the same.
+        trace: Takes down what every sweep did when: a trace, or the path of a new one.
 
     Raises:
-        OptionError: if an option is out of its range.
-        MemoryBudgetError: if not even the smallest arrangement fits into ``memory``, or into ``device_memory``.
-        ScratchError: if ``scratch`` cannot be written to.
+        OptionError: if an option is out of its range, or nothing would heed it.
+        MemoryBudgetError: if not even the smallest plan fits into the memory there is.
         JournalError: if the journal belongs to another base checkpoint, other parameters or other noise.
         CheckpointError: if the checkpoint cannot be read.
         DeviceError: if the device is not there, or has not the memory.
+        OutputError: if the trace cannot be made.
     """
 
     def __init__(
         self,
         model: BlockModel,
-        estimator: ZOEstimator | None,
+        journal: Journal | Path | str | None = None,
         *,
-        source: BlockSource | None = None,
-        scheduler: Callable[[BlockSource, Device], Scheduler] | None = None,
-        noise: NoiseGenerator | None = None,
         device: Device | str = "cpu",
-        device_memory: int | str = "auto",
-        journal: Journal | None = None,
-        seed: int = 0,
+        noise: NoiseGenerator | None = None,
+        memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
         micro_batch_size: int | None = None,
-        memory: int | str = "auto",
-        activation_bytes: int = 256 << 20,
-        least_activation_bytes: int | None = None,
-        scratch: Path | str | None = None,
-        write_back_every: int | Literal["auto"] | None = "auto",
-        snapshot_every: int | None = None,
-        trace: Trace | None = None,
+        overlap: bool = True,
+        trace: Trace | Path | str | None = None,
     ) -> None:
+        self._assemble(
+            model,
+            partial(
+                build, model, None, journal=journal, device=device, noise=noise, memory=memory, trace=trace, overlap=overlap
+            ),
+            micro_batch_size,
+        )
+        self._closes_checkpoint = True
+
+    def _assemble(
+        self, model: BlockModel, make_parts: Callable[[contextlib.ExitStack], Parts], micro_batch_size: int | None
+    ) -> None:
+        """Take parts, and bind the model to the work buffer."""
         if micro_batch_size is not None and micro_batch_size < 1:
-            raise OptionError(
-                "micro_batch_size", found=repr(micro_batch_size), expected="at least 1", remedy="leave it out for no cutting"
-            )
-        check_lags(source, scratch, write_back_every, snapshot_every)
-        self._model = model
-        self._estimator = estimator
-        self._device = choose_device(device)
-        self._journal = Journal() if journal is None else journal
-        with contextlib.ExitStack() as undo:  # an engine that cannot be made closes its parts, as a made one does
-            for part in (self._device, model.weights, self._journal, source):
-                if part is not None:
-                    undo.callback(part.close)
-            begun_with = None if self._journal.header is None else self._journal.header["noise"]
-            choose = partial(choose_noise, begun_with, model.layouts, self._device.torch_device)
-            self._noise = choose() if noise is None else noise
-            self.residency: Residency | None = None  # of the device's memory; None where that is the host's, too
-            if scheduler is None and not self._device.in_place:
-                self.residency = choose_residency(
-                    model.layouts,
-                    self._noise,
-                    memory=device_memory,
-                    free=self._device.free_memory(),
-                    activation_bytes=activation_bytes,
-                    least_activation_bytes=least_activation_bytes,
-                    probes=probes(estimator, self._journal.updates),
-                )
-            else:
-                require_auto(device_memory)
-            room = activation_bytes if self.residency is None else self.residency.activation_bytes
-            waiting = activation_bytes if room < activation_bytes else 0  # at most
-            self.arrangement: Arrangement | None = None  # of host memory; None for a source that was passed
-            if source is None:
-                self.arrangement = arrange(
-                    model.layouts,
-                    memory=memory,
-                    activation_bytes=activation_bytes if self._device.in_place else waiting,
-                    compute_on_host=self._device.torch_device.type == "cpu",
-                    may_keep_noise=not isinstance(self._noise, CounterNoise),
-                )
-                if noise is None:
-                    self._noise = choose(memory=self.arrangement.spare)
-            self._journal.begin(
-                {
-                    "base": model.weights.fingerprint,
-                    "parameters": digest(spec for layout in model.layouts for spec in layout.parameters),
-                    "noise": self._noise.name,
-                    "estimator": None if estimator is None else estimator.options,
-                    "seed": None if estimator is None else seed,
-                }
-            )
-            if source is None:
-                assert self.arrangement is not None
-                source = self.arrangement.source(
-                    model,
-                    self._noise,
-                    self._device.host_memory,
-                    self._journal.chain,
-                    timeline=self._device.timeline,
-                    scratch=scratch,
-                    write_back_every=write_back_every,
-                    snapshot_every=snapshot_every,
-                    in_place=estimator is None or estimator.perturb_in_place,
-                )
-                undo.callback(source.close)
-            self._source = source
-            if scheduler is None:
-                scheduler = partial(OverlappedScheduler, kept=0 if self.residency is None else self.residency.kept)
-            self._scheduler = scheduler(self._source, self._device)
-            keep_noise = self._device.in_place and (self.arrangement is None or self.arrangement.keep_noise)
-            self._workspace = Workspace(model.layouts, self._device, self._noise, keep_noise=keep_noise)
-            on_cpu = self._device.torch_device.type == "cpu"  # elsewhere one host thread issues the work of all
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb") if on_cpu else None
-            self._seed = seed
-            self._micro_batch_size = micro_batch_size
-            self._activation_bytes = room
-            self._activations = ActivationMemory(self._device, None if least_activation_bytes is None else room, waiting)
-            self._recorder = Recorder(self._device.timeline, trace)
-            self._settled = 0  # version at which what stays on the device was last brought back
-            self._closed = self._busy = False
-            model.bind(self._workspace.parameters())
-            undo.pop_all()
+            found, remedy = repr(micro_batch_size), "leave it out for no splitting"
+            raise OptionError("micro_batch_size", found=found, expected="at least 1", remedy=remedy)
+        with contextlib.ExitStack() as opened:
+            self._model, self._parts = model, make_parts(opened)
+            self._recorder = Recorder(self._parts.timeline, self._parts.trace)
+            opened.callback(self._recorder.close)
+            model.bind(self._parts.work_buffer.parameters())
+            self._opened = opened.pop_all()
+        self._micro_batch_size = micro_batch_size
+        self._closed = self._busy = self._closes_checkpoint = False
 
     @property
     def version(self) -> int:
-        """Steps taken so far: the present version of the weights."""
-        return len(self._journal.updates)
-
-    @property
-    def write_back_every(self) -> int | None:
-        """Steps that a segment may be ahead of its bytes on disk; None: it is never written."""
-        return self._source.write_back_every
+        """The present version of the weights: the number of updates in the journal."""
+        return len(self._parts.journal.updates)
 
     @property
     def journal(self) -> Journal:
         """The updates of all steps so far."""
-        return self._journal
+        return self._parts.journal
 
-    def step(self, batch: Batch, *, seed: int | None = None) -> StepResult:
-        """Take one zeroth-order step: one sweep that evaluates, then one record in the journal.
+    @property
+    def host_plan(self) -> HostPlan | None:
+        """What the run takes of host memory; None for a source that was passed."""
+        return self._parts.host_plan
 
-        The weights follow when they are next visited; ``evaluate``, ``parameters_now`` and ``export`` see them.
-
-        Args:
-            batch: What the model's forward takes, with labels.
-            seed: Of the (first) direction; drawn from the run's seed if None.
-
-        Returns:
-            The step's report.
-
-        Raises:
-            BatchError: if the model cannot take the batch.
-            NonFiniteLossError: if a loss is not finite.
-            OptionError: if the learning rate of this step, or the seed, is out of its range.
-            JournalError: if the record cannot be written.
-            CheckpointError, ScratchError: if a block cannot be read, or could not be written back.
-            In all these cases the step was not taken: weights and journal are as before.
-            OutputError: if the trace cannot be written; the step was taken.
-        """
-        self._require_open()
-        if (estimator := self._estimator) is None:
-            raise OptionError("estimator", found="none", expected="one", remedy="build the engine with an estimator")
-        began, step = time.perf_counter(), self.version
-        lr = learning_rate(estimator, step)
-        evaluations = estimator.evaluations(step, directions(self._seed, step, seed))
-        for evaluation in evaluations:
-            evaluation.validated()
-        if (every := self.write_back_every) is not None and step > self._settled + every:
-            self._scheduler.settle()  # what stays on the device, at the last step's version, can be written back then
-            self._settled = step - 1
-        cuts = cut(batch, self._micro_batch_size)
-        tokens = [labelled_tokens(piece) for piece in cuts] if len(cuts) > 1 else [1]
-        pieces = [self._model.prepared(self._on_device(piece)) for piece in cuts]
-        found = iter(self._sweep([(evaluation, piece) for evaluation in evaluations for piece in pieces]))
-        losses = [joined_loss([next(found) for _ in pieces], tokens) for _ in evaluations]
-        for evaluation, loss in zip(evaluations, losses, strict=True):
-            require_finite(step, evaluation, loss)
-        update = estimator.update(step, evaluations, losses, lr)
-        require_finite_update(update)
-        self._journal.append(update)
-        done = time.perf_counter()
-        return StepResult(
-            step=step,
-            loss=update.losses[0],
-            losses=update.losses,
-            projected_grads=update.projected_grads,
-            seeds=update.seeds,
-            lr=update.lr,
-            seconds=done - began,
-            lanes=self._recorder.ended(Sweep.of_step(step, began, done)),
-        )
+    @property
+    def device_plan(self) -> DevicePlan | None:
+        """What the run takes of the device's memory; None where that is host memory, and for a scheduler that was passed."""
+        return self._parts.device_plan
 
     def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:
-        """Evaluate the present weights, unperturbed; as many batches share a sweep as ``activation_bytes`` holds.
+        """Evaluate the present weights, unperturbed; as many batches share a sweep as activations may take memory.
 
         Args:
             batches: What the model's forward takes, with labels. A batch counts by its labelled tokens.
@@ -270,7 +129,7 @@ class ZOEngine:
         return evaluate(self.forwards, batches, self._micro_batch_size)
 
     def forwards(self, batches: Iterable[Batch], forward: Forward | None = None) -> Iterator[list[torch.Tensor]]:
-        """Run the present weights, unperturbed, with as many batches a sweep as fit into ``activation_bytes``.
+        """Run the present weights, unperturbed, with as many batches a sweep as activations may take memory.
 
         Args:
             batches: What ``forward`` takes; more are taken up only as sweeps run.
@@ -285,12 +144,12 @@ class ZOEngine:
         self._require_open()
         forward = self._model if forward is None else forward
         prepared = (forward.prepared(self._on_device(batch)) for batch in batches)
-        for group in fill_sweeps(prepared, forward, self._activation_bytes - self._activations.room_bytes):
+        for group in fill_sweeps(prepared, forward, self._parts.activation_bytes - self._parts.activations.room_bytes):
             self._require_open()
             began = time.perf_counter()
-            found = self._sweep([(None, batch) for batch in group], forward)
+            [outputs] = self._sweep([(None, group)], forward)
             self._recorder.ended(Sweep("evaluation", began, time.perf_counter()))
-            yield found
+            yield outputs
 
     def flush(self) -> None:
         """Bring every segment to the present version."""
@@ -308,15 +167,12 @@ class ZOEngine:
         """
         self._require_open()
         with self._alone():
-            yield from self._parameters_now()
-
-    def _parameters_now(self) -> Iterator[tuple[str, torch.Tensor]]:
-        visitor = self._visitor([])
-        for index, layout in enumerate(self._model.layouts):
-            with self._scheduler.replayed(visitor, index) as bucket:
-                for spec, view in zip(layout.parameters, bucket.views, strict=True):
-                    yield spec.name, view.view(spec.shape)
-        self._noise.retain(visitor.seeds)
+            visitor = self._visitor([])
+            for index, layout in enumerate(self._model.layouts):
+                with self._parts.scheduler.replayed(visitor, index) as bucket:
+                    for spec, view in zip(layout.parameters, bucket.views, strict=True):
+                        yield spec.name, view.view(spec.shape)
+            self._parts.noise.retain(visitor.seeds)
 
     def export(self, directory: Path | str) -> None:
         """Write the model at the present version: a directory that ``from_pretrained`` loads.
@@ -334,13 +190,13 @@ class ZOEngine:
             write_checkpoint(Path(directory), specs, tensors, self._model.companions)
 
     def close(self) -> None:
-        """Stop all work, give memory, threads and descriptors back. May be called twice."""
+        """Stop all work and close what the engine opened. May be called twice."""
         self._closed = True
-        with contextlib.ExitStack() as parts:  # each is closed whatever the others do, last things first
-            for part in (self._recorder, self._journal, self._model.weights, self._device, self._source):
-                parts.callback(part.close)
-            if self._worker is not None:
-                parts.callback(self._worker.shutdown)
+        try:
+            self._opened.close()
+        finally:
+            if self._closes_checkpoint:
+                self._model.weights.close()  # last: until then somebody may read
 
     def __enter__(self) -> Self:
         return self
@@ -350,11 +206,46 @@ class ZOEngine:
     ) -> None:
         self.close()
 
+    def _sweep(self, groups: Groups, forward: Forward | None = None) -> list[list[torch.Tensor]]:
+        """Visit all segments once; return what the head gave, a list an evaluation."""
+        visitor = self._visitor(groups, forward)
+        try:
+            with self._alone():
+                self._parts.scheduler.sweep(visitor, range(len(self._model.layouts)))
+        finally:
+            visitor.finish()
+            self._parts.noise.retain(visitor.seeds)
+        outputs = iter(visitor.outputs)
+        return [[next(outputs) for _ in batches] for _, batches in groups]
+
+    def _visitor(self, groups: Groups, forward: Forward | None = None) -> SegmentVisitor:
+        zo_eps, in_place = self._perturbation()
+        return SegmentVisitor(
+            self._parts.device,
+            self._model,
+            self._parts.noise,
+            self._parts.work_buffer,
+            self._parts.activations,
+            self._parts.worker,
+            updates=self._parts.journal.updates,
+            streams=[(evaluation, batch) for evaluation, batches in groups for batch in batches],
+            forward=forward,
+            zo_eps=zo_eps,
+            perturb_in_place=in_place,
+        )
+
+    def _perturbation(self) -> tuple[float, bool]:
+        """Perturbation scale, and whether evaluations walk from one to the next; without steps nothing is perturbed."""
+        return 1.0, True
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return {key: value.to(self._parts.device.torch_device) for key, value in batch.items()}
+
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         if self._busy:
             raise BusyError(
-                "ZOEngine",
+                type(self).__name__,
                 found="an iteration over parameters_now() that has not ended",
                 expected="one use at a time",
                 remedy="exhaust the iterator or close() it first",
@@ -365,36 +256,186 @@ class ZOEngine:
         finally:
             self._busy = False
 
-    def _visitor(self, streams: Sequence[tuple[Evaluation | None, Batch]], forward: Forward | None = None) -> SegmentVisitor:
-        return SegmentVisitor(
-            self._device,
-            self._model,
-            self._noise,
-            self._workspace,
-            self._activations,
-            self._worker,
-            updates=self._journal.updates,
-            streams=streams,
-            forward=forward,
-            zo_eps=1.0 if self._estimator is None else self._estimator.zo_eps,
-            perturb_in_place=self._estimator is None or self._estimator.perturb_in_place,
-        )
-
-    def _sweep(
-        self, streams: Sequence[tuple[Evaluation | None, Batch]], forward: Forward | None = None
-    ) -> list[torch.Tensor]:
-        visitor = self._visitor(streams, forward)
-        try:
-            with self._alone():
-                self._scheduler.sweep(visitor, range(len(self._model.layouts)))
-        finally:
-            visitor.finish()
-            self._noise.retain(visitor.seeds)
-        return visitor.outputs
-
-    def _on_device(self, batch: Batch) -> Batch:
-        return {key: value.to(self._device.torch_device) for key, value in batch.items()}
-
     def _require_open(self) -> None:
         if self._closed:
-            raise ClosedError("ZOEngine", found="a closed engine", expected="an open one", remedy="build a new engine")
+            name = type(self).__name__
+            raise ClosedError(name, found=f"a closed {name}", expected="an open one", remedy="build a new one")
+
+
+class ZOEngine(Replayer):
+    """Zeroth-order fine-tuning, segment by segment: a ``Replayer`` that also takes steps.
+
+    Args:
+        model: Cut into embedding, blocks and head; of an adapter, or your own.
+        estimator: What to evaluate, and what the losses say about the weights.
+        device: "cpu", "cuda", "cuda:N" or a ``Device``.
+        noise: Draws z; by default what the journal was begun with, else ``SequentialNoise``, MeZO's numbers.
+        journal: Updates so far and to come: a journal, or the path of one, which is made if it is not there. None keeps the
+            updates in memory. A journal with updates continues its run.
+        seed: Of the run: each step's directions depend on it and on the step only.
+        memory: How much memory the process may take.
+        write_back: Whether changed segments are written to disk. Without, blocks are never written, and a resumed run
+            replays the whole journal.
+        micro_batch_size: Rows of the micro-batches into which a batch is split; every segment serves all of them in its one
+            visit. None: batches run whole.
+        overlap: False does one thing after the other, to compare with; the bits are the same.
+        trace: Takes down what every sweep did when: a trace, or the path of a new one.
+
+    Raises:
+        OptionError, MemoryBudgetError, JournalError, CheckpointError, DeviceError, OutputError: as ``Replayer`` says.
+        ScratchError: if the directory of ``write_back`` cannot be written to.
+    """
+
+    def __init__(
+        self,
+        model: BlockModel,
+        estimator: ZOEstimator,
+        *,
+        device: Device | str = "cpu",
+        noise: NoiseGenerator | None = None,
+        journal: Journal | Path | str | None = None,
+        seed: int = 0,
+        memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
+        write_back: WriteBackPolicy | None = None,
+        micro_batch_size: int | None = None,
+        overlap: bool = True,
+        trace: Trace | Path | str | None = None,
+    ) -> None:
+        self._assemble(
+            model,
+            partial(
+                build,
+                model,
+                estimator,
+                journal=journal,
+                device=device,
+                noise=noise,
+                memory=memory,
+                trace=trace,
+                overlap=overlap,
+                seed=seed,
+                write_back=write_back,
+            ),
+            micro_batch_size,
+        )
+        self._closes_checkpoint = True
+        self._train(estimator, seed)
+
+    @classmethod
+    def from_parts(
+        cls,
+        model: BlockModel,
+        estimator: ZOEstimator,
+        *,
+        source: BlockSource,
+        device: Device,
+        noise: NoiseGenerator,
+        scheduler: Scheduler | None = None,
+        journal: Journal | Path | str | None = None,
+        seed: int = 0,
+        activations: int | str = ACTIVATIONS,
+        micro_batch_size: int | None = None,
+        trace: Trace | Path | str | None = None,
+        timeline: Timeline | None = None,
+    ) -> Self:
+        """An engine of parts that the caller made. They stay the caller's: nothing closes them, not even a refusal.
+
+        Args:
+            model: This and all that is not said here are as in the constructor.
+            estimator: What to evaluate.
+            source: Where the model's segments live.
+            device: Where they are computed on.
+            noise: Draws z.
+            scheduler: Of this source and this device; by default an ``OverlappedScheduler``.
+            journal: Updates so far and to come.
+            seed: Of the run.
+            activations: Bytes, or a size, that an evaluation's activations may take at a time.
+            micro_batch_size: Rows of a micro-batch.
+            trace: Takes down what every sweep did when.
+            timeline: What the parts note their work in, if they do: the engine takes the spans from it.
+
+        Raises:
+            OptionError: if the source holds other segments than the model has, or an option is out of its range.
+            JournalError, OutputError: as in the constructor.
+        """
+        engine = cls.__new__(cls)
+        engine._assemble(
+            model,
+            partial(
+                adopt,
+                model,
+                estimator,
+                source=source,
+                scheduler=scheduler,
+                device=device,
+                noise=noise,
+                journal=journal,
+                seed=seed,
+                activations=activations,
+                trace=trace,
+                timeline=timeline,
+            ),
+            micro_batch_size,
+        )
+        engine._train(estimator, seed)
+        return engine
+
+    def _train(self, estimator: ZOEstimator, seed: int) -> None:
+        self._estimator = estimator
+        self._seed = seed
+        self._settled = 0  # version at which what stays on the device was last brought back
+
+    @property
+    def write_back_every(self) -> int | None:
+        """Steps that a segment may be ahead of its bytes on disk; None: it is never written."""
+        return self._parts.source.write_back_every
+
+    def step(self, batch: Batch, *, seed: int | None = None) -> StepResult:
+        """Take one zeroth-order step: one sweep that evaluates, then one record in the journal.
+
+        The weights follow when they are next visited; ``evaluate``, ``parameters_now`` and ``export`` see them.
+
+        Args:
+            batch: What the model's forward takes, with labels.
+            seed: Of the (first) direction; drawn from the run's seed if None.
+
+        Returns:
+            The step's report.
+
+        Raises:
+            BatchError: if the model cannot take the batch.
+            NonFiniteLossError: if a loss or a projected gradient is not finite.
+            OptionError: if the learning rate of this step, or the seed, is out of its range.
+            JournalError: if the record cannot be written.
+            CheckpointError, ScratchError: if a block cannot be read, or could not be written back.
+            In all these cases the step was not taken: weights and journal are as before.
+            OutputError: if the trace cannot be written; the step was taken.
+        """
+        self._require_open()
+        began, step = time.perf_counter(), self.version
+        lr = learning_rate(self._estimator, step)
+        evaluations = self._estimator.evaluations(step, direction_seeds(self._seed, step, seed))
+        for evaluation in evaluations:
+            evaluation.validated()
+        self._settle(step)
+        micro_batches = split_rows(batch, self._micro_batch_size)
+        tokens = [labelled_tokens(micro_batch) for micro_batch in micro_batches] if len(micro_batches) > 1 else [1]
+        prepared = [self._model.prepared(self._on_device(micro_batch)) for micro_batch in micro_batches]
+        outputs = self._sweep([(evaluation, prepared) for evaluation in evaluations])
+        losses = [combined_loss(losses_of_parts, tokens) for losses_of_parts in outputs]
+        for evaluation, loss in zip(evaluations, losses, strict=True):
+            evaluation.require_finite(loss, step=step)
+        update = self._estimator.update(step, evaluations, losses, lr).validated()
+        self._parts.journal.append(update)
+        done = time.perf_counter()
+        return StepResult.of(update, done - began, self._recorder.ended(Sweep.of_step(step, began, done)))
+
+    def _perturbation(self) -> tuple[float, bool]:
+        return self._estimator.zo_eps, self._estimator.perturb_in_place
+
+    def _settle(self, step: int) -> None:
+        """Bring back what stays on the device, now and then, so that it can be written back at the last step's version."""
+        every = self.write_back_every
+        if every is not None and step > self._settled + every:
+            self._parts.scheduler.settle()
+            self._settled = step - 1

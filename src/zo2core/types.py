@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from zo2core.errors import OptionError
+from zo2core.errors import NonFiniteLossError, OptionError
 
 # Note: Alignment. Parameters start at multiples of a cache line inside a bucket and inside the work buffer, as torch's own
 # allocator would place them: matrix kernels may choose another path, and other roundings, for unaligned weights.
 ALIGNMENT = 64  # bytes
 
 MAX_SEED = 2**63 - 1
+
+SCRATCH = 1 << 24  # elements of scratch memory at most, where parameters are larger: launches cost little then
 
 Batch: TypeAlias = Mapping[str, torch.Tensor]  # what the model's forward takes: input_ids, attention_mask, labels, ...
 
@@ -104,6 +106,28 @@ def flat_views(specs: Sequence[ParameterSpec], buffer: torch.Tensor) -> Iterator
         offset += aligned(spec.nbytes)
 
 
+def packed_bytes(specs: Iterable[ParameterSpec]) -> int:
+    """Bytes that these parameters take one after the other, each aligned."""
+    return sum(aligned(spec.nbytes) for spec in specs)
+
+
+def tied_and_own(layouts: Sequence[BlockLayout]) -> tuple[list[ParameterSpec], list[list[ParameterSpec]]]:
+    """The parameters that several segments use, and for each segment the parameters that only it uses."""
+    tied = {spec.name: spec for layout in layouts for spec in layout.borrowed}
+    return list(tied.values()), [[spec for spec in layout.parameters if spec.name not in tied] for layout in layouts]
+
+
+def work_bytes(layouts: Sequence[BlockLayout]) -> int:
+    """Bytes of the work buffer for these segments: of the largest one, with what it borrows."""
+    return max(packed_bytes((*layout.parameters, *layout.borrowed)) for layout in layouts)
+
+
+def noise_bytes(layouts: Sequence[BlockLayout]) -> int:
+    """Bytes of the noise buffer for these segments: the noise of tied weights stays there from visit to visit."""
+    tied, own = tied_and_own(layouts)
+    return packed_bytes(tied) + max(packed_bytes(specs) for specs in own)
+
+
 class Bucket(NamedTuple):
     """Host memory that holds one segment's bytes at one version."""
 
@@ -118,6 +142,20 @@ class Evaluation(NamedTuple):
 
     seed: int  # of the probe: the direction z
     shift: float  # signed multiple of zo_eps
+
+    def require_finite(self, loss: torch.Tensor, *, step: int) -> None:
+        """Refuse a loss of this evaluation in a step, 0-d, that is not finite.
+
+        Raises:
+            NonFiniteLossError: naming the evaluation.
+        """
+        if not math.isfinite(loss.item()):
+            raise NonFiniteLossError(
+                f"step {step}, seed {self.seed}, shift {self.shift:+g}",
+                found=f"loss {loss.item()}",
+                expected="a finite loss",
+                remedy="lower lr or zo_eps, or use dtype bfloat16 or float32 where float16 overflows; no step was taken",
+            )
 
     def validated(self) -> Evaluation:
         """Return itself if the seed can be drawn from and the shift is finite.
@@ -150,6 +188,21 @@ class Update:
     weight_decay: float
     perturb_in_place: bool
     losses: tuple[float, ...]  # of the evaluations; a record, not needed to replay
+
+    def validated(self) -> Update:
+        """Return itself if it would not destroy the weights.
+
+        Raises:
+            NonFiniteLossError: if a projected gradient is not finite.
+        """
+        if not all(math.isfinite(grad) for grad in self.projected_grads):
+            raise NonFiniteLossError(
+                f"step {self.step}",
+                found=f"projected gradients {self.projected_grads}",
+                expected="finite ones",
+                remedy="raise zo_eps: the losses' difference was divided by too small a number; the step was not taken",
+            )
+        return self
 
 
 class Perturb(NamedTuple):
@@ -241,6 +294,14 @@ class StepResult(NamedTuple):
     lr: float  # applied to each probe, as the journal has it
     seconds: float  # wall time
     lanes: Mapping[Lane, LaneUse]  # busy seconds and bytes of disk, transfers and compute
+
+    @classmethod
+    def of(cls, update: Update, seconds: float, lanes: Mapping[Lane, LaneUse]) -> StepResult:
+        """The report of a step that led to this update."""
+        loss, *_ = update.losses
+        return cls(
+            update.step, loss, update.losses, update.projected_grads, update.seeds, update.lr, seconds=seconds, lanes=lanes
+        )
 
     @property
     def bytes_moved(self) -> int:

@@ -21,7 +21,7 @@ from zo2adapters.tasks.scoring import score
 from zo2adapters.trainers.options import Batching, DtypeName
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
 from zo2adapters.trainers.trainer import evaluate_dataset, load_tokenizer, perplexity
-from zo2core import Journal, JournalError, OptionError, Trace, ZOEngine
+from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer
 from zo2core.checkpoint import require_unused
 from zo2core.planning.host_budget import parse_size
 
@@ -77,20 +77,17 @@ class AtStep:
         *,
         activation_bytes: int = 256 << 20,
         micro_batch_size: int | None = None,
-        trace: Trace | None = None,
-    ) -> ZOEngine:
+        trace: Path | None = None,
+    ) -> Replayer:
         """An engine at the step."""
         journal = Journal(self.journal)
         if self.journal is not None and journal.header is None:
             raise JournalError(self.journal, found="no journal", expected="a run's journal.jsonl", remedy="check the path")
-        return ZOEngine(
+        return Replayer(
             model,
-            None,
-            journal=journal if self.at is None else journal.until(self.at),
-            memory=self.memory,
+            journal if self.at is None else journal.until(self.at),
+            memory=MemoryPolicy(host=self.memory, device=self.device_memory, activations=activation_bytes),
             device=self.device,
-            device_memory=self.device_memory,
-            activation_bytes=activation_bytes,
             micro_batch_size=micro_batch_size,
             trace=trace,
         )
@@ -151,15 +148,14 @@ class Evaluate(AtStep):
             f"{len(choices)} rows, {total} candidates, {scored.sweeps} sweeps"
         )
 
-    def _engine(self, at: AtStep, model: HFBlockModel, longest: int) -> ZOEngine:
+    def _engine(self, at: AtStep, model: HFBlockModel, longest: int) -> Replayer:
         rows, micro_rows = self.batching.batch_size, self.batching.micro_batch_size
         nbytes = (
             activation_bytes(model.config, rows, longest, streams=STREAMS, micro_rows=micro_rows)
             if self.activation_memory is None
             else parse_size(self.activation_memory)
         )
-        trace = None if self.trace is None else Trace(self.trace)
-        return at.engine(model, activation_bytes=nbytes, micro_batch_size=micro_rows, trace=trace)
+        return at.engine(model, activation_bytes=nbytes, micro_batch_size=micro_rows, trace=self.trace)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from zo2adapters.models.batch_check import check_batch
 from zo2adapters.models.branch_cache import Answers, PreparedBatch, predictions
 from zo2adapters.models.chunked_loss import chunked_loss
-from zo2adapters.models.footprint import forward_bytes
+from zo2adapters.models.footprint import forward_bytes, held_bytes
 from zo2adapters.models.stubs import CutError, Recorder, Stub
 from zo2core import BlockLayout, ParameterSpec, SegmentKind, UnsupportedModelError
 from zo2core.protocols import TensorReader
@@ -174,6 +174,11 @@ class HFBlockModel:
             self._recorder.final = None
         assert isinstance(found, torch.Tensor)
         return found
+
+    def held_bytes(self, batch: Batch) -> int:
+        """By formula. See the contract."""
+        rows, tokens = batch["input_ids"].shape
+        return held_bytes(self.config, rows, tokens)
 
     def forward_bytes(self, batch: Batch) -> int:
         """By formula. See the contract."""

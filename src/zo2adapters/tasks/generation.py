@@ -15,7 +15,7 @@ import torch
 from transformers import Cache, DynamicCache, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2core import BatchError, OptionError, ZOEngine
+from zo2core import BatchError, OptionError, Replayer
 from zo2core.types import Batch
 
 
@@ -63,6 +63,7 @@ class NextToken:
         self._cache = cache
         self.block = model.block
         self.forward_bytes = model.forward_bytes
+        self.held_bytes = model.held_bytes
 
     def prepared(self, batch: Batch) -> Batch:
         """As it is: ``generate`` made it."""
@@ -78,7 +79,7 @@ class NextToken:
 
 
 def generate(
-    engine: ZOEngine,
+    engine: Replayer,
     model: HFBlockModel,
     prompts: Sequence[Sequence[int]],
     *,

@@ -16,7 +16,7 @@ from zo2adapters.models.branch_cache import PreparedBatch, predictions
 from zo2adapters.models.footprint import forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.tasks.rows import TokenizedRow, collate
-from zo2core import BatchError, ZOEngine
+from zo2core import BatchError, Replayer
 from zo2core.types import Batch
 
 
@@ -50,6 +50,7 @@ class LogLikelihood:
         self.prepared = model.prepared
         self.embed = model.embed
         self.block = model.block
+        self.held_bytes = model.held_bytes
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Sum the log-probabilities of each row's labelled tokens: (rows,), float64."""
@@ -73,7 +74,7 @@ class LogLikelihood:
 
 
 def score(
-    engine: ZOEngine,
+    engine: Replayer,
     model: HFBlockModel,
     prompts: Sequence[Sequence[int]],
     candidates: Sequence[Sequence[Sequence[int]]],

@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass
 from zo2adapters.models.footprint import activation_bytes, forward_bytes, held_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2core import SequentialNoise
-from zo2core.planning.device_plan import Residency, choose_residency
+from zo2core.planning.device_plan import DevicePlan as DeviceMemoryPlan
+from zo2core.planning.device_plan import plan_device_memory
 from zo2core.planning.host_budget import parse_size
-from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS, Arrangement, arrange
+from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS, HostPlan, plan_host
 from zo2core.protocols import NoiseGenerator
+from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sweep.activation_offload import ROOMS, streams_that_stay
 
 
@@ -19,8 +21,8 @@ from zo2core.sweep.activation_offload import ROOMS, streams_that_stay
 class DevicePlan:
     """A run on a GPU as it is expected to be."""
 
-    arrangement: Arrangement  # of host memory
-    residency: Residency  # of the device's
+    arrangement: HostPlan  # of host memory
+    residency: DeviceMemoryPlan  # of the device's
     blocks: int
     read_bytes: int  # a step, from the disk
     moved_bytes: int  # a step, each way
@@ -82,7 +84,7 @@ def plan_device(
     layouts = model.layouts
     config, chunk = model.config, model.loss_chunk
     needed = activation_bytes(config, rows, tokens, streams=2 * queries, micro_rows=micro_rows, loss_chunk=chunk)
-    residency = choose_residency(
+    residency = plan_device_memory(
         layouts,
         SequentialNoise(layouts, "cuda") if noise is None else noise,
         memory=parse_size(device_memory, option="device_memory"),
@@ -96,7 +98,13 @@ def plan_device(
     left = residency.activation_bytes - forward_bytes(config, running, tokens, loss_chunk=chunk)
     waiting = own * (streams - streams_that_stay(streams, own, left, rooms=ROOMS * own))
     # As the engine does: it sets aside what all streams take if any of them has to wait.
-    arrangement = arrange(layouts, memory=memory, activation_bytes=needed if waiting else 0, compute_on_host=False)
+    arrangement = plan_host(
+        layouts,
+        laid_out_as_on_disk(layouts, model.weights),
+        memory=memory,
+        activation_bytes=needed if waiting else 0,
+        compute_on_host=False,
+    )
     blocks = [layout.nbytes for layout in layouts if not layout.resident]
     read = 0
     if arrangement.buckets is not None:

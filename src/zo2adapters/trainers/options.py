@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -19,10 +19,8 @@ from zo2core import (
     MultiQueryRGE,
     OptionError,
     PhiloxNoise,
-    SerialScheduler,
-    Trace,
 )
-from zo2core.protocols import BlockSource, Device, NoiseGenerator, Scheduler
+from zo2core.protocols import NoiseGenerator
 
 DEFAULT_LENGTH = 1024  # tokens, where the model takes as many
 
@@ -165,18 +163,6 @@ class Execution:
     exist."""
     scheduler: Order = Order.OVERLAPPED
     """serial does one thing after the other, keeps no block on the device, and is there to compare with."""
-
-    def opened_trace(self) -> Trace | None:
-        """The trace, if there is to be one.
-
-        Raises:
-            OutputError: if its file is there already, or cannot be made.
-        """
-        return None if self.trace is None else Trace(self.trace)
-
-    def make_scheduler(self) -> Callable[[BlockSource, Device], Scheduler] | None:
-        """What builds the scheduler; None leaves it to the engine."""
-        return SerialScheduler if self.scheduler is Order.SERIAL else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2core import HostDevice, SequentialNoise
 from zo2core.planning.autotune import evaluation_seconds, replay_seconds, write_back_interval, write_bytes_per_second
-from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS, Arrangement, arrange
+from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS, HostPlan, plan_host
 from zo2core.protocols import CounterNoise, NoiseGenerator
-from zo2core.sources.loader import CHUNK, READERS
+from zo2core.sources.loader import CHUNK, READERS, laid_out_as_on_disk
 from zo2core.sources.scratch import scratch_bytes
 from zo2core.types import ParameterSpec, aligned, flat_views
 
@@ -34,7 +34,7 @@ _WALK = 0.25
 class Plan:
     """A run as it is expected to be."""
 
-    arrangement: Arrangement
+    arrangement: HostPlan
     model_bytes: int
     write_back_every: int
     scratch_bytes: int  # on disk, once everything was written back
@@ -105,8 +105,12 @@ def plan(
         model.config, rows, tokens, streams=2 * queries, micro_rows=micro_rows, loss_chunk=model.loss_chunk
     )
     drawn = SequentialNoise(layouts) if noise is None else noise
-    arrangement = arrange(
-        layouts, memory=memory, activation_bytes=activations, may_keep_noise=not isinstance(drawn, CounterNoise)
+    arrangement = plan_host(
+        layouts,
+        laid_out_as_on_disk(layouts, model.weights),
+        memory=memory,
+        activation_bytes=activations,
+        may_keep_noise=not isinstance(drawn, CounterNoise),
     )
     model_bytes = sum(layout.nbytes for layout in layouts)
     block_bytes = sum(layout.nbytes for layout in layouts if not layout.resident)

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.models.footprint import activation_bytes, least_activation_bytes
 from zo2adapters.tasks.rows import Dataset, collate, evaluation_batches, pad_token_id, read_dataset, training_batches
-from zo2adapters.trainers.options import Execution, TrainOptions, require_at_least
+from zo2adapters.trainers.options import Execution, Order, TrainOptions, require_at_least
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
-from zo2core import DataError, EvaluationResult, Journal, OutputError, StepResult, ZOEngine
+from zo2core import DataError, EvaluationResult, MemoryPolicy, OutputError, Replayer, StepResult, WriteBackPolicy, ZOEngine
 from zo2core.planning.host_budget import parse_size
 from zo2core.types import Batch
 
@@ -67,7 +67,6 @@ class Trainer:
         self.options = options
         self._quiet = quiet
         execution = Execution() if execution is None else execution
-        trace = execution.opened_trace()
         estimator = options.optimization.estimator(options.steps)
         directory = resolve_directory(options.model)
         batching = options.batching
@@ -109,19 +108,23 @@ class Trainer:
                 model,
                 estimator,
                 noise=options.optimization.generator(model.layouts),
-                journal=Journal(options.output / JOURNAL),
+                journal=options.output / JOURNAL,
                 seed=options.seed,
-                memory=storage.memory,
                 device=storage.device,
-                device_memory=storage.device_memory,
-                activation_bytes=activations,
-                least_activation_bytes=least,
+                memory=MemoryPolicy(
+                    host=storage.memory,
+                    device=storage.device_memory,
+                    activations=activations,
+                    least_activations=None if storage.device == "cpu" else least,
+                ),
+                write_back=WriteBackPolicy(
+                    directory=options.output,
+                    every=None if storage.write_back_every == "never" else storage.write_back_every,
+                    snapshot_every=storage.snapshot_every,
+                ),
                 micro_batch_size=batching.micro_batch_size,
-                scratch=options.output,
-                write_back_every=None if storage.write_back_every == "never" else storage.write_back_every,
-                snapshot_every=storage.snapshot_every,
-                scheduler=execution.make_scheduler(),
-                trace=trace,
+                overlap=execution.scheduler is Order.OVERLAPPED,
+                trace=execution.trace,
             )
         except BaseException:
             if resume:
@@ -137,7 +140,7 @@ class Trainer:
 
     def storage(self) -> str:
         """Where the weights live, in words."""
-        arrangement, residency, every = self.engine.arrangement, self.engine.residency, self.engine.write_back_every
+        arrangement, residency, every = self.engine.host_plan, self.engine.device_plan, self.engine.write_back_every
         assert arrangement is not None, "the engine chose its source"
         where = (
             "all blocks in memory" if arrangement.buckets is None else f"{arrangement.buckets} blocks in memory at a time"
@@ -222,7 +225,7 @@ class Trainer:
 
 
 def evaluate_dataset(
-    engine: ZOEngine, dataset: Dataset, *, batch_size: int, pad: int, progress: Callable[[int], object] | None = None
+    engine: Replayer, dataset: Dataset, *, batch_size: int, pad: int, progress: Callable[[int], object] | None = None
 ) -> EvaluationResult:
     """Evaluate the present weights on a whole data set, in file order.
 

@@ -1,5 +1,6 @@
 """Zeroth-order gradient estimators."""
 
+from zo2core.estimators.direction_seeds import direction_seeds as direction_seeds
+from zo2core.estimators.learning_rate import learning_rate as learning_rate
 from zo2core.estimators.mezo import MeZOSGD as MeZOSGD
-from zo2core.estimators.mezo import require_positive as require_positive
 from zo2core.estimators.rge import MultiQueryRGE as MultiQueryRGE

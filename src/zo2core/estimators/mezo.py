@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zo2core.errors import OptionError
+from zo2core.estimators.learning_rate import describe_lr, require_positive
 from zo2core.types import Evaluation, Update
 
 
@@ -76,20 +77,3 @@ class MeZOSGD:
             perturb_in_place=self.perturb_in_place,
             losses=(float(plus.item()), float(minus.item())),
         )
-
-
-def describe_lr(lr: float | Callable[[int], float]) -> float | str:
-    """A learning rate as a JSON value that two equal ones share."""
-    if not callable(lr):
-        return float(lr)
-    return repr(lr) if is_dataclass(lr) else "a function"
-
-
-def require_positive(name: str, value: float) -> None:
-    """Refuse a number that is not positive and finite.
-
-    Raises:
-        OptionError: naming the option.
-    """
-    if not (math.isfinite(value) and value > 0):
-        raise OptionError(name, found=repr(value), expected="a positive finite number", remedy=f"choose {name} > 0")

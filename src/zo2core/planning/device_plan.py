@@ -8,27 +8,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zo2core.errors import OptionError
 from zo2core.planning.host_budget import parse_size
-from zo2core.planning.memory_plan import Account, Part
+from zo2core.planning.memory_plan import MemoryPart, MemoryPlan
 from zo2core.protocols import CounterNoise, NoiseGenerator
 from zo2core.schedulers.overlapped import SLOTS
-from zo2core.sweep.work_buffer import SCRATCH, drawn_bytes, work_bytes
-from zo2core.types import BlockLayout
+from zo2core.types import SCRATCH, BlockLayout, work_bytes
 
 AUTO_SHARE = 0.95  # of the free memory; the rest is the allocator's
 _SCRATCHES = 3  # replay, decay, move
 
 
 @dataclass(frozen=True)
-class Residency(Account):
+class DevicePlan(MemoryPlan):
     """A way to use a device's memory."""
 
     kept: int  # blocks that stay; the others pass through two slots
     activation_bytes: int  # for forwards and activations; what does not fit waits in host memory
 
 
-def choose_residency(
+def plan_device_memory(
     layouts: Sequence[BlockLayout],
     noise: NoiseGenerator,
     *,
@@ -37,63 +35,53 @@ def choose_residency(
     activation_bytes: int,
     least_activation_bytes: int | None = None,
     probes: int = 1,
-) -> Residency:
+) -> DevicePlan:
     """Keep as many blocks on the device as fit.
 
     Args:
         layouts: Segments in visiting order.
-        noise: Its pieces say how much of z is drawn at a time.
+        noise: Says how much of z is drawn at a time.
         memory: Bytes of the device that may be used, or a size ("8GiB"); "auto" takes what is free.
-        free: Bytes of the device that are.
-        activation_bytes: What activations and logits take; set aside if they fit.
-        least_activation_bytes: What they take if all but the streams at work wait in host memory; None: they cannot.
+        free: Bytes of the device that are free.
+        activation_bytes: Bytes that activations and logits take; reserved if they fit.
+        least_activation_bytes: Bytes that they take if all but the streams at work wait in host memory; None: they cannot.
         probes: Directions of an update: their z are held together while it is replayed.
 
     Raises:
-        MemoryBudgetError: if the device is too small for any arrangement; it adds up what the smallest needs.
+        MemoryBudgetError: if the device is too small for any plan; it adds up what the smallest needs.
         OptionError: if ``memory`` is no size.
     """
-    budget = int(AUTO_SHARE * free) if memory == "auto" else parse_size(memory)
+    budget = int(AUTO_SHARE * free) if memory == "auto" else parse_size(memory, option="device_memory")
     blocks = [layout.nbytes for layout in layouts if not layout.resident]
     largest = max(blocks, default=0)
-    drawn = 0 if isinstance(noise, CounterNoise) else drawn_bytes(layouts, noise)
+    drawn = 0 if isinstance(noise, CounterNoise) else _drawn_bytes(layouts, noise)
     itemsize = max(spec.dtype.itemsize for layout in layouts for spec in layout.parameters)
     scratch = 0 if isinstance(noise, CounterNoise) else _SCRATCHES * min(SCRATCH * itemsize, drawn)
-
     least = activation_bytes if least_activation_bytes is None else min(least_activation_bytes, activation_bytes)
 
-    def counted(kept: int, activations: int) -> Residency:
+    def counted(kept: int, activations: int) -> DevicePlan:
         moving = len(blocks) - kept
         slots = min(SLOTS, moving)
         parts = (
-            Part("embedding and head", sum(layout.nbytes for layout in layouts if layout.resident)),
-            Part(f"{slots} slots for {moving} blocks", slots * largest),
-            Part(f"{kept} blocks that stay", kept * largest),
-            Part("work buffer", work_bytes(layouts)),
-            Part("noise as it is drawn", (probes + 1) * drawn + scratch),
-            Part("activations, set aside", activations),
+            MemoryPart("embedding and head", sum(layout.nbytes for layout in layouts if layout.resident)),
+            MemoryPart(f"{slots} slots for {moving} blocks", slots * largest),
+            MemoryPart(f"{kept} blocks that stay", kept * largest),
+            MemoryPart("work buffer", work_bytes(layouts)),
+            MemoryPart("noise as it is drawn", (probes + 1) * drawn + scratch),
+            MemoryPart("activations, reserved", activations),
         )
-        return Residency(parts, budget, kept, activations)
+        return DevicePlan(parts, budget, kept, activations)
 
     for kept in range(len(blocks), -1, -1):
-        if (found := counted(kept, activation_bytes)).nbytes <= budget:
-            return found
+        if (plan := counted(kept, activation_bytes)).nbytes <= budget:
+            return plan
     smallest = counted(0, least)
     if smallest.nbytes <= budget:
         return counted(0, least + budget - smallest.nbytes)
     raise smallest.too_large("device_memory", "use a larger device, smaller batches, a loss in chunks, or a 16-bit dtype")
 
 
-def require_auto(memory: int | str) -> None:
-    """Refuse a size where nobody would heed it.
-
-    Raises:
-        OptionError: unless it is "auto".
-    """
-    if memory != "auto":
-        raise OptionError(
-            "device_memory",
-            found=repr(memory),
-            expected="a GPU, and no scheduler of one's own, where a size is given",
-            remedy="leave it out, or the scheduler; memory= bounds what the CPU takes",
-        )
+def _drawn_bytes(layouts: Sequence[BlockLayout], noise: NoiseGenerator) -> int:
+    """Bytes of the longest piece in which a parameter's z is drawn."""
+    specs = {(spec.numel, spec.dtype): spec for layout in layouts for spec in layout.parameters}
+    return max(max(stop - start for start, stop in noise.pieces(spec)) * spec.dtype.itemsize for spec in specs.values())

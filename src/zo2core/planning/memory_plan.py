@@ -1,4 +1,4 @@
-"""What something takes, part by part, against what it may take."""
+"""What something takes of a memory, part by part, against what it may take."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from zo2core.errors import MemoryBudgetError
 
 
 @dataclass(frozen=True)
-class Part:
-    """One line of an account."""
+class MemoryPart:
+    """One line of a plan."""
 
     name: str
     nbytes: int
 
 
 @dataclass(frozen=True)
-class Account:
-    """Parts and a budget."""
+class MemoryPlan:
+    """Parts of a memory and the budget that they have to fit into."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
     budget: int  # bytes
 
     @property
     def nbytes(self) -> int:
-        """Of all parts together."""
+        """Bytes of all parts together."""
         return sum(part.nbytes for part in self.parts)
 
     def table(self) -> str:
         """The parts, one a line, and their sum."""
-        rows = [*self.parts, Part("together", self.nbytes), Part("allowed", self.budget)]
+        rows = [*self.parts, MemoryPart("together", self.nbytes), MemoryPart("allowed", self.budget)]
         width = max(len(row.name) for row in rows)
         return "\n".join(f"{row.name:{width}s} {row.nbytes / 2**30:9.2f} GiB" for row in rows)
 
     def too_large(self, option: str, remedy: str) -> MemoryBudgetError:
-        """The error that says that even this, the smallest, does not fit."""
+        """The error that says that even this plan, the smallest, does not fit."""
         parts = ", ".join(f"{part.name} {part.nbytes / 2**30:.2f} GiB" for part in self.parts)
         return MemoryBudgetError(
             option,
             found=f"{self.budget / 2**30:.2f} GiB",
-            expected=f"at least {self.nbytes / 2**30:.2f} GiB, the smallest arrangement: {parts}",
+            expected=f"at least {self.nbytes / 2**30:.2f} GiB, the smallest plan: {parts}",
             remedy=remedy,
         )

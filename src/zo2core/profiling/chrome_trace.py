@@ -136,7 +136,7 @@ class Recorder:
 
     Args:
         timeline: Nobody else takes spans from it.
-        trace: To write them to, if any; belongs to this object.
+        trace: To write them to, if any. Belongs to the caller.
     """
 
     def __init__(self, timeline: Timeline, trace: Trace | None) -> None:
@@ -155,14 +155,13 @@ class Recorder:
         return lane_uses(spans, begun=sweep.begun, done=sweep.done)
 
     def close(self) -> None:
-        """Take down what is left, and complete the trace. May be called twice.
+        """Take down what is left. May be called twice.
 
         Raises:
             OutputError: if the trace cannot be written.
         """
         if self._trace is not None:
-            with self._trace:
-                self._trace.add(self._timeline.take())
+            self._trace.add(self._timeline.take())
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Forwards of the weights as they are: as many batches a sweep as the memory set aside for activations holds."""
+"""Forwards of the weights as they are: as many batches a sweep as the memory reserved for activations holds."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ import torch
 
 from zo2core.errors import BatchError
 from zo2core.protocols import Forward
-from zo2core.sweep.activation_offload import held_bytes
-from zo2core.sweep.microbatch import cut, joined_loss, labelled_tokens
+from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
 from zo2core.types import Batch, EvaluationResult
 
 
 def fill_sweeps(batches: Iterable[Batch], forward: Forward, allowed: int) -> Iterator[list[Batch]]:
-    """Group batches, in order: what all of a group hold between segments and the largest forward among them fit together.
-
-    A batch is measured by embedding it with whatever weights are in the work buffer: only sizes count.
+    """Group batches, in order, so that what a group holds between segments and its largest forward fit together.
 
     Args:
-        batches: On the compute device; taken up one by one.
-        forward: What they will run through.
+        batches: Prepared; taken up one by one.
+        forward: What they will run through; says what a batch takes.
         allowed: Bytes for activations. A batch that does not fit alone is a group of its own.
 
     Yields:
@@ -34,9 +31,7 @@ def fill_sweeps(batches: Iterable[Batch], forward: Forward, allowed: int) -> Ite
     group: list[Batch] = []
     held = largest = 0
     for batch in batches:
-        with torch.inference_mode():
-            own = held_bytes(forward.embed(batch))
-        running = forward.forward_bytes(batch)
+        own, running = forward.held_bytes(batch), forward.forward_bytes(batch)
         if group and held + own + max(largest, running) > allowed:
             yield group
             group, held, largest = [], 0, 0
@@ -60,28 +55,28 @@ def evaluate(
         BatchError: if the model cannot take a batch, or there is no labelled token.
     """
     began = time.perf_counter()
-    tokens: list[list[int]] = []  # of each piece of each batch
+    tokens: list[list[int]] = []  # of each micro-batch of each batch
 
-    def pieces() -> Iterator[Batch]:
+    def micro_batches() -> Iterator[Batch]:
         for batch in batches:
             tokens.append([])
-            for piece in cut(batch, rows):
-                tokens[-1].append(labelled_tokens(piece) if "labels" in piece else 0)
-                yield piece
+            for micro_batch in split_rows(batch, rows):
+                tokens[-1].append(labelled_tokens(micro_batch))
+                yield micro_batch
 
-    found: list[torch.Tensor] = []
+    losses: list[torch.Tensor] = []
     sweeps = 0
-    for losses in forwards(pieces()):
-        found += losses
+    for losses_of_sweep in forwards(micro_batches()):
+        losses += losses_of_sweep
         sweeps += 1
-    if not found:
+    if not losses:
         raise BatchError("batches", found="none", expected="at least one", remedy="pass batches to evaluate")
-    counts = [sum(each) for each in tokens]
+    counts = [sum(counts_of_batch) for counts_of_batch in tokens]
     if sum(counts) == 0:
         raise BatchError(
             "batches", found="no labelled token", expected="at least one", remedy="pass labels that are not all -100"
         )
-    of_pieces = iter(found)
-    losses_of_batches = [joined_loss([next(of_pieces) for _ in each], each).item() for each in tokens]
-    mean = math.fsum(loss * n for loss, n in zip(losses_of_batches, counts, strict=True) if n) / sum(counts)
-    return EvaluationResult(mean, tuple(losses_of_batches), sum(counts), sweeps, time.perf_counter() - began)
+    in_order = iter(losses)
+    of_batches = [combined_loss([next(in_order) for _ in batch], batch).item() for batch in tokens]
+    mean = math.fsum(loss * count for loss, count in zip(of_batches, counts, strict=True) if count) / sum(counts)
+    return EvaluationResult(mean, tuple(of_batches), sum(counts), sweeps, time.perf_counter() - began)

@@ -1,7 +1,7 @@
-"""Micro-batches: a batch cut along its rows, and the losses of the pieces put together again.
+"""Micro-batches: a batch split along its rows, and the losses of its parts combined again.
 
-A mean over tokens is not the mean of the pieces' means: each counts by its labelled tokens, as Hugging Face's Trainer counts
-the micro-batches of one step (``num_items_in_batch``).
+A mean over tokens is not the mean of the parts' means: each part counts by its labelled tokens, as Hugging Face's Trainer
+counts the micro-batches of one step (``num_items_in_batch``). What counts as a labelled token is decided here, for all.
 """
 
 from __future__ import annotations
@@ -12,51 +12,63 @@ import torch
 
 from zo2core.types import Batch
 
-IGNORED = -100  # label of a token without loss
+IGNORE_INDEX = -100  # label of a token without loss, as in torch and Hugging Face
+
+
+def predicted(labels: torch.Tensor) -> torch.Tensor:
+    """Which tokens a causal language model's loss is averaged over.
+
+    Args:
+        labels: Integers, (..., tokens). Each token but the last predicts the label of the next one.
+
+    Returns:
+        Bool, (..., tokens - 1): whether the token at that place predicts a label that is not ``IGNORE_INDEX``.
+    """
+    return labels[..., 1:] != IGNORE_INDEX
 
 
 def labelled_tokens(batch: Batch) -> int:
-    """Count the tokens whose loss a causal language model averages: labels that are not -100, but for the first column."""
-    return int((batch["labels"][..., 1:] != IGNORED).sum().item())
+    """Count the tokens that the loss of a batch is averaged over; a batch without labels has none."""
+    return int(predicted(batch["labels"]).sum().item()) if "labels" in batch else 0
 
 
-def cut(batch: Batch, rows: int | None) -> list[Batch]:
-    """Cut a batch into pieces of at most so many rows.
+def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
+    """Split a batch into micro-batches of at most so many rows.
 
-    A piece loses the columns on the right in which all its rows are padding. On the left they stay: models count positions
-    from there. A piece without a labelled token is left out: it has no loss. Tensors with another number of rows than the
-    labels (positions that all rows share) go with every piece.
+    A micro-batch loses the columns on the right in which all its rows are padding. On the left they stay: models count
+    positions from there. A micro-batch without a labelled token is left out: it has no loss. Tensors with another number of
+    rows than the labels (positions that all rows share) go with every micro-batch.
 
     Args:
-        batch: With labels (rows, tokens); what the model would refuse is not cut, so that it does.
-        rows: Of a piece; None leaves the batch whole.
+        batch: With labels (rows, tokens); what the model would refuse is not split, so that the model does refuse it.
+        rows: Of a micro-batch; None leaves the batch whole.
 
     Returns:
-        The pieces in order, at least one; the batch itself where nothing is to be cut.
+        The micro-batches in order, at least one; the batch itself where nothing is to be split.
     """
     labels = batch.get("labels")
     if rows is None or labels is None or labels.dim() != 2 or len(labels) <= rows:
         return [batch]
-    pieces = []
+    micro_batches = []
     for start in range(0, len(labels), rows):
-        piece = {
+        micro_batch = {
             key: value[start : start + rows] if value.dim() > 0 and len(value) == len(labels) else value
             for key, value in batch.items()
         }
-        if labelled_tokens(piece):
-            pieces.append(_without_padding(piece))
-    return pieces or [batch]
+        if labelled_tokens(micro_batch):
+            micro_batches.append(_without_padding(micro_batch))
+    return micro_batches or [batch]
 
 
-def joined_loss(losses: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
-    """The mean loss over all pieces' labelled tokens.
+def combined_loss(losses: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
+    """The mean loss over the labelled tokens of all micro-batches.
 
     Args:
-        losses: 0-d, one a piece: means over its labelled tokens.
+        losses: 0-d, one a micro-batch: means over its labelled tokens.
         tokens: Labelled tokens of each.
 
     Returns:
-        0-d, of the losses' dtype and device; summed in float64. Of one piece: its loss itself.
+        0-d, of the losses' dtype and device; summed in float64. Of one micro-batch: its loss itself.
     """
     if len(losses) == 1:
         return losses[0]
@@ -64,15 +76,15 @@ def joined_loss(losses: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.
     return (summed / sum(tokens)).to(losses[0].dtype)
 
 
-def _without_padding(piece: Batch) -> Batch:
-    labels, mask = piece["labels"], piece.get("attention_mask")
+def _without_padding(micro_batch: Batch) -> Batch:
+    labels, mask = micro_batch["labels"], micro_batch.get("attention_mask")
     if mask is None or mask.shape != labels.shape:
-        return piece
+        return micro_batch
     width = labels.shape[1]
-    used = int(((mask != 0) | (labels != IGNORED)).any(dim=0).nonzero().max()) + 1
+    used = int(((mask != 0) | (labels != IGNORE_INDEX)).any(dim=0).nonzero().max()) + 1
     if used == width:
-        return piece
+        return micro_batch
     return {
         key: value[:, :used].contiguous() if value.dim() > 1 and value.shape[1] == width else value
-        for key, value in piece.items()
+        for key, value in micro_batch.items()
     }

@@ -12,9 +12,16 @@ from typing import NamedTuple
 import torch
 
 from zo2core.protocols import CounterNoise, Device, NoiseGenerator
-from zo2core.types import BlockLayout, ParameterSpec, aligned, flat_views
-
-SCRATCH = 1 << 24  # elements, where pieces are longer: launches cost little then
+from zo2core.types import (
+    SCRATCH,
+    BlockLayout,
+    ParameterSpec,
+    flat_views,
+    noise_bytes,
+    packed_bytes,
+    tied_and_own,
+    work_bytes,
+)
 
 
 class Cell(NamedTuple):
@@ -27,33 +34,6 @@ class Cell(NamedTuple):
     z: torch.Tensor | None  # flat view of the noise buffer; None where noise is not kept
     pieces: list[tuple[int, int]]  # (start, stop) in which z is drawn
     tied: bool  # used by more than one segment
-
-
-def work_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Bytes of the work buffer for segments of these layouts: of the largest one, with what it borrows."""
-    return max(_nbytes((*layout.parameters, *layout.borrowed)) for layout in layouts)
-
-
-def noise_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Bytes of the noise buffer for segments of these layouts: tied weights' noise stays there from visit to visit."""
-    tied, own = _divide(layouts)
-    return _nbytes(tied) + max(_nbytes(specs) for specs in own)
-
-
-def drawn_bytes(layouts: Sequence[BlockLayout], noise: NoiseGenerator) -> int:
-    """Bytes of the longest piece in which a parameter's z is drawn."""
-    specs = {(spec.numel, spec.dtype): spec for layout in layouts for spec in layout.parameters}
-    return max(max(stop - start for start, stop in noise.pieces(spec)) * spec.dtype.itemsize for spec in specs.values())
-
-
-def _divide(layouts: Sequence[BlockLayout]) -> tuple[list[ParameterSpec], list[list[ParameterSpec]]]:
-    """The tied parameters, and each segment's own."""
-    tied = {spec.name: spec for layout in layouts for spec in layout.borrowed}
-    return list(tied.values()), [[spec for spec in layout.parameters if spec.name not in tied] for layout in layouts]
-
-
-def _nbytes(specs: Sequence[ParameterSpec]) -> int:
-    return sum(aligned(spec.nbytes) for spec in specs)
 
 
 class Workspace:
@@ -70,9 +50,9 @@ class Workspace:
     def __init__(
         self, layouts: Sequence[BlockLayout], device: Device, noise: NoiseGenerator, *, keep_noise: bool = True
     ) -> None:
-        tied, own = _divide(layouts)
+        tied, own = tied_and_own(layouts)
         tied_names = {spec.name for spec in tied}
-        tied_bytes = _nbytes(tied)
+        tied_bytes = packed_bytes(tied)
         work = device.empty(work_bytes(layouts))
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
         z = device.empty(noise_bytes(layouts)) if self.keeps_noise else None

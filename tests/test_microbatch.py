@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
 from zo2core import BatchError, MeZOSGD, MultiQueryRGE, NonFiniteLossError, OptionError, ZOEngine
-from zo2core.sweep.microbatch import cut, joined_loss, labelled_tokens
+from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
 
@@ -35,7 +35,7 @@ def test_pieces_hold_every_labelled_row_once_and_no_empty_column(
     batch = make_batch(40, lengths, left=left)
     for row in unlabelled & set(range(len(lengths))):
         batch["labels"][row] = -100
-    pieces = cut(batch, rows)
+    pieces = split_rows(batch, rows)
     if len(lengths) <= rows or labelled_tokens(batch) == 0:
         assert pieces == [batch]
         return
@@ -57,20 +57,20 @@ def test_pieces_hold_every_labelled_row_once_and_no_empty_column(
 def test_a_label_on_padding_keeps_its_column() -> None:
     batch = make_batch(40, [5, 2, 2])
     batch["labels"][2, 3] = 7
-    assert [tuple(piece["labels"].shape) for piece in cut(batch, 1)] == [(1, 5), (1, 2), (1, 4)]
+    assert [tuple(piece["labels"].shape) for piece in split_rows(batch, 1)] == [(1, 5), (1, 2), (1, 4)]
 
 
 def test_what_all_rows_share_goes_with_every_piece() -> None:
     batch = {**make_batch(40, [5, 5, 2]), "position_ids": torch.arange(5)[None]}
-    assert [tuple(piece["position_ids"].shape) for piece in cut(batch, 1)] == [(1, 5), (1, 5), (1, 2)]
+    assert [tuple(piece["position_ids"].shape) for piece in split_rows(batch, 1)] == [(1, 5), (1, 5), (1, 2)]
 
 
 def test_losses_count_by_their_labelled_tokens() -> None:
     losses = [torch.tensor(value) for value in (1.0, 2.0, 4.0)]
-    joined = joined_loss(losses, [1, 2, 5])
+    joined = combined_loss(losses, [1, 2, 5])
     assert joined.item() == 25 / 8
     assert joined.dtype is torch.float32
-    assert joined_loss(losses[:1], [3]) is losses[0]
+    assert combined_loss(losses[:1], [3]) is losses[0]
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
@@ -107,8 +107,8 @@ def test_every_segment_is_visited_once_a_step(base: Path) -> None:
     with ZOEngine(model, MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3), micro_batch_size=1) as engine:
         engine.step(make_batch(40, [9, 3]))
         acquired: list[int] = []
-        acquire = engine._source.acquire
-        engine._source.acquire = lambda index: (acquired.append(index), acquire(index))[1]  # type: ignore[method-assign,func-returns-value]
+        acquire = engine._parts.source.acquire
+        engine._parts.source.acquire = lambda index: (acquired.append(index), acquire(index))[1]  # type: ignore[method-assign,func-returns-value]
         engine.step(make_batch(40, [9, 3]))
     assert acquired == list(range(len(model.layouts)))
 

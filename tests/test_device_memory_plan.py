@@ -18,13 +18,14 @@ from zo2adapters.models.hf import build_skeleton, cut
 from zo2core import (
     Distribution,
     MemoryBudgetError,
+    MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
     OverlappedScheduler,
     PhiloxNoise,
     ZOEngine,
 )
-from zo2core.planning.device_plan import choose_residency
+from zo2core.planning.device_plan import plan_device_memory
 from zo2core.protocols import BlockSource, NoiseGenerator
 from zo2core.sweep.work_buffer import Workspace
 from zo2core.types import BlockLayout
@@ -58,7 +59,7 @@ def test_opt_175b_takes_less_than_14_gb_of_the_device() -> None:
     layouts = cut(build_skeleton(config, torch.float16), ARCHITECTURES["opt"])
     noise: NoiseGenerator = PhiloxNoise(Distribution.GAUSSIAN)
     activations = activation_bytes(config, 1, 2048)
-    planned = choose_residency(layouts, noise, memory=14 * GB, free=0, activation_bytes=activations)
+    planned = plan_device_memory(layouts, noise, memory=14 * GB, free=0, activation_bytes=activations)
     device = CountingDevice()
     source: BlockSource = LaidOut(layouts)  # type: ignore[assignment]
     OverlappedScheduler(source, device, kept=planned.kept)
@@ -75,7 +76,7 @@ def test_the_engine_allocates_what_was_counted(kept: int, tmp_path: Path) -> Non
     blocks = [layout.nbytes for layout in model.layouts if not layout.resident]
     noise = PhiloxNoise(Distribution.RADEMACHER)
     activations = 2**20  # allocated by forwards, as they run
-    choose = partial(choose_residency, model.layouts, noise, free=0, activation_bytes=activations)
+    choose = partial(plan_device_memory, model.layouts, noise, free=0, activation_bytes=activations)
     least = choose(memory=2**30).nbytes - len(blocks) * max(blocks)
     moving = min(2, len(blocks) - kept)
     memory = least + (kept + moving) * max(blocks)
@@ -86,14 +87,13 @@ def test_the_engine_allocates_what_was_counted(kept: int, tmp_path: Path) -> Non
         MeZOSGD(lr=1e-3, zo_eps=1e-3),
         noise=noise,
         device=device,
-        device_memory=memory,
-        activation_bytes=activations,
+        memory=MemoryPolicy(device=memory, activations=activations),
     ) as engine:
-        assert engine.residency is not None
-        assert engine.residency.kept == kept
+        assert engine.device_plan is not None
+        assert engine.device_plan.kept == kept
         engine.step(batch)
         allocated = sum(device.allocated)
-        assert allocated + activations == engine.residency.nbytes <= memory
+        assert allocated + activations == engine.device_plan.nbytes <= memory
         result = engine.step(batch)
         assert sum(device.allocated) == allocated, "nothing is allocated once all is in place"
         moved = 2 * (len(blocks) - kept) * max(blocks)  # up once and back once; what stays does not move
@@ -105,14 +105,14 @@ def test_a_device_that_is_too_small_is_told_what_is_needed() -> None:
     layouts = cut(build_skeleton(small_config("opt"), torch.float32), ARCHITECTURES["opt"])
     noise = PhiloxNoise(Distribution.GAUSSIAN)
     with pytest.raises(MemoryBudgetError, match=r"device_memory.*embedding and head .*slots .*work buffer .*activations"):
-        choose_residency(layouts, noise, memory=1000, free=0, activation_bytes=5)
+        plan_device_memory(layouts, noise, memory=1000, free=0, activation_bytes=5)
 
 
 def test_activations_come_before_blocks_and_wait_only_if_they_must() -> None:
     layouts = cut(build_skeleton(small_config("opt", num_hidden_layers=4), torch.float32), ARCHITECTURES["opt"])
     noise: NoiseGenerator = PhiloxNoise(Distribution.GAUSSIAN)
     block = max(layout.nbytes for layout in layouts if not layout.resident)
-    choose = partial(choose_residency, layouts, noise, free=0, activation_bytes=10_000, least_activation_bytes=4_000)
+    choose = partial(plan_device_memory, layouts, noise, free=0, activation_bytes=10_000, least_activation_bytes=4_000)
     all_stay = choose(memory=2**30)
     assert (all_stay.kept, all_stay.activation_bytes) == (4, 10_000)
     least = all_stay.nbytes - 4 * block + 2 * block - 6_000  # two slots, no block stays, all waits that can
@@ -131,7 +131,7 @@ def test_a_step_whose_activations_wait_is_the_same(tmp_path: Path) -> None:
     save_model(tmp_path, small_config("llama", num_hidden_layers=3))
     noise = PhiloxNoise(Distribution.RADEMACHER)
     found = []
-    for least in (None, 0):
+    for least in (None, 1):
         model = open_checkpoint(tmp_path)
         batch = make_batch(model.config.vocab_size, [5, 3, 7, 2])
         device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
@@ -140,11 +140,13 @@ def test_a_step_whose_activations_wait_is_the_same(tmp_path: Path) -> None:
             MultiQueryRGE(lr=1e-3, zo_eps=1e-3, q=2),
             noise=noise,
             device=device,
-            device_memory=choose_residency(model.layouts, noise, free=0, memory=2**30, activation_bytes=0).nbytes,
-            activation_bytes=0 if least is None else 2**20,
-            least_activation_bytes=least,
+            memory=MemoryPolicy(
+                device=plan_device_memory(model.layouts, noise, free=0, memory=2**30, activation_bytes=1).nbytes,
+                activations=1 if least is None else 2**20,
+                least_activations=least,
+            ),
             micro_batch_size=1,
         ) as engine:
             found.append([engine.step(batch).losses for _ in range(3)])
-            assert bool(engine._activations._waiting) == (least is not None)
+            assert bool(engine._parts.activations._waiting) == (least is not None)
     assert found[0] == found[1]

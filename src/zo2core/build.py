@@ -1,0 +1,307 @@
+"""Policies in, parts out: the one place where the parts of a run are chosen, measured for and opened.
+
+What a caller passes stays the caller's. What is opened here is handed to an ``ExitStack`` at once, so that a run that is
+refused half-way leaves nothing open, and an engine that was made closes exactly this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zo2core.devices import choose_device
+from zo2core.errors import OptionError
+from zo2core.estimators import direction_seeds
+from zo2core.journal import Journal, digest
+from zo2core.noise import choose_noise
+from zo2core.planning.autotune import replay_seconds, write_back_interval, write_bytes_per_second
+from zo2core.planning.device_plan import DevicePlan, plan_device_memory
+from zo2core.planning.host_budget import parse_size
+from zo2core.planning.host_plan import HostPlan, plan_host
+from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
+from zo2core.profiling.chrome_trace import Trace
+from zo2core.profiling.timeline import Timeline
+from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, NoiseGenerator, Scheduler, ZOEstimator
+from zo2core.schedulers import OverlappedScheduler, SerialScheduler
+from zo2core.sources import PinnedSource, StreamedSource
+from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sources.scratch import Scratch
+from zo2core.sweep.activation_offload import ActivationMemory
+from zo2core.sweep.work_buffer import Workspace
+from zo2core.types import BlockLayout
+
+
+class Parts(NamedTuple):
+    """What a run is made of."""
+
+    journal: Journal
+    trace: Trace | None
+    timeline: Timeline
+    device: Device
+    noise: NoiseGenerator
+    source: BlockSource
+    scheduler: Scheduler
+    work_buffer: Workspace
+    activations: ActivationMemory
+    activation_bytes: int  # that activations may take where forwards run
+    worker: ThreadPoolExecutor | None  # the second thread; None where one host thread issues the work of a device
+    host_plan: HostPlan | None  # None for passed parts
+    device_plan: DevicePlan | None  # None where the device computes in host memory, and for passed parts
+
+
+def build(
+    model: BlockModel,
+    estimator: ZOEstimator | None,
+    opened: ExitStack,
+    *,
+    journal: Journal | Path | str | None,
+    device: Device | str,
+    noise: NoiseGenerator | None,
+    memory: MemoryPolicy,
+    trace: Trace | Path | str | None,
+    overlap: bool,
+    seed: int = 0,
+    write_back: WriteBackPolicy | None = None,
+) -> Parts:
+    """Choose and open the parts of a run.
+
+    Args:
+        model: Whose segments.
+        estimator: None for a run that takes no steps.
+        opened: Is handed everything that has to be closed.
+        journal: A journal, or the path of one; it is begun, or checked to be of this run.
+        device: A device, or the name of one.
+        noise: None takes what the journal was begun with, else MeZO's.
+        memory: Sizes, or plans.
+        trace: A trace, or the path of a new one.
+        overlap: Whether transfers and disk overlap with compute.
+        seed: Of the run.
+        write_back: None never writes.
+
+    Raises:
+        ZO2Error: as ``ZOEngine`` says. What was opened is for ``opened`` to close.
+    """
+    layouts = model.layouts
+    trace = _open_trace(trace, opened)
+    journal = _open_journal(journal, opened)
+    if isinstance(device, str):
+        device = choose_device(device)
+        opened.callback(device.close)
+    timeline = device.timeline
+    recorded = None if journal.header is None else journal.header.get("noise")
+    of_choice = choose_noise(recorded, layouts, device.torch_device) if noise is None else noise
+    device_plan = _plan_device(layouts, of_choice, device, memory, _most_directions(estimator, journal), overlap=overlap)
+    room = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
+    waiting = memory.activation_bytes if room < memory.activation_bytes else 0
+    streamed = laid_out_as_on_disk(layouts, model.weights)
+    host_plan = memory.host
+    if not isinstance(host_plan, HostPlan):
+        host_plan = plan_host(
+            layouts,
+            streamed,
+            memory=host_plan,
+            activation_bytes=memory.activation_bytes if device.in_place else waiting,
+            compute_on_host=device.torch_device.type == "cpu",
+            may_keep_noise=not isinstance(of_choice, CounterNoise),
+        )
+    if noise is None:
+        of_choice = choose_noise(recorded, layouts, device.torch_device, memory=max(host_plan.spare, 0))
+    journal.begin(_header(model, of_choice, estimator, seed))
+    used = layouts if host_plan.buckets is None else streamed
+    scratch, every = _open_scratch(write_back, used, of_choice, journal, estimator, resident=host_plan.buckets is None)
+    source: BlockSource
+    try:
+        options: Any = {"scratch": scratch, "write_back_every": every, "timeline": timeline}
+        if host_plan.buckets is None:
+            source = PinnedSource(model.weights, used, device.host_memory, **options)
+        else:
+            source = StreamedSource(model.weights, used, device.host_memory, buckets=host_plan.buckets, **options)
+    except BaseException:
+        if scratch is not None:
+            scratch.close()
+        raise
+    opened.callback(source.close)
+    kept = 0 if device_plan is None else device_plan.kept
+    scheduler = OverlappedScheduler(source, device, kept=kept) if overlap else SerialScheduler(source, device)
+    return Parts(
+        journal=journal,
+        trace=trace,
+        timeline=timeline,
+        device=device,
+        noise=of_choice,
+        source=source,
+        scheduler=scheduler,
+        work_buffer=Workspace(layouts, device, of_choice, keep_noise=device.in_place and host_plan.keep_noise),
+        activations=ActivationMemory(device, None if memory.least_activations is None else room, waiting),
+        activation_bytes=room,
+        worker=_start_worker(device, opened),
+        host_plan=host_plan,
+        device_plan=device_plan,
+    )
+
+
+def adopt(
+    model: BlockModel,
+    estimator: ZOEstimator,
+    opened: ExitStack,
+    *,
+    source: BlockSource,
+    scheduler: Scheduler | None,
+    device: Device,
+    noise: NoiseGenerator,
+    journal: Journal | Path | str | None,
+    seed: int,
+    activations: int | str,
+    trace: Trace | Path | str | None,
+    timeline: Timeline | None,
+) -> Parts:
+    """Take parts that the caller made, as ``ZOEngine.from_parts`` says.
+
+    Raises:
+        OptionError: if the source holds other segments than the model has.
+        JournalError: if the journal is of another run.
+    """
+    _require_same_segments(model, source)
+    activation_bytes = parse_size(activations, option="activations")
+    trace = _open_trace(trace, opened)
+    journal = _open_journal(journal, opened)
+    journal.begin(_header(model, noise, estimator, seed))
+    if scheduler is None:
+        scheduler = OverlappedScheduler(source, device)
+    opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
+    return Parts(
+        journal=journal,
+        trace=trace,
+        timeline=device.timeline if timeline is None else timeline,
+        device=device,
+        noise=noise,
+        source=source,
+        scheduler=scheduler,
+        work_buffer=Workspace(model.layouts, device, noise, keep_noise=device.in_place),
+        activations=ActivationMemory(device, None),
+        activation_bytes=activation_bytes,
+        worker=_start_worker(device, opened),
+        host_plan=None,
+        device_plan=None,
+    )
+
+
+def _open_journal(journal: Journal | Path | str | None, opened: ExitStack) -> Journal:
+    """A journal by its path, which is then for ``opened`` to close; a journal is taken as it is; None is one in memory."""
+    if isinstance(journal, Journal):
+        return journal
+    made = Journal(journal)
+    opened.callback(made.close)
+    return made
+
+
+def _open_trace(trace: Trace | Path | str | None, opened: ExitStack) -> Trace | None:
+    """A trace by its path, which is then for ``opened`` to close; a trace, or None, is taken as it is."""
+    if trace is None or isinstance(trace, Trace):
+        return trace
+    made = Trace(Path(trace))
+    opened.callback(made.close)
+    return made
+
+
+def _start_worker(device: Device, opened: ExitStack) -> ThreadPoolExecutor | None:
+    if device.torch_device.type != "cpu":
+        return None
+    worker = ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb")
+    opened.callback(worker.shutdown)
+    return worker
+
+
+def _header(model: BlockModel, noise: NoiseGenerator, estimator: ZOEstimator | None, seed: int) -> Mapping[str, Any]:
+    """What a journal says of the run it belongs to. None says nothing: it fits whatever the journal has."""
+    return {
+        "base": model.weights.fingerprint,
+        "parameters": digest(spec for layout in model.layouts for spec in layout.parameters),
+        "noise": noise.name,
+        "estimator": None if estimator is None else estimator.options,
+        "seed": None if estimator is None else seed,
+    }
+
+
+def _require_same_segments(model: BlockModel, source: BlockSource) -> None:
+    """Refuse a source of another model: its bytes would be taken for this one's."""
+    ours = [(layout.kind, layout.parameters) for layout in model.layouts]
+    theirs = [(layout.kind, layout.parameters) for layout in source.layouts]
+    if ours != theirs:
+        raise OptionError(
+            "source",
+            found=f"{len(theirs)} segments that are not all the model's",
+            expected=f"the {len(ours)} segments of the model",
+            remedy="build the source from model.layouts and model.weights",
+        )
+
+
+def _plan_device(
+    layouts: Sequence[BlockLayout],
+    noise: NoiseGenerator,
+    device: Device,
+    memory: MemoryPolicy,
+    probes: int,
+    *,
+    overlap: bool,
+) -> DevicePlan | None:
+    if device.in_place and memory.least_activations is not None:
+        raise OptionError(
+            "memory.least_activations",
+            found=f"{memory.least_activations!r} on a device that computes in host memory",
+            expected="a GPU, where activations can wait in host memory",
+            remedy="leave it out",
+        )
+    if device.in_place or not overlap:
+        if memory.device != "auto":
+            raise OptionError(
+                "memory.device",
+                found=repr(memory.device),
+                expected="a GPU, and transfers that overlap, where it is given",
+                remedy="leave it out; memory.host bounds what the CPU takes",
+            )
+        return None
+    if isinstance(memory.device, DevicePlan):
+        return memory.device
+    return plan_device_memory(
+        layouts,
+        noise,
+        memory=memory.device,
+        free=device.free_memory(),
+        activation_bytes=memory.activation_bytes,
+        least_activation_bytes=memory.least_activation_bytes,
+        probes=probes,
+    )
+
+
+def _most_directions(estimator: ZOEstimator | None, journal: Journal) -> int:
+    """The most directions that a step probes, of those to come and of those taken."""
+    taken = max((len(update.seeds) for update in journal.updates), default=1)
+    if estimator is None:
+        return taken
+    evaluations = estimator.evaluations(0, direction_seeds(0, 0, None))
+    return max(taken, len({evaluation.seed for evaluation in evaluations}))
+
+
+def _open_scratch(
+    policy: WriteBackPolicy | None,
+    layouts: Sequence[BlockLayout],
+    noise: NoiseGenerator,
+    journal: Journal,
+    estimator: ZOEstimator | None,
+    *,
+    resident: bool,
+) -> tuple[Scratch | None, int | None]:
+    """The scratch file of a policy, and after how many steps a segment is written to it."""
+    if policy is None:
+        return None, None
+    directory, every = Path(policy.directory), policy.every
+    if every == "auto":
+        replay = replay_seconds(noise, layouts, in_place=estimator is None or estimator.perturb_in_place)
+        write = sum(layout.nbytes for layout in layouts) / write_bytes_per_second(directory)
+        every = write_back_interval(replay, write, resident=resident)
+    limits = [limit for limit in (every, policy.snapshot_every) if limit is not None]
+    return Scratch(directory, layouts, journal.chain), min(limits, default=None)

@@ -1,0 +1,38 @@
+"""The learning rate of an estimator: a number, or a function of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import is_dataclass
+
+from zo2core.errors import OptionError
+from zo2core.protocols import ZOEstimator
+
+
+def learning_rate(estimator: ZOEstimator, step: int) -> float:
+    """The learning rate of a step.
+
+    Raises:
+        OptionError: if it is not positive and finite.
+    """
+    value = estimator.lr(step) if callable(estimator.lr) else estimator.lr
+    require_positive(f"lr at step {step}", value)
+    return float(value)
+
+
+def describe_lr(lr: float | Callable[[int], float]) -> float | str:
+    """A learning rate as a JSON value that two equal ones share."""
+    if not callable(lr):
+        return float(lr)
+    return repr(lr) if is_dataclass(lr) else "a function"
+
+
+def require_positive(name: str, value: float) -> None:
+    """Refuse a number that is not positive and finite.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    if not (math.isfinite(value) and value > 0):
+        raise OptionError(name, found=repr(value), expected="a positive finite number", remedy=f"choose {name} > 0")

@@ -1,0 +1,86 @@
+"""What a caller may say about memory and write-backs: options that belong together are one object that checks itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from zo2core.errors import OptionError
+from zo2core.planning.device_plan import DevicePlan
+from zo2core.planning.host_budget import parse_size
+from zo2core.planning.host_plan import HostPlan
+
+ACTIVATIONS = 256 << 20  # bytes reserved for activations where nobody says otherwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPolicy:
+    """How much memory a run may take.
+
+    Args:
+        host: Host memory that the process may have in all, in bytes or as a size ("6GiB"); "auto" takes what is free. A
+            ``HostPlan`` is taken as it is: it says how many buckets there are.
+        device: Device memory that the run may use, in bytes or as a size; "auto" takes what is free. A ``DevicePlan`` is
+            taken as it is: it says how many blocks stay on the device.
+        activations: Memory reserved for activations and logits, in host memory on the CPU and in device memory on a GPU. It
+            also says how many batches an evaluation takes a sweep.
+        least_activations: Device memory for activations that will do where there is no room for ``activations``: what the
+            streams at work take, while the others wait in host memory. None: all have to be on the device.
+
+    Raises:
+        OptionError: if a size is none.
+    """
+
+    host: int | str | HostPlan = "auto"
+    device: int | str | DevicePlan = "auto"
+    activations: int | str = ACTIVATIONS
+    least_activations: int | str | None = None
+
+    def __post_init__(self) -> None:
+        for option, size in (("memory.host", self.host), ("memory.device", self.device)):
+            if isinstance(size, (int, str)) and size != "auto":
+                parse_size(size, option=option)
+        self.activation_bytes, self.least_activation_bytes  # noqa: B018 - refuse what is no size
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes reserved for activations."""
+        return parse_size(self.activations, option="memory.activations")
+
+    @property
+    def least_activation_bytes(self) -> int | None:
+        """Bytes of a device that activations take at least; None: all of them."""
+        least = self.least_activations
+        return None if least is None else parse_size(least, option="memory.least_activations")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteBackPolicy:
+    """Whether and when changed segments are written to disk. The base checkpoint is never written.
+
+    Args:
+        directory: Directory of the scratch file. Together with the journal's file it is what a later engine goes on from.
+        every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" weighs the measured speeds
+            of noise and disk; None reads what was written there before, and writes nothing.
+        snapshot_every: Bounds what a resumed run has to replay: a segment is written at least this often.
+
+    Raises:
+        OptionError: if a number is out of its range.
+    """
+
+    directory: Path | str
+    every: int | Literal["auto"] | None = "auto"
+    snapshot_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for option, value in (("every", self.every), ("snapshot_every", self.snapshot_every)):
+            if value is None or (option == "every" and value == "auto"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise OptionError(
+                    f"write_back.{option}",
+                    found=repr(value),
+                    expected="a whole number of at least 1" + (", 'auto' or None" if option == "every" else " or None"),
+                    remedy="choose such a number",
+                )
