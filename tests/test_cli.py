@@ -12,7 +12,7 @@ from models import WORDS, save_model, save_tokenizer, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import zo2core.engine
+import zo2core.build
 from zo2adapters.cli import main
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2core import Journal, OptionError
@@ -108,7 +108,7 @@ def test_a_run_on_a_device_of_its_own_memory_gives_the_same_model(
 
     here, there, resumed = tmp_path / "here", tmp_path / "there", tmp_path / "resumed"
     run("train", "--model", base, "--data", rows, "--output", here, *TRAIN)
-    monkeypatch.setattr(zo2core.engine, "choose_device", behind_a_bus)
+    monkeypatch.setattr(zo2core.build, "choose_device", behind_a_bus)
     run("train", "--model", base, "--data", rows, "--output", there, *TRAIN, "--device", "cuda:1", "--device-memory", "1GB")
     resumed.mkdir()
     (resumed / "options.json").write_bytes((there / "options.json").read_bytes())
@@ -180,8 +180,8 @@ def test_verify_names_the_first_difference(
         (["--dtype", "int8"], "dtype"),
         (["--device", "gpu"], "device: found 'gpu'"),
         (["--device", "cuda:99"], "CUDA device(s)"),
-        (["--memory", "much"], "memory: found 'much'"),
-        (["--device-memory", "8GiB"], "device_memory: found '8GiB'"),
+        (["--memory", "much"], "memory.host: found 'much'"),
+        (["--device-memory", "8GiB"], "memory.device: found '8GiB'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -90,8 +90,8 @@ def test_more_queries_take_activations_and_then_wait_for_them(base: Path) -> Non
         ({"device_memory": "much"}, OptionError, "device_memory: found 'much'"),
         ({"bus": "0"}, OptionError, "bus: found '0'"),
         ({"device_memory": "10kB"}, OptionError, "device_memory"),
-        ({"device_memory": "10KB"}, MemoryBudgetError, "device_memory: .*smallest arrangement.*slots"),
-        ({"memory": "1MB"}, MemoryBudgetError, "memory: .*smallest arrangement"),
+        ({"device_memory": "10KB"}, MemoryBudgetError, "device_memory: .*smallest plan.*slots"),
+        ({"memory": "1MB"}, MemoryBudgetError, "memory: .*smallest plan"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(

@@ -200,7 +200,7 @@ def test_a_resumed_run_without_its_checksums_is_refused(options: TrainOptions, k
 
 def test_a_run_that_could_not_begin_leaves_nothing(options: TrainOptions) -> None:
     tiny = replace(options, storage=Storage(memory="1MB"))
-    with pytest.raises(Exception, match="smallest arrangement"):
+    with pytest.raises(Exception, match="smallest plan"):
         Trainer(tiny, quiet=True)
     assert not options.output.exists()
 
