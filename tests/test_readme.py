@@ -1,11 +1,16 @@
-"""Every command and every example of the README runs as printed."""
+"""README and docs: commands and examples run as printed, links lead somewhere, and the house is the one that is drawn."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import re
 import shlex
 import shutil
+import sys
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,19 +20,37 @@ from safetensors.torch import load_file
 from transformers import MistralConfig
 
 from zo2adapters.cli import main
+from zo2core.planning.host_budget import parse_size
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+CHAT = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+def fences(page: Path) -> list[tuple[str, str]]:
+    """Language and text of the fenced blocks, in order."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with the models and files that the README speaks of, to run in."""
-    save_tokenizer(save_model(tmp_path / "model", small_config("llama", vocab_size=len(WORDS), max_position_embeddings=64)))
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def save_rows(path: Path, *rows: object) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the models and files that the pages speak of, and a finished run."""
+    folder = tmp_path_factory.mktemp("pages")
+    save_tokenizer(save_model(folder / "model", small_config("llama", vocab_size=len(WORDS), max_position_embeddings=64)))
+    settings = folder / "model" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": CHAT}))
     mistral = MistralConfig(
         vocab_size=17,
         hidden_size=8,
@@ -37,54 +60,162 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         num_key_value_heads=1,
         head_dim=4,
     )
-    save_model(tmp_path / "mistral", mistral)
-    (tmp_path / "pickled").mkdir()
-    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "pickled")
-    torch.save(load_file(tmp_path / "model" / "model.safetensors"), tmp_path / "pickled" / "pytorch_model.bin")
-    rows = "\n".join(json.dumps({"prompt": "a b", "completion": f" c {word}"}) for word in WORDS[2:6])
+    save_model(folder / "mistral", mistral)
+    (folder / "pickled").mkdir()
+    shutil.copy(folder / "model" / "config.json", folder / "pickled")
+    torch.save(load_file(folder / "model" / "model.safetensors"), folder / "pickled" / "pytorch_model.bin")
     for name in ("train.jsonl", "eval.jsonl"):
-        (tmp_path / name).write_text(rows + "\n")
-    question = {"prompt": "the cat is", "candidates": [" yes", " no"], "answer": " no"}
-    (tmp_path / "choices.jsonl").write_text(json.dumps(question) + "\n")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        save_rows(folder / name, *({"prompt": "a b", "completion": f" c {word}"} for word in WORDS[2:6]))
+    save_rows(folder / "texts.jsonl", {"text": "the cat sat"}, {"text": "the dog ran"})
+    save_rows(folder / "messages.jsonl", {"messages": [{"role": "user", "content": "the cat"}]})
+    save_rows(folder / "choices.jsonl", {"prompt": "the cat is", "candidates": [" yes", " no"], "answer": " no"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        main(shlex.split("train --model model --data train.jsonl --output run --steps 20 --lr 1e-6"))
+    return folder
 
 
-def test_the_first_commands_are_targets_of_the_makefile() -> None:
-    commands = blocks("sh")[0].split("\n")[:-1]
-    assert README.index("make demo") < 1200, "in the first screen"
-    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert commands == ["make demo", "make test"]
-    assert {command.removeprefix("make ") for command in commands} <= set(targets)
+@pytest.fixture
+def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the directory of its own, to run in."""
+    folder = tmp_path / "here"
+    shutil.copytree(prepared, folder)
+    monkeypatch.chdir(folder)
+    return folder
 
 
-@pytest.mark.usefixtures("here")
-def test_commands_run_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = [line for block in blocks("sh")[1:] for line in block.splitlines()]
-    assert {shlex.split(command)[1] for command in commands} >= {
-        "verify",
-        "train",
-        "evaluate",
-        "generate",
-        "export",
-        "plan",
-        "journal",
-        "convert",
-        "timeline",
-    }
-    for command in commands:
-        program, *arguments = shlex.split(command)
-        assert program == "zo2"
+class UnderstoodError(Exception):
+    """Stops a program once its command line was understood."""
+
+
+def require_understood(program: str, arguments: Sequence[str]) -> None:
+    """Run a program of tools/ up to where its measuring, which takes minutes, would begin."""
+    path = ROOT / program
+    assert path.is_file(), program
+    if path.stem == "run_within":
+        limit, separator, python, *rest = arguments
+        assert parse_size(limit) > 0
+        assert (separator, python) == ("--", "python")
+        require_understood(rest[0], rest[1:])
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        parse_args = argparse.ArgumentParser.parse_args
+
+        def stop(parser: argparse.ArgumentParser) -> None:
+            parse_args(parser)
+            raise UnderstoodError
+
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
+        patch.setattr(sys, "argv", [program, *arguments])
+        with pytest.raises(UnderstoodError):
+            importlib.import_module(path.stem).main()
+
+
+def run_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run one line of a shell block. What takes minutes is checked as far as a moment allows."""
+    program, *arguments = shlex.split(command)
+    if program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert set(arguments) <= set(targets)
+    elif program == "python":
+        require_understood(arguments[0], arguments[1:])
+    else:
+        assert program == "zo2", command
         main(arguments)
-        assert capsys.readouterr().out
+        assert capsys.readouterr().out, command
 
 
-@pytest.mark.parametrize("example", blocks("python"))
-def test_examples_run_as_printed(example: str, here: Path) -> None:
-    exec(compile(example, "README.md", "exec"), {})
-    assert ("mistral" in example) or (here / "out" / "config.json").exists()
+@every_page
+def test_commands_and_examples_run_as_printed(page: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if page == README:
+        shutil.rmtree(here / "run")  # it makes its own
+    for language, text in fences(page):
+        assert language in {"sh", "python", "text"}
+        if language == "sh":
+            for command in text.splitlines():
+                run_command(command, capsys)
+        elif language == "python":
+            exec(compile(text, page.name, "exec"), {"__name__": page.stem})
+
+
+def test_every_subcommand_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line for page in PAGES for language, text in fences(page) if language == "sh" for line in text.splitlines()]
+    shown = {line.split()[1] for line in lines if line.startswith("zo2 ")}
+    shown.add("demo")  # behind `make demo`
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = re.search(r"{([a-z,]+)}", capsys.readouterr().out)
+    assert listed is not None
+    assert shown == set(listed[1].split(","))
+
+
+def test_the_readme_is_read_in_five_minutes() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 150
+    assert text.index("make demo") < 1200, "the first command is in the first screen"
+    assert fences(README)[0] == ("sh", "make demo\nmake test\n")
+
+
+def test_extras_that_are_named_exist() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {extra for page in PAGES for extra in re.findall(r"pip install '\.\[(\w+)\]'", page.read_text())}
+    assert extras
+    assert extras <= set(project["optional-dependencies"])
+
+
+@every_page
+def test_lines_are_short(page: Path) -> None:
+    most = {number: line for number, line in enumerate(page.read_text().splitlines(), 1) if len(line) > 125}
+    assert not {number: line for number, line in most.items() if page == README or not line.startswith("|")}
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors of a page, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@every_page
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", prose(page)):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        assert not anchor or anchor in headings(linked), target
+    for path in re.findall(r"`((?:src|tests|tools|docs)/[^` ]+)`", page.read_text()):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_readme_lists_all_pages() -> None:
+    listed = set(re.findall(r"^- \[(docs/\S+\.md)\]", README.read_text(), re.MULTILINE))
+    assert listed == {str(page.relative_to(ROOT)) for page in PAGES[1:]}
+
+
+def test_names_of_tables_and_contracts_exist() -> None:
+    rows = re.findall(r"`(\w+)` in `((?:src|tests)/[\w/]+\.py)`", "".join(page.read_text() for page in PAGES))
+    assert len(rows) >= 7
+    for name, path in rows:
+        assert re.search(rf"\b{name}\b", (ROOT / path).read_text()), f"{name} in {path}"
+
+
+def test_the_house_has_exactly_the_rooms_and_root_modules_that_are_drawn() -> None:
+    drawn: dict[str, set[str]] = {}
+    picture = next(text for _, text in fences(ROOT / "docs" / "architecture.md") if text.startswith("src/"))
+    for line in picture.splitlines():
+        name, description = line.split(maxsplit=1)
+        assert description
+        if line.startswith("src/"):
+            rooms = drawn[name] = set[str]()
+        else:
+            rooms.add(name)
+    for package, rooms in drawn.items():
+        there = [path for path in (ROOT / package).iterdir() if path.name not in {"__init__.py", "__pycache__", "py.typed"}]
+        assert rooms == {f"{path.name}/" if path.is_dir() else path.name for path in there}, package
+    assert set(drawn) == {f"src/{path.name}/" for path in (ROOT / "src").iterdir() if (path / "__init__.py").exists()}
 
 
 def test_mistral_takes_at_most_15_lines() -> None:
-    example = next(block for block in blocks("python") if "MISTRAL" in block)
+    [example] = [text for page in PAGES for language, text in fences(page) if language == "python" and "MISTRAL" in text]
     assert len(example.splitlines()) <= 15

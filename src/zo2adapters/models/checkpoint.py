@@ -175,7 +175,7 @@ def _known(directory: Path, config: PretrainedConfig) -> Architecture:
             directory / "config.json",
             found=f"model type {config.model_type!r}",
             expected=f"one of {', '.join(ARCHITECTURES)}",
-            remedy="declare an Architecture and pass it to open_checkpoint; the README shows how",
+            remedy="declare an Architecture and pass it to open_checkpoint; docs/models.md shows how",
         )
     return ARCHITECTURES[config.model_type]
 
