@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 import torch
 
@@ -36,9 +36,13 @@ from zo2core.schedulers import OverlappedScheduler
 from zo2core.sweep.activation_offload import ActivationMemory
 from zo2core.sweep.evaluation_loop import evaluate, fill_sweeps
 from zo2core.sweep.microbatch import cut, joined_loss, labelled_tokens
+from zo2core.sweep.perturber import choose_perturber
 from zo2core.sweep.visitor import SegmentVisitor
-from zo2core.sweep.work_buffer import Workspace
+from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult
+from zo2core.updates import Trajectory
+
+_Groups: TypeAlias = Sequence[tuple[Evaluation | None, Sequence[Batch]]]  # evaluations, each with the batches it runs
 
 
 class ZOEngine:
@@ -172,7 +176,7 @@ class ZOEngine:
                 scheduler = partial(OverlappedScheduler, kept=0 if self.residency is None else self.residency.kept)
             self._scheduler = scheduler(self._source, self._device)
             keep_noise = self._device.in_place and (self.arrangement is None or self.arrangement.keep_noise)
-            self._workspace = Workspace(model.layouts, self._device, self._noise, keep_noise=keep_noise)
+            self._work_buffer = WorkBuffer(model.layouts, self._device, self._noise, keep_noise=keep_noise)
             on_cpu = self._device.torch_device.type == "cpu"  # elsewhere one host thread issues the work of all
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="zo2-perturb") if on_cpu else None
             self._seed = seed
@@ -182,7 +186,7 @@ class ZOEngine:
             self._recorder = Recorder(self._device.timeline, trace)
             self._settled = 0  # version at which what stays on the device was last brought back
             self._closed = self._busy = False
-            model.bind(self._workspace.parameters())
+            model.bind(self._work_buffer.parameters())
             undo.pop_all()
 
     @property
@@ -235,8 +239,8 @@ class ZOEngine:
         cuts = cut(batch, self._micro_batch_size)
         tokens = [labelled_tokens(piece) for piece in cuts] if len(cuts) > 1 else [1]
         pieces = [self._model.prepared(self._on_device(piece)) for piece in cuts]
-        found = iter(self._sweep([(evaluation, piece) for evaluation in evaluations for piece in pieces]))
-        losses = [joined_loss([next(found) for _ in pieces], tokens) for _ in evaluations]
+        outputs = self._sweep([(evaluation, pieces) for evaluation in evaluations])
+        losses = [joined_loss(of_pieces, tokens) for of_pieces in outputs]
         for evaluation, loss in zip(evaluations, losses, strict=True):
             require_finite(step, evaluation, loss)
         update = estimator.update(step, evaluations, losses, lr)
@@ -288,9 +292,9 @@ class ZOEngine:
         for group in fill_sweeps(prepared, forward, self._activation_bytes - self._activations.room_bytes):
             self._require_open()
             began = time.perf_counter()
-            found = self._sweep([(None, batch) for batch in group], forward)
+            [outputs] = self._sweep([(None, group)], forward)
             self._recorder.ended(Sweep("evaluation", began, time.perf_counter()))
-            yield found
+            yield outputs
 
     def flush(self) -> None:
         """Bring every segment to the present version."""
@@ -365,25 +369,26 @@ class ZOEngine:
         finally:
             self._busy = False
 
-    def _visitor(self, streams: Sequence[tuple[Evaluation | None, Batch]], forward: Forward | None = None) -> SegmentVisitor:
-        return SegmentVisitor(
-            self._device,
-            self._model,
-            self._noise,
-            self._workspace,
-            self._activations,
-            self._worker,
-            updates=self._journal.updates,
-            streams=streams,
-            forward=forward,
+    def _visitor(self, groups: _Groups, forward: Forward | None = None) -> SegmentVisitor:
+        trajectory = Trajectory(
+            self._journal.updates,
+            self.version,
+            [evaluation for evaluation, _ in groups],
             zo_eps=1.0 if self._estimator is None else self._estimator.zo_eps,
             perturb_in_place=self._estimator is None or self._estimator.perturb_in_place,
         )
+        return SegmentVisitor(
+            self._model.layouts,
+            self._model if forward is None else forward,
+            choose_perturber(self._noise, self._work_buffer, self._worker, trajectory),
+            groups,
+            activations=self._activations,
+            streams=self._device.streams,
+            timeline=self._device.timeline,
+        )
 
-    def _sweep(
-        self, streams: Sequence[tuple[Evaluation | None, Batch]], forward: Forward | None = None
-    ) -> list[torch.Tensor]:
-        visitor = self._visitor(streams, forward)
+    def _sweep(self, groups: _Groups, forward: Forward | None = None) -> list[list[torch.Tensor]]:
+        visitor = self._visitor(groups, forward)
         try:
             with self._alone():
                 self._scheduler.sweep(visitor, range(len(self._model.layouts)))

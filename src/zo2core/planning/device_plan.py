@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zo2core.errors import OptionError
+from zo2core.noise.sizes import SCRATCH, drawn_bytes
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.memory_plan import Account, Part
 from zo2core.protocols import CounterNoise, NoiseGenerator
 from zo2core.schedulers.overlapped import SLOTS
-from zo2core.sweep.work_buffer import SCRATCH, drawn_bytes, work_bytes
-from zo2core.types import BlockLayout
+from zo2core.types import BlockLayout, work_bytes
 
 AUTO_SHARE = 0.95  # of the free memory; the rest is the allocator's
 _SCRATCHES = 3  # replay, decay, move

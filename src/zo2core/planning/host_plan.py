@@ -20,8 +20,7 @@ from zo2core.sources import PinnedSource, StreamedSource
 from zo2core.sources.loader import READERS, laid_out_as_on_disk
 from zo2core.sources.scratch import Scratch
 from zo2core.sources.streamed import READ_AHEAD
-from zo2core.sweep.work_buffer import noise_bytes, work_bytes
-from zo2core.types import BlockLayout
+from zo2core.types import BlockLayout, noise_bytes, work_bytes
 
 # Note: Headroom. What the allocators of Python and torch keep beside what is counted here, and what other programs may
 # take in the meantime.
