@@ -9,8 +9,10 @@ import psutil
 import pytest
 import torch
 
+import zo2core.planning.autotune
 from zo2core import BlockLayout, MemoryBudgetError, OptionError, ParameterSpec, PhiloxNoise, SegmentKind
 from zo2core.io.direct_file import STAGING
+from zo2core.kernels import apply_drawing
 from zo2core.planning.autotune import evaluation_seconds
 from zo2core.planning.host_budget import free_memory, parse_size, resident_memory
 from zo2core.planning.host_plan import plan_host
@@ -119,22 +121,15 @@ def test_auto_takes_what_is_free() -> None:
     assert found.keep_noise
 
 
-class RecordingNoise(PhiloxNoise):
-    """Notes what its passes draw."""
+def test_a_first_evaluation_draws_the_updates_direction_and_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: set[int] = set()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.passes: set[tuple[int, ...]] = set()
+    def recorded(theta: torch.Tensor, program: Program, *arguments: Any, **options: Any) -> None:
+        moves = (*program.instructions, *([program.then] if program.then else []))
+        passes.add(len({program.seeds[move.direction] for move in moves}))
+        apply_drawing(theta, program, *arguments, **options)
 
-    def walk(self, theta: torch.Tensor, program: Program, *arguments: Any, **others: Any) -> None:
-        then = others.get("then")
-        drawn = [program.seeds[move.direction] for move in (*program.instructions, *([then] if then else []))]
-        self.passes.add(tuple(sorted(set(drawn))))
-        super().walk(theta, program, *arguments, **others)
-
-
-def test_a_first_evaluation_draws_the_updates_direction_and_its_own() -> None:
-    noise = RecordingNoise()
-    first, other = evaluation_seconds(noise, layouts())
+    monkeypatch.setattr(zo2core.planning.autotune, "apply_drawing", recorded)
+    first, other = evaluation_seconds(PhiloxNoise(), layouts())
     assert min(first, other) > 0
-    assert {len(drawn) for drawn in noise.passes} == {1, 2}
+    assert passes == {1, 2}

@@ -144,15 +144,15 @@ def test_verify_says_equal(base: Path, capsys: pytest.CaptureFixture[str], dtype
 def test_verify_names_the_first_difference(
     base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import zo2core.sweep.visitor
-    from zo2core.kernels import walk
+    import zo2core.sweep.drawn_perturber
+    from zo2core.kernels import apply
 
     def wrong(theta: torch.Tensor, *args: object, **kwargs: object) -> None:
-        walk(theta, *args, **kwargs)  # type: ignore[arg-type]
+        apply(theta, *args, **kwargs)  # type: ignore[arg-type]
         if theta.numel() == 12 * 20:
             theta[7] += 1e-3
 
-    monkeypatch.setattr(zo2core.sweep.visitor, "walk", wrong)
+    monkeypatch.setattr(zo2core.sweep.drawn_perturber, "apply", wrong)
     with pytest.raises(SystemExit) as info:
         run("verify", "--model", base, "--tokens", 9, "--steps", 1)
     assert info.value.code == 1

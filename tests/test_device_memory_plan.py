@@ -27,7 +27,7 @@ from zo2core import (
 )
 from zo2core.planning.device_plan import plan_device_memory
 from zo2core.protocols import BlockSource, NoiseGenerator
-from zo2core.sweep.work_buffer import Workspace
+from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout
 
 GB = 10**9
@@ -63,7 +63,7 @@ def test_opt_175b_takes_less_than_14_gb_of_the_device() -> None:
     device = CountingDevice()
     source: BlockSource = LaidOut(layouts)  # type: ignore[assignment]
     OverlappedScheduler(source, device, kept=planned.kept)
-    Workspace(layouts, device, noise, keep_noise=False)
+    WorkBuffer(layouts, device, noise, keep_noise=False)
     assert planned.kept == 0
     assert sum(device.allocated) + activations == planned.nbytes
     assert planned.nbytes <= 14 * GB

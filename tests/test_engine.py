@@ -22,7 +22,8 @@ from toy import ToyBlockModel
 
 import zo2core.kernels
 import zo2core.sweep.counter_perturber
-import zo2core.sweep.visitor
+import zo2core.sweep.drawn_perturber
+import zo2core.sweep.perturber
 from zo2adapters import HFBlockModel, open_checkpoint
 from zo2core import (
     BatchError,
@@ -162,8 +163,8 @@ def test_a_journal_is_replayed_with_the_noise_it_was_written_with(
 
 
 def test_threads_share_a_segment_and_a_failure_leaves_none_behind(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zo2core.sweep.visitor, "PARALLEL_FROM", 0)
-    monkeypatch.setattr(zo2core.sweep.counter_perturber, "SHARE", 64)
+    monkeypatch.setattr(zo2core.sweep.perturber, "PARALLEL_FROM", 0)
+    monkeypatch.setattr(zo2core.sweep.counter_perturber, "RANGE", 64)
     expected = []
     with ZOEngine(open_checkpoint(base), MEZO, noise=PhiloxNoise()) as engine:
         expected += [engine.step(BATCH).losses for _ in range(2)]
@@ -173,15 +174,13 @@ def test_threads_share_a_segment_and_a_failure_leaves_none_behind(base: Path, mo
         class FailureError(Exception):
             pass
 
-        walk = PhiloxNoise.walk
-
-        def walked(self: PhiloxNoise, theta: torch.Tensor, *args: Any, **options: Any) -> None:
+        def watched(*args: Any, **options: Any) -> None:
             threads.add(threading.current_thread().name)
             if failing and len(threads) == 2:
                 raise FailureError
-            walk(self, theta, *args, **options)
+            zo2core.kernels.apply_drawing(*args, **options)
 
-        monkeypatch.setattr(PhiloxNoise, "walk", walked)
+        monkeypatch.setattr(zo2core.sweep.counter_perturber, "apply_drawing", watched)
         expected.append(engine.step(BATCH).losses)
         assert len(threads) == 2
         failing = True
@@ -289,17 +288,17 @@ def test_an_interrupted_replay_loses_nothing(base: Path, monkeypatch: pytest.Mon
             for seed in range(3):
                 each.step(BATCH, seed=seed)
         calls = 0
-        walk = zo2core.kernels.walk
+        apply = zo2core.kernels.apply
 
         def interrupted(*args: Any, **kwargs: Any) -> None:
             nonlocal calls
             calls += 1
             if calls == 17:
                 raise KeyboardInterrupt
-            walk(*args, **kwargs)
+            apply(*args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(zo2core.sweep.visitor, "walk", interrupted)
+            patch.setattr(zo2core.sweep.drawn_perturber, "apply", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.flush()
         assert_equal_weights(weights(engine), weights(undisturbed))

@@ -48,7 +48,7 @@ def reference(seed: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 
 def z_of(noise: SequentialNoise, spec: ParameterSpec, seed: int) -> torch.Tensor:
     out = torch.empty(spec.numel, dtype=spec.dtype)
-    for start, stop in noise.pieces(spec):
+    for start, stop in noise.chunks(spec):
         noise.fill(out[start:stop], seed, spec, start)
     return out
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2core import CudaDevice, Distribution, MemoryPolicy, MeZOSGD, PhiloxNoise, ZOEngine
-from zo2core.kernels import fused, philox
+from zo2core.kernels import dispatch, philox
 from zo2core.protocols import Device
 from zo2core.types import Descend, Perturb, Program
 
@@ -100,16 +100,16 @@ def test_a_sweep_neither_waits_nor_allocates(lengths: list[int], least: int | No
 def test_the_kernel_gives_the_references_bits(distribution: Distribution, dtype: torch.dtype) -> None:
     numel, start, seed = 100_003, 777, 2**40 + 3
     moves = (Perturb(0, 1.0, 1e-3), Perturb(1, -2.0, 1e-3), Descend(0, 0.3, 1e-2, 0.1), Descend(1, -0.7, 1e-2, 0.0))
-    program, then = Program((seed, 5), moves), Perturb(1, 1.0, 1e-3)
+    program = Program((seed, 5), moves, then=Perturb(1, 1.0, 1e-3))
     theta = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(dtype)
     found = []
     for device in ("cpu", "cuda"):
         weights, out = theta.to(device, copy=True), torch.empty(numel, dtype=dtype, device=device)
-        fused.walk_drawing(weights, program, distribution, 3, start, out=out, then=then)
+        dispatch.apply_drawing(weights, program, distribution, 3, start, out=out)
         found.append((weights.cpu(), out.cpu()))
     z, there = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype, device="cuda")
     philox.fill(z, distribution, seed, 3, 0)
-    fused.fill(there, distribution, seed, 3, 0)
+    dispatch.fill(there, distribution, seed, 3, 0)
     assert torch.equal(there.cpu(), z)
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)

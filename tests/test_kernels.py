@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import sysconfig
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zo2core.kernels import Distribution, arithmetic, fused, native, philox
-from zo2core.types import Descend, Perturb, Program
+from zo2core.kernels import arithmetic, dispatch, native, philox
+from zo2core.kernels.table import table
+from zo2core.types import Descend, Distribution, Perturb, Program
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 compiled = pytest.mark.skipif(native.library() is None, reason="the compiled kernels are not built")
@@ -72,8 +74,8 @@ def test_compiled_arithmetic_gives_the_references_bits(
     theta = weights(length, dtype, seed)
     zs = [weights(length, dtype, 10 + i) for i in range(directions)]
     ours, scratch, other = unaligned(theta), torch.empty_like(theta), torch.empty_like(theta)
-    native.walk(ours, program, zs)
-    arithmetic.walk(theta, program, zs, scratch=scratch, decay_scratch=other)
+    native.apply(ours, program, zs)
+    arithmetic.apply(theta, program, zs, scratch=scratch, decay_scratch=other)
     assert_same(ours, theta)
 
 
@@ -104,15 +106,15 @@ def test_one_pass_is_the_composition_of_its_parts(
     start: int,
     distribution: Distribution,
 ) -> None:
-    program = Program(tuple(range(40, 40 + directions)), tuple(data.draw(instructions(directions))))
     then = data.draw(st.none() | st.builds(Perturb, st.integers(0, directions - 1), st.just(-2.0), st.just(1e-3)))
+    program = Program(tuple(range(40, 40 + directions)), tuple(data.draw(instructions(directions))), then)
     in_place = data.draw(st.booleans())
     theta = weights(length, dtype, start % 10)
     expected, scratch, other = theta.clone(), torch.empty_like(theta), torch.empty_like(theta)
     zs = [torch.empty_like(theta) for _ in program.seeds]
     for z, seed in zip(zs, program.seeds, strict=True):
         philox.fill(z, distribution, seed, 6, start)
-    arithmetic.walk(expected, program, zs, scratch=scratch, decay_scratch=other)
+    arithmetic.apply(expected, program, zs, scratch=scratch, decay_scratch=other)
     moved = expected.clone()
     if then is not None:
         arithmetic.perturb(moved, expected, zs[then.direction], shift=then.shift, zo_eps=then.zo_eps, scratch=scratch)
@@ -120,7 +122,7 @@ def test_one_pass_is_the_composition_of_its_parts(
     with pytest.MonkeyPatch.context() as patch:
         if not with_library:
             patch.setattr(native, "library", lambda: None)
-        fused.walk_drawing(theta, program, distribution, 6, start, out=out, then=then)
+        dispatch.apply_drawing(theta, program, distribution, 6, start, out=out)
     if out is not None:
         assert_same(out, moved)
     if out is not theta:
@@ -133,13 +135,14 @@ def test_plain_kernels_give_the_references_bits(dtype: torch.dtype) -> None:
     theta, z = weights(3000, dtype, 1), weights(3000, dtype, 2)
     scratch, other, ours, theirs = (torch.empty_like(theta) for _ in range(4))
     for shift in (1.0, -2.0, -0.3):
-        fused.perturb(ours, theta, z, shift=shift, zo_eps=1e-3, scratch=scratch)
+        dispatch.perturb(ours, theta, z, shift=shift, zo_eps=1e-3, scratch=scratch)
         arithmetic.perturb(theirs, theta, z, shift=shift, zo_eps=1e-3, scratch=scratch)
         assert_same(ours, theirs)
     for decay in (0.0, 0.1):
-        for descend, to in ((fused.descend, ours), (arithmetic.descend, theirs)):
-            to.copy_(theta)
-            descend(to, z, projected_grad=0.7, lr=1e-3, weight_decay=decay, scratch=scratch, decay_scratch=other)
+        ours, theirs = theta.clone(), theta.clone()
+        program = Program((0,), (Descend(0, 0.7, 1e-3, decay),))
+        dispatch.apply(ours, program, [z], scratch=scratch, decay_scratch=other)
+        arithmetic.descend(theirs, z, projected_grad=0.7, lr=1e-3, weight_decay=decay, scratch=scratch, decay_scratch=other)
         assert_same(ours, theirs)
 
 
@@ -163,14 +166,20 @@ def test_philox_gives_the_integers_of_its_authors() -> None:
     ]  # fmt: skip
 
 
-def test_joined_programs_name_each_direction_once() -> None:
-    first = Program((5, 6), (Perturb(0, 1.0, 0.1), Perturb(1, 1.0, 0.1)))
-    second = Program((7, 5), (Perturb(0, 2.0, 0.1), Perturb(1, 3.0, 0.1)))
-    joined = Program.joined([first, second])
-    assert joined.seeds == (5, 6, 7)
-    assert [(joined.seeds[i.direction], getattr(i, "shift", None)) for i in joined.instructions] == [
-        (5, 1.0), (6, 1.0), (7, 2.0), (5, 3.0),
-    ]  # fmt: skip
+@pytest.mark.parametrize("then", [None, Perturb(1, 0.3, 1e-3)], ids=["weights alone", "and a copy"])
+def test_a_program_is_coded_once_for_a_device_and_let_go_with_it(then: Perturb | None) -> None:
+    program = Program((5, 2**63 - 1), (Perturb(0, -2.0, 0.5), Descend(1, 1e300, 0.1, 0.2)), then)
+    coded = table(program, torch.device("cpu"))
+    assert table(program, torch.device("cpu")) is coded
+    assert coded.directions.tolist() == [[5, 0], [2**63 - 1, 0]]
+    kinds = [1, 2] if then is None else [1, 2, 0]
+    assert coded.instructions[:, 0].tolist() == kinds
+    assert coded.instructions[:, 1].tolist() == ([0, 1] if then is None else [0, 1, 1])
+    expected = [[-1.0, 0.0, 0.0], [math.inf, 0.1, 0.2], [0.3, 1e-3, 0.0]][: len(kinds)]
+    assert torch.equal(coded.scalars[:, 2:], torch.tensor(expected, dtype=torch.float64).float())
+    memory = weakref.ref(coded.instructions.untyped_storage())
+    del coded, program
+    assert memory() is None, "nobody else keeps it"
 
 
 def test_gaussian_numbers_are_as_accurate_as_their_note_says() -> None:
@@ -192,7 +201,7 @@ N = 1 << 20
 
 def drawn(distribution: Distribution, seed: int, parameter: int) -> torch.Tensor:
     z = torch.empty(N)
-    fused.fill(z, distribution, seed, parameter)
+    dispatch.fill(z, distribution, seed, parameter)
     return z.double()
 
 
@@ -233,8 +242,8 @@ def test_no_correlation_between_parameters_seeds_and_neighbours(distribution: Di
 @pytest.mark.parametrize("distribution", Distribution)
 def test_every_range_is_cut_from_the_same_numbers(distribution: Distribution) -> None:
     whole = torch.empty(9000)
-    fused.fill(whole, distribution, 5, 2)
+    dispatch.fill(whole, distribution, 5, 2)
     for start, stop in pairwise([0, 1, 2, 255, 256, 257, 1023, 1024, 4000, 8999, 9000]):
         part = torch.empty(stop - start)
-        fused.fill(part, distribution, 5, 2, start)
+        dispatch.fill(part, distribution, 5, 2, start)
         assert torch.equal(part, whole[start:stop])

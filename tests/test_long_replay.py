@@ -25,7 +25,7 @@ from zo2core.noise.sequential import GENERATOR, STREAM
 from zo2core.planning.host_budget import resident_memory
 from zo2core.planning.host_plan import HostPlan
 from zo2core.protocols import SEEDS_IN_TURN
-from zo2core.updates import Replay, rounds
+from zo2core.updates import rounds, seeds_of
 
 UPDATES = 3 * SEEDS_IN_TURN  # more than are held at a time
 
@@ -119,9 +119,9 @@ def test_the_engines_generators_fit_into_what_the_arrangement_leaves(journal: Pa
 @pytest.mark.parametrize("most", [1, 3, 4, 100])
 def test_rounds_are_all_updates_in_order(most: int) -> None:
     rng = random.Random(1)
-    replays = [Replay(update(step, rng, probes)) for step, probes in enumerate([1, 1, 3, 1, 5, 1, 1, 1])]
-    cut = list(rounds(replays, most))
-    assert [replay for each in cut for replay in each] == replays
-    for each in cut:
-        assert len(each) == 1 or sum(len(replay.seeds) for replay in each) <= most
-    assert [list(each) for each in rounds([], most)] == [[]]
+    updates = [update(step, rng, probes) for step, probes in enumerate([1, 1, 3, 1, 5, 1, 1, 1])]
+    cut = list(rounds(updates, most))
+    assert [each for of_round in cut for each in of_round] == updates
+    for of_round in cut:
+        assert len(of_round) == 1 or sum(len(seeds_of(each)) for each in of_round) <= most
+    assert [list(of_round) for of_round in rounds([], most)] == [[]]

@@ -39,7 +39,7 @@ def parameters(segments: Sequence[BlockLayout]) -> list[ParameterSpec]:
 
 def draw(noise: NoiseGenerator, seed: int, spec: ParameterSpec) -> torch.Tensor:
     out = torch.empty(spec.numel, dtype=spec.dtype)
-    for start, stop in noise.pieces(spec):
+    for start, stop in noise.chunks(spec):
         noise.fill(out[start:stop], seed, spec, start)
     return out
 
@@ -59,27 +59,27 @@ def test_z_does_not_depend_on_the_order_of_visits(
 
 @pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
 @given(visits=st.lists(st.tuples(st.integers(0, len(SIZES) - 1), st.integers(0, 5), st.sampled_from([3, 4])), max_size=12))
-def test_z_does_not_depend_on_which_piece_was_drawn_before(
+def test_z_does_not_depend_on_which_chunk_was_drawn_before(
     make: Callable[[Sequence[BlockLayout]], NoiseGenerator], visits: list[tuple[int, int, int]]
 ) -> None:
     segments = layouts()
     specs = parameters(segments)
     noise = make(segments)
     expected = {seed: [draw(make(segments), seed, spec) for spec in specs] for seed in (3, 4)}
-    for i, piece, seed in visits:
-        pieces = noise.pieces(specs[i])
-        start, stop = pieces[piece % len(pieces)]
+    for i, chunk, seed in visits:
+        chunks = noise.chunks(specs[i])
+        start, stop = chunks[chunk % len(chunks)]
         out = torch.empty(stop - start)
         noise.fill(out, seed, specs[i], start)
         assert torch.equal(out, expected[seed][i][start:stop])
 
 
 @pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)
-def test_pieces_cover_a_parameter_once(make: Callable[[Sequence[BlockLayout]], NoiseGenerator]) -> None:
+def test_chunks_cover_a_parameter_once(make: Callable[[Sequence[BlockLayout]], NoiseGenerator]) -> None:
     noise = make(layouts())
     for numel in [*range(1, 70), 65535, 65536, 65537, 65536 + 15, 65536 + 16, 200_000]:
-        pieces = noise.pieces(ParameterSpec("p", (numel,), torch.float32, 0, True))
-        assert [at for start, stop in pieces for at in range(start, stop)] == list(range(numel))
+        chunks = noise.chunks(ParameterSpec("p", (numel,), torch.float32, 0, True))
+        assert [at for start, stop in chunks for at in range(start, stop)] == list(range(numel))
 
 
 @pytest.mark.parametrize("make", NOISES.values(), ids=NOISES)

@@ -19,12 +19,12 @@ from toy import ToyBlockModel, make_toy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import zo2core.noise.sequential
-import zo2core.sweep.visitor
+import zo2core.sweep.perturber
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2core import MeZOSGD, ZOEngine
 from zo2core.sources.scratch import Scratch
 
-THREADS_FROM = st.sampled_from([0, 200, zo2core.sweep.visitor.PARALLEL_FROM])  # elements: all segments, some, none
+THREADS_FROM = st.sampled_from([0, 200, zo2core.sweep.perturber.PARALLEL_FROM])  # elements: all segments, some, none
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -52,7 +52,7 @@ def test_trajectory_is_monolithic_mezo(
 ) -> None:
     config = data.draw(CONFIGS[model_type])
     batch = data.draw(batches(config.vocab_size))
-    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.visitor, "PARALLEL_FROM", threads_from):
+    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturber, "PARALLEL_FROM", threads_from):
         base = save_model(Path(folder, "base"), config, dtype, max_shard_size=data.draw(st.sampled_from(["5GB", "2KB"])))
         whole = load_whole(base)
         run = Path(folder, "run")
@@ -92,7 +92,7 @@ def test_toy_of_plain_modules_has_parity(
 ) -> None:
     batch = make_batch(vocab, lengths)
     del batch["attention_mask"]
-    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.visitor, "PARALLEL_FROM", threads_from):
+    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturber, "PARALLEL_FROM", threads_from):
         file, run = Path(folder, "toy.safetensors"), Path(folder, "run")
         whole = make_toy(vocab, width, layers, tied=tied, dtype=dtype)
 

@@ -8,16 +8,15 @@ from collections.abc import Callable
 import torch
 
 from zo2core import Distribution
-from zo2core.kernels import fused
+from zo2core.kernels import dispatch
 from zo2core.types import Descend, Perturb, Program
 
 ARGUMENTS = {
     "theta": "*{}",
     "out": "*{}",
-    "kinds": "*i32",
-    "places": "*i32",
+    "instructions": "*i32",
     "scalars": "*fp32",
-    "seeds": "*i64",
+    "directions": "*i64",
     "own": "i32",
     "length": "i32",
     "numel": "i32",
@@ -42,11 +41,9 @@ def interpret() -> None:
                 for own in ((*walk, *descends), ()):
                     ours = torch.randn(length, generator=torch.Generator().manual_seed(1)).to(dtype)
                     theirs, out, expected = ours.clone(), torch.zeros_like(ours), torch.zeros_like(ours)
-                    whole = Program(seeds, (*own, then))
-                    triton_kernels.walk(
-                        ours, whole, out=out, own=len(own), distribution=distribution, parameter=9, start=start
-                    )
-                    fused.walk_drawing(theirs, Program(seeds, own), distribution, 9, start, out=expected, then=then)
+                    program = Program(seeds, own, then)
+                    triton_kernels.apply_drawing(ours, program, distribution, 9, start, out=out)
+                    dispatch.apply_drawing(theirs, program, distribution, 9, start, out=expected)
                     for name, a, b in (("theta", ours, theirs), ("out", out, expected)):
                         assert torch.equal(a.view(integer), b.view(integer)), (distribution, dtype, start, name)
 
@@ -62,7 +59,7 @@ def compile_to_ptx() -> None:
     for gaussian in (True, False):
         for number in ("fp32", "bf16", "fp16"):
             source = ASTSource(
-                fn=triton_kernels._walk,
+                fn=triton_kernels._apply,
                 signature={name: kind.format(number) for name, kind in ARGUMENTS.items()},
                 constexprs={"GAUSSIAN": gaussian, "BLOCK": triton_kernels.BLOCK},
             )

@@ -22,7 +22,7 @@ import torch
 
 from zo2adapters.models.checkpoint import DTYPES
 from zo2core import Distribution
-from zo2core.kernels import native, philox, walk_drawing
+from zo2core.kernels import apply_drawing, native, philox
 from zo2core.types import Descend, Perturb, Program
 
 PIECE = 32768  # elements drawn at once
@@ -55,7 +55,9 @@ def passes(dtype: torch.dtype, elements: int) -> dict[str, Work]:
     """Ways to go over weights once: copy them, or replay an update and perturb into a work buffer."""
     theta, work = torch.zeros(elements, dtype=dtype), torch.zeros(SHARE * THREADS, dtype=dtype)
     update = Program(
-        (1, 2), (*(Perturb(0, shift, 1e-3) for shift in (1.0, -2.0, 1.0)), Descend(0, 0.5, lr=1e-6, weight_decay=0.0))
+        (1, 2),
+        (*(Perturb(0, shift, 1e-3) for shift in (1.0, -2.0, 1.0)), Descend(0, 0.5, lr=1e-6, weight_decay=0.0)),
+        then=Perturb(1, 1.0, 1e-3),
     )
 
     def ranges(thread: int, piece: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,7 +71,7 @@ def passes(dtype: torch.dtype, elements: int) -> dict[str, Work]:
     def replayed(distribution: Distribution) -> Work:
         def run(thread: int, piece: int) -> None:
             source, out = ranges(thread, piece)
-            walk_drawing(source, update, distribution, 0, piece * SHARE, out=out, then=Perturb(1, 1.0, 1e-3))
+            apply_drawing(source, update, distribution, 0, piece * SHARE, out=out)
 
         return run
 

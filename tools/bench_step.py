@@ -51,7 +51,7 @@ class TimedNoise:
     def __init__(self, inner: NoiseGenerator) -> None:
         self.inner = inner
         self.name = inner.name
-        self.pieces = inner.pieces
+        self.chunks = inner.chunks
         self.main, self.beside = 0.0, 0.0
 
     def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:
@@ -74,7 +74,7 @@ class TimedCounterNoise(TimedNoise):
 
     def __init__(self, inner: PhiloxNoise) -> None:
         super().__init__(inner)
-        self.walk = inner.walk
+        self.distribution = inner.distribution
 
 
 class TimedForward:

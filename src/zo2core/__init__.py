@@ -23,7 +23,6 @@ from zo2core.errors import ZO2Error as ZO2Error
 from zo2core.estimators import MeZOSGD as MeZOSGD
 from zo2core.estimators import MultiQueryRGE as MultiQueryRGE
 from zo2core.journal import Journal as Journal
-from zo2core.kernels import Distribution as Distribution
 from zo2core.noise import PhiloxNoise as PhiloxNoise
 from zo2core.noise import SequentialNoise as SequentialNoise
 from zo2core.planning.policies import MemoryPolicy as MemoryPolicy
@@ -34,6 +33,7 @@ from zo2core.schedulers import SerialScheduler as SerialScheduler
 from zo2core.sources import PinnedSource as PinnedSource
 from zo2core.sources import StreamedSource as StreamedSource
 from zo2core.types import BlockLayout as BlockLayout
+from zo2core.types import Distribution as Distribution
 from zo2core.types import Evaluation as Evaluation
 from zo2core.types import EvaluationResult as EvaluationResult
 from zo2core.types import Lane as Lane

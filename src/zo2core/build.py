@@ -30,7 +30,7 @@ from zo2core.sources import PinnedSource, StreamedSource
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.scratch import Scratch
 from zo2core.sweep.activation_offload import ActivationMemory
-from zo2core.sweep.work_buffer import Workspace
+from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout
 
 
@@ -44,7 +44,7 @@ class Parts(NamedTuple):
     noise: NoiseGenerator
     source: BlockSource
     scheduler: Scheduler
-    work_buffer: Workspace
+    work_buffer: WorkBuffer
     activations: ActivationMemory
     activation_bytes: int  # that activations may take where forwards run
     worker: ThreadPoolExecutor | None  # the second thread; None where one host thread issues the work of a device
@@ -134,7 +134,7 @@ def build(
         noise=of_choice,
         source=source,
         scheduler=scheduler,
-        work_buffer=Workspace(layouts, device, of_choice, keep_noise=device.in_place and host_plan.keep_noise),
+        work_buffer=WorkBuffer(layouts, device, of_choice, keep_noise=device.in_place and host_plan.keep_noise),
         activations=ActivationMemory(device, None if memory.least_activations is None else room, waiting),
         activation_bytes=room,
         worker=_start_worker(device, opened),
@@ -180,7 +180,7 @@ def adopt(
         noise=noise,
         source=source,
         scheduler=scheduler,
-        work_buffer=Workspace(model.layouts, device, noise, keep_noise=device.in_place),
+        work_buffer=WorkBuffer(model.layouts, device, noise, keep_noise=device.in_place),
         activations=ActivationMemory(device, None),
         activation_bytes=activation_bytes,
         worker=_start_worker(device, opened),

@@ -25,8 +25,10 @@ from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.sweep.evaluation_loop import evaluate, fill_sweeps
 from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
+from zo2core.sweep.perturber import choose_perturber
 from zo2core.sweep.visitor import SegmentVisitor
 from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult
+from zo2core.updates import Trajectory
 
 Groups = Sequence[tuple[Evaluation | None, Sequence[Batch]]]  # what a sweep evaluates: the batches of each evaluation
 
@@ -215,23 +217,19 @@ class Replayer:
         finally:
             visitor.finish()
             self._parts.noise.retain(visitor.seeds)
-        outputs = iter(visitor.outputs)
-        return [[next(outputs) for _ in batches] for _, batches in groups]
+        return visitor.outputs
 
     def _visitor(self, groups: Groups, forward: Forward | None = None) -> SegmentVisitor:
-        zo_eps, in_place = self._perturbation()
+        parts, evaluations = self._parts, [evaluation for evaluation, _ in groups]
+        trajectory = Trajectory(parts.journal.updates, self.version, evaluations, *self._perturbation())
         return SegmentVisitor(
-            self._parts.device,
-            self._model,
-            self._parts.noise,
-            self._parts.work_buffer,
-            self._parts.activations,
-            self._parts.worker,
-            updates=self._parts.journal.updates,
-            streams=[(evaluation, batch) for evaluation, batches in groups for batch in batches],
-            forward=forward,
-            zo_eps=zo_eps,
-            perturb_in_place=in_place,
+            self._model.layouts,
+            self._model if forward is None else forward,
+            choose_perturber(parts.noise, parts.work_buffer, parts.worker, trajectory),
+            groups,
+            activations=parts.activations,
+            streams=parts.device.streams,
+            timeline=parts.timeline,
         )
 
     def _perturbation(self) -> tuple[float, bool]:

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from zo2core.profiling.timeline import Timeline
-from zo2core.types import Batch, BlockLayout, Bucket, Evaluation, Event, Lane, ParameterSpec, Perturb, Program, Update
+from zo2core.types import Batch, BlockLayout, Bucket, Distribution, Evaluation, Event, Lane, ParameterSpec, Update
 
 Activations: TypeAlias = Any  # what a model hands from segment to segment; opaque to the core
-SEEDS_IN_TURN = 256  # of a noise generator, at most, that a thread draws from in turn, one piece after the other
+SEEDS_IN_TURN = 256  # of a noise generator, at most, that a thread draws from in turn, one chunk after the other
 Store: TypeAlias = Sequence[torch.Tensor]  # a segment's owned parameters on the compute device: flat, in layout order
+Stores: TypeAlias = Mapping[int, Store]  # those of a segment and of the segments it borrows from, by their positions
 
 
 class BlockSource(Protocol):
@@ -145,18 +146,18 @@ class NoiseGenerator(Protocol):
     def name(self) -> str:
         """What z is, for the journal: two generators of one name give the same numbers."""
 
-    def pieces(self, parameter: ParameterSpec) -> list[tuple[int, int]]:
-        """Cut a parameter's elements into the ``(start, stop)`` pieces in which its z is drawn, in ascending order."""
+    def chunks(self, parameter: ParameterSpec) -> list[tuple[int, int]]:
+        """Cut a parameter's elements into the ``(start, stop)`` chunks in which its z is drawn, in ascending order."""
 
     def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:
-        """Write one piece of one parameter's z. May be called from several threads.
+        """Write one chunk of one parameter's z. May be called from several threads.
 
         Args:
-            out: 1-D, contiguous, of the parameter's dtype; as long as the piece.
+            out: 1-D, contiguous, of the parameter's dtype; as long as the chunk.
             seed: Of the direction.
-            parameter: Whose noise.
-            start: The piece's first element. Parameters in drawing order and pieces in ascending order is the fast way, for
-                up to ``SEEDS_IN_TURN`` seeds in turn.
+            parameter: Whose noise is drawn.
+            start: The chunk's first element. Drawing is fastest with parameters in drawing order and chunks in ascending
+                order, for up to ``SEEDS_IN_TURN`` seeds in turn.
         """
 
     def retain(self, seeds: Collection[int]) -> None:
@@ -165,28 +166,14 @@ class NoiseGenerator(Protocol):
 
 @runtime_checkable
 class CounterNoise(NoiseGenerator, Protocol):
-    """A noise generator with random access, so fast that z is drawn again in each pass that uses it, and never kept."""
+    """A noise generator with random access: z by Philox, as ``kernels/philox.py`` numbers it.
 
-    def walk(
-        self,
-        theta: torch.Tensor,
-        program: Program,
-        parameter: ParameterSpec,
-        start: int = 0,
-        *,
-        out: torch.Tensor | None = None,
-        then: Perturb | None = None,
-    ) -> None:
-        """Run a program on a range of a parameter, in one pass over memory. May be called from several threads.
+    Kernels draw it themselves, again in each pass that uses it, which is faster than to keep it.
+    """
 
-        Args:
-            theta: The range's weights, 1-D, contiguous, changed in place.
-            program: What to do to them.
-            parameter: Whose weights, and whose noise.
-            start: The range's first element.
-            out: With ``then``: where the perturbed weights go. May be ``theta``, else must not overlap it.
-            then: The perturbation; its direction is one of the program's, which need not use it.
-        """
+    @property
+    def distribution(self) -> Distribution:
+        """Of the numbers: all that kernels need to know to draw them."""
 
 
 class Wait(Enum):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -17,8 +17,6 @@ from zo2core.errors import NonFiniteLossError, OptionError
 ALIGNMENT = 64  # bytes
 
 MAX_SEED = 2**63 - 1
-
-SCRATCH = 1 << 24  # elements of scratch memory at most, where parameters are larger: launches cost little then
 
 Batch: TypeAlias = Mapping[str, torch.Tensor]  # what the model's forward takes: input_ids, attention_mask, labels, ...
 
@@ -106,26 +104,26 @@ def flat_views(specs: Sequence[ParameterSpec], buffer: torch.Tensor) -> Iterator
         offset += aligned(spec.nbytes)
 
 
-def packed_bytes(specs: Iterable[ParameterSpec]) -> int:
-    """Bytes that these parameters take one after the other, each aligned."""
-    return sum(aligned(spec.nbytes) for spec in specs)
-
-
-def tied_and_own(layouts: Sequence[BlockLayout]) -> tuple[list[ParameterSpec], list[list[ParameterSpec]]]:
-    """The parameters that several segments use, and for each segment the parameters that only it uses."""
-    tied = {spec.name: spec for layout in layouts for spec in layout.borrowed}
-    return list(tied.values()), [[spec for spec in layout.parameters if spec.name not in tied] for layout in layouts]
-
-
 def work_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Bytes of the work buffer for these segments: of the largest one, with what it borrows."""
+    """Bytes of a work buffer for segments of these layouts: of the largest one, with what it borrows."""
     return max(packed_bytes((*layout.parameters, *layout.borrowed)) for layout in layouts)
 
 
 def noise_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Bytes of the noise buffer for these segments: the noise of tied weights stays there from visit to visit."""
-    tied, own = tied_and_own(layouts)
+    """Bytes of a noise buffer for segments of these layouts: tied weights' noise stays in it from visit to visit."""
+    tied, own = divide_tied(layouts)
     return packed_bytes(tied) + max(packed_bytes(specs) for specs in own)
+
+
+def divide_tied(layouts: Sequence[BlockLayout]) -> tuple[list[ParameterSpec], list[list[ParameterSpec]]]:
+    """Tell the parameters that several segments use from those of one: the tied ones, and each segment's others."""
+    tied = {spec.name: spec for layout in layouts for spec in layout.borrowed}
+    return list(tied.values()), [[spec for spec in layout.parameters if spec.name not in tied] for layout in layouts]
+
+
+def packed_bytes(specs: Sequence[ParameterSpec]) -> int:
+    """Bytes of these parameters one after the other, each aligned: what ``flat_views`` cuts up."""
+    return sum(aligned(spec.nbytes) for spec in specs)
 
 
 class Bucket(NamedTuple):
@@ -222,24 +220,37 @@ class Descend(NamedTuple):
     weight_decay: float  # 0 leaves the term out
 
 
+class Table(NamedTuple):
+    """A program in the memory of a device, as compiled kernels read it."""
+
+    instructions: torch.Tensor  # int32 (n, 5): kind, direction, and the bits of three float32 scalars
+    scalars: torch.Tensor  # float32 (n, 5): the same memory; scale, rate and weight decay in the last three columns
+    directions: torch.Tensor  # int64 (m, 2): seed, and 0 where the address of a z that was drawn before would be
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Program:
-    """What is done to each weight of a parameter, in order: kernels run it in one pass over memory."""
+    """What is done to each weight of a parameter, in order: kernels run it in one pass over memory.
+
+    Tables are kept with the program they were coded from, so they live as long as it does: for a sweep.
+    """
 
     seeds: tuple[int, ...]  # of the directions
-    instructions: tuple[Perturb | Descend, ...]
+    instructions: tuple[Perturb | Descend, ...]  # change the weights
+    then: Perturb | None = None  # from the weights to a copy of them, which is perturbed
+    tables: dict[torch.device, Table] = field(default_factory=dict, init=False, repr=False)  # filled by the kernels
 
-    @classmethod
-    def joined(cls, programs: Sequence[Program]) -> Program:
-        """One after the other."""
-        seeds = tuple(dict.fromkeys(seed for program in programs for seed in program.seeds))
-        place = {seed: i for i, seed in enumerate(seeds)}
-        moves = (
-            move._replace(direction=place[program.seeds[move.direction]])
-            for program in programs
-            for move in program.instructions
-        )
-        return cls(seeds, tuple(moves))
+
+class Distribution(Enum):
+    """How independent random numbers with mean 0 and variance 1 are distributed."""
+
+    GAUSSIAN = "gaussian"
+    RADEMACHER = "rademacher"  # +1 or -1
+
+    @property
+    def group(self) -> int:
+        """Elements that counter-based generators draw together."""
+        return 256 if self is Distribution.GAUSSIAN else 1024
 
 
 class Lane(Enum):

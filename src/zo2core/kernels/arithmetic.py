@@ -31,18 +31,18 @@ def perturb(
         z: Direction.
         shift: Signed multiple of ``zo_eps``.
         zo_eps: Perturbation scale.
-        scratch: Overwritten; not any of the others. Where it is shorter than they are, the work is done in pieces.
+        scratch: Overwritten; not any of the others. Where it is shorter than they are, the work is done in chunks.
     """
     length = max(scratch.numel(), 1)
     for start in range(0, theta.numel(), length):
-        piece = theta[start : start + length]
-        moved = scratch[: len(piece)]
+        chunk = theta[start : start + length]
+        moved = scratch[: len(chunk)]
         if folds(shift):
             torch.mul(z[start : start + length], shift * zo_eps, out=moved)
         else:
             torch.mul(z[start : start + length], shift, out=moved)
             moved.mul_(zo_eps)
-        torch.add(piece, moved, out=out[start : start + length])
+        torch.add(chunk, moved, out=out[start : start + length])
 
 
 def folds(shift: float) -> bool:
@@ -83,7 +83,7 @@ def descend(
     theta.sub_(scratch)
 
 
-def walk(
+def apply(
     theta: torch.Tensor,
     program: Program,
     zs: Sequence[torch.Tensor],
@@ -91,26 +91,26 @@ def walk(
     scratch: torch.Tensor,
     decay_scratch: torch.Tensor,
 ) -> None:
-    """Run a program.
+    """Run a program's instructions on weights; a perturbation of a copy that follows is not made.
 
     Args:
         theta: Weights, changed in place.
         program: What to do.
         zs: Its directions, as many as it has seeds.
-        scratch: Overwritten; not any of the others. Where it is shorter than they are, the work is done in pieces.
-        decay_scratch: As long; overwritten; not any of the others.
+        scratch: Overwritten; not any of the others. Where it is shorter than they are, the work is done in chunks.
+        decay_scratch: As long as the scratch; overwritten; not any of the others.
     """
     length = max(scratch.numel(), 1)
     for start in range(0, theta.numel(), length):
-        piece = theta[start : start + length]
-        first, second = scratch[: len(piece)], decay_scratch[: len(piece)]
+        chunk = theta[start : start + length]
+        first, second = scratch[: len(chunk)], decay_scratch[: len(chunk)]
         for move in program.instructions:
             z = zs[move.direction][start : start + length]
             if isinstance(move, Perturb):
-                perturb(piece, piece, z, shift=move.shift, zo_eps=move.zo_eps, scratch=first)
+                perturb(chunk, chunk, z, shift=move.shift, zo_eps=move.zo_eps, scratch=first)
             else:
                 descend(
-                    piece,
+                    chunk,
                     z,
                     projected_grad=move.projected_grad,
                     lr=move.lr,

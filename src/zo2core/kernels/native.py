@@ -8,33 +8,24 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
 
-from zo2core.kernels.arithmetic import folds
-from zo2core.kernels.philox import Distribution
-from zo2core.types import Descend, Perturb, Program
+from zo2core.kernels.table import row, table
+from zo2core.types import Distribution, Perturb, Program
 
 _REVISION = 2  # of native.c and twister.c
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DISTRIBUTIONS = {Distribution.GAUSSIAN: 0, Distribution.RADEMACHER: 1}
-_PERTURB, _PERTURB_FOLDED, _DESCEND = range(3)
-
-
-class _Instruction(ctypes.Structure):
-    _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("direction", ctypes.c_int32),
-        ("scale", ctypes.c_float),
-        ("rate", ctypes.c_float),
-        ("weight_decay", ctypes.c_float),
-    )
+_CPU = torch.device("cpu")
 
 
 class _Direction(ctypes.Structure):
+    """A row of a table's directions whose z was drawn before."""
+
     _fields_ = (("seed", ctypes.c_uint64), ("z", ctypes.c_void_p))
 
 
@@ -86,71 +77,60 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
     loaded.zo2core_fill(DTYPES[out.dtype], out.data_ptr(), out.numel(), _DISTRIBUTIONS[distribution], seed, parameter, start)
 
 
-def move(out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, instruction: Perturb | Descend) -> None:
-    """One instruction along a given direction: a program's set-up would take as long as the pass over a small piece."""
+def perturb(out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, *, shift: float, zo_eps: float) -> None:
+    """As ``arithmetic.perturb``. Without a program: to set one up would take as long as the pass over a small chunk."""
     loaded = library()
     assert loaded is not None
-    coded = _coded(instruction)
+    coded = row(Perturb(0, shift, zo_eps))
     loaded.zo2core_move(DTYPES[theta.dtype], theta.data_ptr(), out.data_ptr(), z.data_ptr(), theta.numel(), *coded)
 
 
-def walk(
-    theta: torch.Tensor,
-    program: Program,
-    zs: Sequence[torch.Tensor] | None,
-    *,
-    out: torch.Tensor | None = None,
-    own: int | None = None,
-    distribution: Distribution = Distribution.GAUSSIAN,
-    parameter: int = 0,
-    start: int = 0,
-) -> None:
-    """Run a program on weights, and the end of it on a copy.
-
-    Args:
-        theta: Weights, changed in place by the first ``own`` instructions.
-        program: What to do.
-        zs: Its directions; None draws them.
-        out: Where the result of all the others goes; may be ``theta``.
-        own: How many instructions are theta's own; None: all.
-        distribution: Of drawn directions.
-        parameter: Place in registration order, of drawn directions.
-        start: Element of the parameter at which ``theta`` starts, of drawn directions.
-    """
+def apply(theta: torch.Tensor, program: Program, zs: Sequence[torch.Tensor]) -> None:
+    """As ``arithmetic.apply``."""
     loaded = library()
     assert loaded is not None
-    instructions, directions = _compiled(program)
-    if zs is not None:
-        directions = (_Direction * len(zs))(*[_Direction(0, z.data_ptr()) for z in zs])
+    instructions = table(program, _CPU).instructions
+    directions = (_Direction * len(zs))(*[_Direction(0, z.data_ptr()) for z in zs])
     length = len(program.instructions)
+    loaded.zo2core_walk(
+        DTYPES[theta.dtype],
+        theta.data_ptr(),
+        None,
+        theta.numel(),
+        instructions.data_ptr(),
+        length,
+        length,
+        directions,
+        0,  # the distribution, the parameter and where it starts are those of drawn directions
+        0,
+        0,
+    )
+
+
+def apply_drawing(
+    theta: torch.Tensor,
+    program: Program,
+    distribution: Distribution,
+    parameter: int,
+    start: int = 0,
+    *,
+    out: torch.Tensor | None = None,
+) -> None:
+    """As ``dispatch.apply_drawing``."""
+    loaded = library()
+    assert loaded is not None
+    coded = table(program, _CPU)
+    own = len(program.instructions)
     loaded.zo2core_walk(
         DTYPES[theta.dtype],
         theta.data_ptr(),
         None if out is None else out.data_ptr(),
         theta.numel(),
-        instructions,
-        length if own is None else own,
-        length,
-        directions,
+        coded.instructions.data_ptr(),
+        own,
+        own if out is None else own + 1,
+        coded.directions.data_ptr(),
         _DISTRIBUTIONS[distribution],
         parameter,
         start,
     )
-
-
-@lru_cache(maxsize=256)
-def _compiled(program: Program) -> tuple[ctypes.Array[_Instruction], ctypes.Array[_Direction]]:
-    instructions = (_Instruction * len(program.instructions))()
-    for to, instruction in zip(instructions, program.instructions, strict=True):
-        to.direction = instruction.direction
-        to.kind, to.scale, to.rate, to.weight_decay = _coded(instruction)
-    return instructions, (_Direction * len(program.seeds))(*[_Direction(seed, None) for seed in program.seeds])
-
-
-def _coded(instruction: Perturb | Descend) -> tuple[int, float, float, float]:
-    """Kind, scale, rate, weight decay."""
-    if not isinstance(instruction, Perturb):
-        return _DESCEND, instruction.projected_grad, instruction.lr, instruction.weight_decay
-    if folds(instruction.shift):
-        return _PERTURB_FOLDED, instruction.shift * instruction.zo_eps, 0.0, 0.0
-    return _PERTURB, instruction.shift, instruction.zo_eps, 0.0

@@ -24,27 +24,16 @@ the parameter's dtype.
 from __future__ import annotations
 
 import math
-from enum import Enum
 
 import torch
+
+from zo2core.types import Distribution
 
 _WORD = 0xFFFFFFFF
 _LOG = (0.20213786, -0.3244516, 0.3450166, -0.3980033, 0.4993982, -0.6667012, 1.0000073, -1.9999999)
 _SINE = (-3.595045e-05, 0.002490001, -0.080745436, 0.7853982)
 _COSINE = (-0.0003188805, 0.015849914, -0.30842426, 1.0)
 _SQRT_HALF = 0x3F3504F3  # bits of sqrt(1/2)
-
-
-class Distribution(Enum):
-    """Of independent numbers with mean 0 and variance 1."""
-
-    GAUSSIAN = "gaussian"
-    RADEMACHER = "rademacher"  # +1 or -1
-
-    @property
-    def group(self) -> int:
-        """Elements that are drawn together."""
-        return 256 if self is Distribution.GAUSSIAN else 1024
 
 
 def words(seed: int, parameter: int, first: int, count: int, device: torch.device) -> torch.Tensor:
@@ -80,8 +69,8 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
         z = torch.stack([number.view(groups, 64) for pair in pairs for number in pair], 1)
     else:
         drawn = words(seed, parameter, first // 128, groups * 8, out.device)
-        each = drawn.view(4, groups, 8).transpose(0, 1).reshape(groups, 1, 32)
-        z = 1.0 - 2.0 * (each >> torch.arange(32, device=out.device).view(1, 32, 1) & 1)
+        interleaved = drawn.view(4, groups, 8).transpose(0, 1).reshape(groups, 1, 32)
+        z = 1.0 - 2.0 * (interleaved >> torch.arange(32, device=out.device).view(1, 32, 1) & 1)
     out.copy_(z.flatten()[start - first : start - first + out.numel()])
 
 

@@ -7,19 +7,16 @@ Triton's interpreter and compiled to PTX in the tests. Not yet run on a GPU.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from zo2core.kernels.arithmetic import folds
-from zo2core.kernels.philox import Distribution
-from zo2core.types import Perturb, Program, aligned
+from zo2core.kernels.table import table
+from zo2core.types import Distribution, Program
 
 BLOCK = 1024  # elements of a program instance: a multiple of what is drawn together
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
-_PERTURB, _PERTURB_FOLDED, _DESCEND = range(3)
 
 
 @triton.jit
@@ -79,15 +76,14 @@ def _draw(seed, parameter, element, GAUSSIAN: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _walk(
+def _apply(
     theta,
     out,
-    kinds,  # int32: what each instruction is
-    places,  # int32: its direction
-    scalars,  # float32, three an instruction: scale, rate, weight decay
-    seeds,  # int64, one a direction
-    own,  # instructions of theta's own; the others are out's
-    length,
+    instructions,  # int32, five an instruction: the kind and the direction come first
+    scalars,  # float32, the same memory: scale, rate and weight decay come last
+    directions,  # int64, two a direction: the seed comes first
+    own,  # how many instructions change theta; the others change the copy that goes to out
+    length,  # of all instructions
     numel,
     parameter,
     start,  # element of the parameter at which theta starts
@@ -104,14 +100,14 @@ def _walk(
     for i in range(length):
         if (i == own) & (own > 0):
             tl.store(theta + at, weights.to(number), mask=inside)
-        place = tl.load(places + i)
+        place = tl.load(instructions + 5 * i + 1)
         if place != held:
-            z = _draw(tl.load(seeds + place), parameter, element, GAUSSIAN, BLOCK).to(number).to(tl.float32)
+            z = _draw(tl.load(directions + 2 * place), parameter, element, GAUSSIAN, BLOCK).to(number).to(tl.float32)
             held = place
-        kind = tl.load(kinds + i)
-        scale = tl.load(scalars + 3 * i)
-        rate = tl.load(scalars + 3 * i + 1)
-        weight_decay = tl.load(scalars + 3 * i + 2)
+        kind = tl.load(instructions + 5 * i)
+        scale = tl.load(scalars + 5 * i + 2)
+        rate = tl.load(scalars + 5 * i + 3)
+        weight_decay = tl.load(scalars + 5 * i + 4)
         move = (z * scale).to(number).to(tl.float32)
         if kind == 2:
             if weight_decay != 0:
@@ -133,27 +129,31 @@ def takes(theta: torch.Tensor) -> bool:
     return theta.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-def walk(
+def apply_drawing(
     theta: torch.Tensor,
     program: Program,
-    *,
-    out: torch.Tensor | None,
-    own: int,
     distribution: Distribution,
     parameter: int,
-    start: int,
+    start: int = 0,
+    *,
+    out: torch.Tensor | None = None,
 ) -> None:
-    """As ``native.walk`` with drawn directions."""
-    if theta.numel() == 0 or not program.instructions:
+    """As ``dispatch.apply_drawing``."""
+    own = len(program.instructions)
+    length = own if out is None else own + 1
+    if theta.numel() == 0 or length == 0:
         return
+    coded = table(program, theta.device)
     blocks = triton.cdiv(start % BLOCK + theta.numel(), BLOCK)
     with torch.cuda.device(theta.device) if theta.is_cuda else nullcontext():  # Triton launches on the current one
-        _walk[(blocks,)](
+        _apply[(blocks,)](
             theta,
             theta if out is None else out,
-            *_table(program, theta.device),
+            coded.instructions,
+            coded.scalars,
+            coded.directions,
             own,
-            len(program.instructions),
+            length,
             theta.numel(),
             parameter,
             start,
@@ -161,32 +161,3 @@ def walk(
             BLOCK=BLOCK,
             **LAUNCH,
         )
-
-
-@lru_cache(
-    maxsize=256
-)  # programs of a step: two and one for each further evaluation, for every version that segments are at
-def _table(program: Program, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """The program in the device's memory: kinds, places, scalars, seeds. The host does not wait for the copy."""
-    coded: list[tuple[int, float, float, float]] = []
-    for move in program.instructions:
-        if not isinstance(move, Perturb):
-            coded.append((_DESCEND, move.projected_grad, move.lr, move.weight_decay))
-        elif folds(move.shift):
-            coded.append((_PERTURB_FOLDED, move.shift * move.zo_eps, 0.0, 0.0))
-        else:
-            coded.append((_PERTURB, move.shift, move.zo_eps, 0.0))
-    scalars = torch.tensor([value for _, *values in coded for value in values], dtype=torch.float64)
-    parts = [
-        torch.tensor(program.seeds, dtype=torch.int64),  # first: the widest
-        torch.tensor([kind for kind, *_ in coded], dtype=torch.int32),
-        torch.tensor([move.direction for move in program.instructions], dtype=torch.int32),
-        scalars.to(torch.float32),
-    ]
-    sizes = [aligned(part.nbytes) for part in parts]  # of one alignment each: Triton compiles anew for another
-    packed = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for piece, part in zip(packed.split(sizes), parts, strict=True):
-        piece[: part.nbytes].copy_(part.view(torch.uint8))
-    pieces = zip(packed.to(device, non_blocking=True).split(sizes), parts, strict=True)
-    seeds, kinds, places, coefficients = (piece[: part.nbytes].view(part.dtype) for piece, part in pieces)
-    return kinds, places, coefficients, seeds

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from zo2core.errors import OptionError
-from zo2core.kernels import Distribution
 from zo2core.noise.philox import PhiloxNoise
 from zo2core.noise.sequential import MEMORY, SequentialNoise
 from zo2core.protocols import NoiseGenerator
-from zo2core.types import BlockLayout
+from zo2core.types import BlockLayout, Distribution
 
 
 def choose_noise(
@@ -28,13 +27,13 @@ def choose_noise(
     Raises:
         OptionError: for a name that no generator of this device has.
     """
-    known: list[NoiseGenerator] = [SequentialNoise(layouts, device, memory=memory), *map(PhiloxNoise, Distribution)]
-    for noise in known:
+    generators: list[NoiseGenerator] = [SequentialNoise(layouts, device, memory=memory), *map(PhiloxNoise, Distribution)]
+    for noise in generators:
         if name in (None, noise.name):
             return noise
     raise OptionError(
         "noise",
         found=repr(name),
-        expected=f"one of {', '.join(noise.name for noise in known)}",
+        expected=f"one of {', '.join(noise.name for noise in generators)}",
         remedy="use the device that the run was made on; noise of one's own is passed as noise=",
     )

@@ -10,10 +10,10 @@ from collections.abc import Collection
 
 import torch
 
-from zo2core.kernels import Distribution, fill, walk_drawing
-from zo2core.types import ParameterSpec, Perturb, Program
+from zo2core.kernels import fill
+from zo2core.types import Distribution, ParameterSpec
 
-_PIECE = 32768  # elements: a multiple of what is drawn together
+_CHUNK = 32768  # elements: a multiple of what is drawn together
 
 
 class PhiloxNoise:
@@ -25,36 +25,28 @@ class PhiloxNoise:
 
     def __init__(self, distribution: Distribution = Distribution.GAUSSIAN) -> None:
         self._distribution = distribution
-        self._pieces: dict[int, list[tuple[int, int]]] = {}  # elements -> pieces: equal parameters share their list
+        self._chunks: dict[int, list[tuple[int, int]]] = {}  # by number of elements: equal parameters share their list
 
     @property
     def name(self) -> str:
         """What z is; the same on every machine."""
         return f"philox4x32-10-{self._distribution.value}"
 
-    def pieces(self, parameter: ParameterSpec) -> list[tuple[int, int]]:
-        """Cut a parameter into cache-sized pieces. Any other pieces would do."""
+    @property
+    def distribution(self) -> Distribution:
+        """Of the numbers."""
+        return self._distribution
+
+    def chunks(self, parameter: ParameterSpec) -> list[tuple[int, int]]:
+        """Cut a parameter into cache-sized chunks. Any other chunks would do."""
         numel = parameter.numel
-        if numel not in self._pieces:
-            self._pieces[numel] = [(start, min(start + _PIECE, numel)) for start in range(0, max(numel, 1), _PIECE)]
-        return self._pieces[numel]
+        if numel not in self._chunks:
+            self._chunks[numel] = [(start, min(start + _CHUNK, numel)) for start in range(0, max(numel, 1), _CHUNK)]
+        return self._chunks[numel]
 
     def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:
         """Write any range of one parameter's z."""
         fill(out, self._distribution, seed, parameter.index, start)
-
-    def walk(
-        self,
-        theta: torch.Tensor,
-        program: Program,
-        parameter: ParameterSpec,
-        start: int = 0,
-        *,
-        out: torch.Tensor | None = None,
-        then: Perturb | None = None,
-    ) -> None:
-        """Run a program on a range of a parameter, drawing z on the way. See the contract."""
-        walk_drawing(theta, program, self._distribution, parameter.index, start, out=out, then=then)
 
     def retain(self, seeds: Collection[int]) -> None:
         """Nothing is kept."""

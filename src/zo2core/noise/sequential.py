@@ -20,10 +20,10 @@ from zo2core.kernels.generators import Generator, seeded
 from zo2core.protocols import SEEDS_IN_TURN
 from zo2core.types import BlockLayout, ParameterSpec
 
-# Note: Drawing in pieces. torch's CPU `normal_` of 16 or more elements fills the tensor with uniforms and transforms them
-# in groups of 16, the last group overlapping; so pieces that are multiples of 16 long, the last at least 16, give the
+# Note: Drawing in chunks. torch's CPU `normal_` of 16 or more elements fills the tensor with uniforms and transforms them
+# in groups of 16, the last group overlapping; so chunks that are multiples of 16 long, the last at least 16, give the
 # numbers of one call. Under 16 elements it draws one by one and keeps a spare value in the generator's state.
-PIECE = 1 << 18  # elements: in fp32 a MiB, in reach of a core's caches; handing a piece over costs tens of microseconds
+CHUNK = 1 << 18  # elements: in fp32 a MiB, in reach of a core's caches; handing a chunk over costs tens of microseconds
 MEMORY = 256 << 20  # bytes, by default: of 20,000 updates or more
 GENERATOR = 2750  # bytes of one on the CPU, of which 2496 are the Mersenne twister's; measured, torch's and ours
 STREAM = 700  # bytes of what is around the generators of a seed; measured
@@ -38,7 +38,7 @@ class _Stream:
         self._begin = begin
         self.generator = begin()
         self.position = (0, 0)  # place in drawing order, element: what the generator would draw next
-        self.copies: dict[int, Generator] = {}  # place -> as the generator was before it
+        self.copies: dict[int, Generator] = {}  # place -> the generator as it was before that parameter
         self.run: int | None = None  # place of the one copy that is no jump's: where the segment being drawn begins
         self.lock = threading.Lock()
 
@@ -91,7 +91,9 @@ class SequentialNoise:
         self._starts = starts - self._jumps - {0}
         copies = 1 + len(self._jumps)
         self._most = memory // (STREAM + GENERATOR * (1 + copies))
-        self._pieces: dict[int, list[tuple[int, int]]] = {}  # elements -> pieces; for each parameter of OPT-175B: half a GB
+        self._chunks: dict[
+            int, list[tuple[int, int]]
+        ] = {}  # by number of elements; for each parameter of OPT-175B: half a GB
         self._streams: dict[int, _Stream] = {}  # so many seeds', until they are forgotten
         self._passing: dict[int, _Stream] = {}  # those of others that were used last, the latest at the end
         self._streams_lock = threading.Lock()
@@ -101,16 +103,16 @@ class SequentialNoise:
         """What z is: the device's torch generator, in registration order."""
         return f"torch-{self._device.type}-sequential"
 
-    def pieces(self, parameter: ParameterSpec) -> list[tuple[int, int]]:
-        """Cut a parameter into cache-sized pieces; on other devices than the CPU it is drawn in one."""
+    def chunks(self, parameter: ParameterSpec) -> list[tuple[int, int]]:
+        """Cut a parameter into cache-sized chunks; on other devices than the CPU it is drawn in one."""
         numel = parameter.numel
-        if numel not in self._pieces:
-            starts = list(range(0, max(numel - 15, 1), PIECE)) if self._device.type == "cpu" else [0]
-            self._pieces[numel] = list(zip(starts, [*starts[1:], numel], strict=True))
-        return self._pieces[numel]
+        if numel not in self._chunks:
+            starts = list(range(0, max(numel - 15, 1), CHUNK)) if self._device.type == "cpu" else [0]
+            self._chunks[numel] = list(zip(starts, [*starts[1:], numel], strict=True))
+        return self._chunks[numel]
 
     def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:
-        """Write a piece of one parameter's z. See the contract for the pieces that are allowed."""
+        """Write a chunk of one parameter's z. See the contract for the chunks that are allowed."""
         stream = self._stream(seed)
         place = self._places[parameter.index]
         with stream.lock:
@@ -157,6 +159,6 @@ class SequentialNoise:
             at, element = stream.position
             spec = self._parameters[at]
             stop = start if at == place else spec.numel
-            last = min((last for first, last in self.pieces(spec) if first <= element < last), default=spec.numel)
+            last = min((last for first, last in self.chunks(spec) if first <= element < last), default=spec.numel)
             stream.generator.skip(min(last, stop) - element, spec.dtype)
             self._advance(stream, at, min(last, stop))

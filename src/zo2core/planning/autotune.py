@@ -15,12 +15,12 @@ import torch
 from zo2core.devices import HostDevice
 from zo2core.errors import ScratchError
 from zo2core.io.direct_file import RangedFile, byte_view
-from zo2core.kernels import walk
+from zo2core.kernels import apply, apply_drawing
 from zo2core.protocols import CounterNoise, NoiseGenerator
 from zo2core.types import BlockLayout, Descend, ParameterSpec, Perturb, Program
 
 _BYTES = 64 << 20  # written by the disk probe
-_PIECES = 64  # drawn by the noise probe
+_CHUNKS = 64  # drawn by the noise probe
 _THREADS = 2  # share each pass with counter-based noise; with a sequential generator one replays
 _DESCEND = Descend(0, projected_grad=1.0, lr=1e-6, weight_decay=0.0)
 _ROUNDS = 3  # the best counts: others disturb, nothing helps
@@ -39,10 +39,10 @@ def replay_seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_
 
     def run(spec: ParameterSpec, start: int, theta: torch.Tensor, z: torch.Tensor, *scratch: torch.Tensor) -> None:
         if isinstance(noise, CounterNoise):
-            noise.walk(theta, program, spec, start)
+            apply_drawing(theta, program, noise.distribution, spec.index, start)
             return
         noise.fill(z, 0, spec, start)
-        walk(theta, program, [z], scratch=scratch[0], decay_scratch=scratch[1])
+        apply(theta, program, [z], scratch=scratch[0], decay_scratch=scratch[1])
 
     return _seconds(noise, layouts, run)
 
@@ -59,31 +59,30 @@ def evaluation_seconds(noise: CounterNoise, layouts: Sequence[BlockLayout]) -> t
     """
 
     def to_evaluation(program: Program) -> float:
-        then = Perturb(len(program.seeds) - 1, 1.0, 1e-3)
-
         def run(spec: ParameterSpec, start: int, theta: torch.Tensor, out: torch.Tensor, *_: torch.Tensor) -> None:
-            noise.walk(theta, program, spec, start, out=out, then=then)
+            apply_drawing(theta, program, noise.distribution, spec.index, start, out=out)
 
         return _seconds(noise, layouts, run)
 
-    return to_evaluation(Program((0, 1), (_DESCEND,))), to_evaluation(Program((1,), ()))
+    with_update = Program((0, 1), (_DESCEND,), then=Perturb(1, 1.0, 1e-3))
+    return to_evaluation(with_update), to_evaluation(Program((1,), (), then=Perturb(0, 1.0, 1e-3)))
 
 
 def _seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], run: Callable[..., None]) -> float:
-    """Seconds of a pass over all weights, from some pieces of the largest parameter."""
+    """Seconds of a pass over all weights, from some chunks of the largest parameter."""
     specs = [spec for layout in layouts for spec in layout.parameters]
     largest = max(specs, key=lambda spec: spec.numel)
-    pieces = noise.pieces(largest)[:_PIECES]
-    longest = max(stop - start for start, stop in pieces)
+    chunks = noise.chunks(largest)[:_CHUNKS]
+    longest = max(stop - start for start, stop in chunks)
     memory = [torch.zeros(longest, dtype=largest.dtype) for _ in range(4)]
     best = math.inf
     for _ in range(_ROUNDS):
         began = time.perf_counter()
-        for start, stop in pieces:
-            run(largest, start, *(each[: stop - start] for each in memory))
+        for start, stop in chunks:
+            run(largest, start, *(buffer[: stop - start] for buffer in memory))
         best = min(best, time.perf_counter() - began)
     threads = min(_THREADS, os.cpu_count() or 1) if isinstance(noise, CounterNoise) else 1
-    return best / sum(stop - start for start, stop in pieces) * sum(spec.numel for spec in specs) / threads
+    return best / sum(stop - start for start, stop in chunks) * sum(spec.numel for spec in specs) / threads
 
 
 def write_bytes_per_second(directory: Path) -> float:

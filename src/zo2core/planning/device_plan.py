@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zo2core.noise.sizes import SCRATCH, drawn_bytes
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.memory_plan import MemoryPart, MemoryPlan
 from zo2core.protocols import CounterNoise, NoiseGenerator
 from zo2core.schedulers.overlapped import SLOTS
-from zo2core.types import SCRATCH, BlockLayout, work_bytes
+from zo2core.types import BlockLayout, work_bytes
 
 AUTO_SHARE = 0.95  # of the free memory; the rest is the allocator's
 _SCRATCHES = 3  # replay, decay, move
@@ -54,7 +55,7 @@ def plan_device_memory(
     budget = int(AUTO_SHARE * free) if memory == "auto" else parse_size(memory, option="device_memory")
     blocks = [layout.nbytes for layout in layouts if not layout.resident]
     largest = max(blocks, default=0)
-    drawn = 0 if isinstance(noise, CounterNoise) else _drawn_bytes(layouts, noise)
+    drawn = 0 if isinstance(noise, CounterNoise) else drawn_bytes(layouts, noise)
     itemsize = max(spec.dtype.itemsize for layout in layouts for spec in layout.parameters)
     scratch = 0 if isinstance(noise, CounterNoise) else _SCRATCHES * min(SCRATCH * itemsize, drawn)
     least = activation_bytes if least_activation_bytes is None else min(least_activation_bytes, activation_bytes)
@@ -79,9 +80,3 @@ def plan_device_memory(
     if smallest.nbytes <= budget:
         return counted(0, least + budget - smallest.nbytes)
     raise smallest.too_large("device_memory", "use a larger device, smaller batches, a loss in chunks, or a 16-bit dtype")
-
-
-def _drawn_bytes(layouts: Sequence[BlockLayout], noise: NoiseGenerator) -> int:
-    """Bytes of the longest piece in which a parameter's z is drawn."""
-    specs = {(spec.numel, spec.dtype): spec for layout in layouts for spec in layout.parameters}
-    return max(max(stop - start for start, stop in noise.pieces(spec)) * spec.dtype.itemsize for spec in specs.values())

@@ -1,6 +1,7 @@
-"""Moves a segment's weights where noise is counter-based: each pass over memory draws the z that it uses.
+"""Perturbs along counter-based noise: each pass over memory draws the z that it uses.
 
-Nothing is kept from one pass to the next, and ranges do not depend on each other: two threads take them in turns.
+A segment's replay and its first evaluation are one pass. Nothing is kept from one pass to the next, and ranges do not depend
+on each other: two threads share them out (``_share_out``).
 """
 
 from __future__ import annotations
@@ -11,117 +12,144 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from zo2core.protocols import SEEDS_IN_TURN, CounterNoise, Store
-from zo2core.sweep.work_buffer import Cell, Workspace
-from zo2core.types import Evaluation, Perturb, Program
-from zo2core.updates import Move, Replay, rounds
+from zo2core.kernels import apply_drawing
+from zo2core.protocols import SEEDS_IN_TURN, CounterNoise, Stores
+from zo2core.sweep.work_buffer import ParameterView, WorkBuffer
+from zo2core.types import Evaluation, Program
+from zo2core.updates import Trajectory, compile_moves, compile_updates, rounds
 
-# Note: Shares. Large enough that the call costs little, small enough that the threads end together. A multiple of what is
+# Note: Ranges. Large enough that the call costs little, small enough that the threads end together. A multiple of what is
 # drawn at once.
-SHARE = 1 << 18  # elements
+RANGE = 1 << 18  # elements
 
 
-class Mover:
-    """Moves weights for one sweep.
+class CounterPerturber:
+    """A ``Perturber`` for noise that kernels draw.
 
     Args:
-        noise: Draws z.
-        workspace: Memory.
+        noise: Whose numbers are drawn.
+        buffer: One sweep at a time may use it.
         worker: The second thread; None does without.
+        trajectory: What the sweep does to the weights.
         parallel_from: Elements of the segments that are worth two threads.
-        zo_eps: Perturbation scale.
     """
 
     def __init__(
         self,
         noise: CounterNoise,
-        workspace: Workspace,
+        buffer: WorkBuffer,
         worker: ThreadPoolExecutor | None,
+        trajectory: Trajectory,
         *,
         parallel_from: int,
-        zo_eps: float,
     ) -> None:
-        self._noise = noise
-        self._workspace = workspace
+        self._distribution = noise.distribution
+        self._buffer = buffer
         self._worker = worker
+        self._trajectory = trajectory
         self._parallel_from = parallel_from
-        self._zo_eps = zo_eps
-        # One object for all segments, so that each is coded for the kernels once.
-        self._programs: dict[tuple[int, int, int | None], tuple[Program, Program, Program]] = {}
-        self._moves: dict[tuple[Move, ...], Program] = {}
+        first = trajectory.evaluations[0] if trajectory.evaluations else None
+        self._first = first if first is not None and first.shift != 0 else None  # what a replay leads to
+        self._at: Evaluation | None = None  # where a replay has brought the work buffer
+        # One object for all segments, so that each program is coded for the kernels once.
+        self._replays: dict[int, list[Mapping[bool, Program]]] = {}  # by the version that updates are missing from
+        self._copies: dict[Evaluation, Program] = {}
+        self._moves: dict[tuple[Evaluation | None, Evaluation | None], Program] = {}
+        self.seeds = {evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None}
 
-    def replay(self, index: int, stores: Mapping[int, Store], replays: Sequence[Replay], first: Evaluation | None) -> None:
-        """Bring a segment to the present version and, in the same pass, the work buffer to the first evaluation.
+    def replay(self, index: int, stores: Stores, version: int) -> int:
+        """Bring the store to the present version and, in the same pass, the work buffer to the first evaluation."""
+        for programs in self._programs(version):
+            last = programs[False].then is not None
+            self._run(index, stores, programs, self._copy(self._first) if last and self._first is not None else None)
+        self._at = self._first
+        return self._trajectory.version
+
+    def move(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
+        """Bring the work buffer to an evaluation, unless the replay has done so. See the contract."""
+        at, self._at = self._at, None
+        if at is not None and at == evaluation:
+            return
+        if before is not None and self._trajectory.perturb_in_place:
+            self._move_in_place(index, before, evaluation)
+        elif evaluation is None or evaluation.shift == 0:
+            for view in self._buffer.segments[index]:
+                view.work.copy_(stores[view.owner][view.position])
+        else:
+            copy = self._copy(evaluation)
+            self._run(index, stores, {False: copy, True: copy}, copy)
+
+    def finish(self) -> None:
+        """Nothing is left to wait for: the second thread works only while ``replay`` and ``move`` do."""
+
+    def _programs(self, version: int) -> list[Mapping[bool, Program]]:
+        """What brings segments to the present version, in rounds; the last one also leads to the first evaluation."""
+        if version not in self._replays:
+            trajectory = self._trajectory
+            *before, last = rounds(trajectory.updates[version : trajectory.version], SEEDS_IN_TURN)
+            programs = [compile_updates(updates) for updates in before]
+            programs.append(compile_updates(last, self._first, trajectory.zo_eps))
+            self.seeds.update(seed for of_round in programs for seed in of_round[False].seeds)
+            self._replays[version] = programs
+        return self._replays[version]
+
+    def _copy(self, evaluation: Evaluation) -> Program:
+        """What perturbs a copy of weights that stay as they are."""
+        if evaluation not in self._copies:
+            self._copies[evaluation] = compile_updates((), evaluation, self._trajectory.zo_eps)[False]
+        return self._copies[evaluation]
+
+    def _run(self, index: int, stores: Stores, own: Mapping[bool, Program], borrowed: Program | None) -> None:
+        """Run programs on stores; the perturbed copies that they make go to the work buffer.
 
         Args:
-            index: Of the segment.
-            stores: Its own, and those it borrows from.
-            replays: The updates it lacks.
-            first: The evaluation; None leaves the work buffer alone.
+            index: The segment.
+            stores: Its own store, and those it borrows from, by segment.
+            own: For its own weights, by whether weight decay applies.
+            borrowed: For weights that it borrows; None leaves them alone.
         """
-        *before, replays = rounds(replays, SEEDS_IN_TURN)
-        for some in before:
-            self._replay_round(index, stores, some, None)
-        self._replay_round(index, stores, replays, first)
+        if not own[False].instructions and own[False].then is None:
+            return
 
-    def _replay_round(
-        self, index: int, stores: Mapping[int, Store], replays: Sequence[Replay], first: Evaluation | None
-    ) -> None:
-        plain, decayed, still = self._joined(replays, first)
-        then = None if first is None else Perturb(still.seeds.index(first.seed), first.shift, self._zo_eps)
+        def run(view: ParameterView, start: int, stop: int) -> None:
+            program = own[view.spec.decays] if view.owner == index else borrowed
+            assert program is not None
+            theta = stores[view.owner][view.position][start:stop]
+            out = None if program.then is None else view.work[start:stop]
+            apply_drawing(theta, program, self._distribution, view.spec.index, start, out=out)
 
-        def run(cell: Cell, start: int, stop: int) -> None:
-            theta = stores[cell.owner][cell.position][start:stop]
-            program = still if cell.owner != index else decayed if cell.spec.decays else plain
-            out = None if then is None else cell.work[start:stop]
-            self._noise.walk(theta, program, cell.spec, start, out=out, then=then)
+        views = self._buffer.segments[index]
+        self._share_out(index, run, [view for view in views if view.owner == index or borrowed is not None])
 
-        cells = self._workspace.segments[index]
-        if replays or then is not None:
-            self._share(index, run, [cell for cell in cells if then is not None or cell.owner == index])
+    def _move_in_place(self, index: int, before: Evaluation, evaluation: Evaluation | None) -> None:
+        """Walk the work buffer from one evaluation to the next."""
+        if (before, evaluation) not in self._moves:
+            self._moves[before, evaluation] = compile_moves(before, evaluation, self._trajectory.zo_eps)
+        program = self._moves[before, evaluation]
 
-    def move(self, index: int, moves: Sequence[Move]) -> None:
-        """Walk the work buffer."""
-        key = tuple(moves)
-        if key not in self._moves:
-            seeds = tuple(dict.fromkeys(move.seed for move in moves))
-            steps = tuple(Perturb(seeds.index(seed), shift, self._zo_eps) for seed, shift in moves)
-            self._moves[key] = Program(seeds, steps)
-        program = self._moves[key]
+        def run(view: ParameterView, start: int, stop: int) -> None:
+            apply_drawing(view.work[start:stop], program, self._distribution, view.spec.index, start)
 
-        def run(cell: Cell, start: int, stop: int) -> None:
-            self._noise.walk(cell.work[start:stop], program, cell.spec, start)
+        if program.instructions:
+            self._share_out(index, run, self._buffer.segments[index])
 
-        self._share(index, run, self._workspace.segments[index])
-
-    def _joined(self, replays: Sequence[Replay], first: Evaluation | None) -> tuple[Program, Program, Program]:
-        """What is done to parameters without and with weight decay, and to borrowed ones: nothing yet."""
-        key = (id(replays[0]) if replays else 0, len(replays), None if first is None else first.seed)
-        if key not in self._programs:
-            last = [] if first is None else [Program((first.seed,), ())]
-            plain, decayed = (
-                Program.joined([*(replay.program(decays=decays) for replay in replays), *last]) for decays in (False, True)
-            )
-            self._programs[key] = (plain, decayed, Program(plain.seeds, ()))
-        return self._programs[key]
-
-    def _share(self, index: int, run: Callable[[Cell, int, int], None], cells: Sequence[Cell]) -> None:
-        """Run on all ranges of these cells, on two threads if that pays."""
-        worker = self._worker if self._workspace.elements[index] >= self._parallel_from else None
-        ranges: deque[tuple[Cell, int, int]] = deque()
-        for cell in cells:
-            numel = cell.spec.numel
-            share = max(numel, 1) if worker is None else SHARE
-            ranges.extend((cell, start, min(start + share, numel)) for start in range(0, numel, share))
+    def _share_out(self, index: int, run: Callable[[ParameterView, int, int], None], views: Sequence[ParameterView]) -> None:
+        """Run on all ranges of these parameters; two threads take the next one in turns, if that pays."""
+        worker = self._worker if self._buffer.elements[index] >= self._parallel_from else None
+        ranges: deque[tuple[ParameterView, int, int]] = deque()
+        for view in views:
+            numel = view.spec.numel
+            length = max(numel, 1) if worker is None else RANGE
+            ranges.extend((view, start, min(start + length, numel)) for start in range(0, numel, length))
 
         def work() -> None:
             with torch.inference_mode():
                 while True:
                     try:
-                        cell, start, stop = ranges.popleft()
+                        view, start, stop = ranges.popleft()
                     except IndexError:  # nothing is left
                         return
-                    run(cell, start, stop)
+                    run(view, start, stop)
 
         if worker is None:
             work()

@@ -1,0 +1,114 @@
+"""Which kernel runs: the compiled one or Triton's where it is installed and takes the tensors, else the reference.
+
+All give the same bits.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from zo2core.kernels import arithmetic, native, philox
+from zo2core.types import Distribution, Program
+
+_CHUNK = 32768  # elements for which the reference draws at once on the CPU
+_DEVICE_CHUNK = 1 << 22  # and elsewhere, where launches cost more than memory
+
+
+def perturb(
+    out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, *, shift: float, zo_eps: float, scratch: torch.Tensor
+) -> None:
+    """As ``arithmetic.perturb``; the scratch may stay as it is."""
+    if native.takes(out, theta, z):
+        native.perturb(out, theta, z, shift=shift, zo_eps=zo_eps)
+    else:
+        arithmetic.perturb(out, theta, z, shift=shift, zo_eps=zo_eps, scratch=scratch)
+
+
+def apply(
+    theta: torch.Tensor,
+    program: Program,
+    zs: Sequence[torch.Tensor],
+    *,
+    scratch: torch.Tensor,
+    decay_scratch: torch.Tensor,
+) -> None:
+    """As ``arithmetic.apply``; the scratch may stay as it is."""
+    if native.takes(theta, *zs):
+        native.apply(theta, program, zs)
+    else:
+        arithmetic.apply(theta, program, zs, scratch=scratch, decay_scratch=decay_scratch)
+
+
+def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
+    """As ``philox.fill``."""
+    if native.takes(out):
+        native.fill(out, distribution, seed, parameter, start)
+        return
+    length = _CHUNK if out.device.type == "cpu" else _DEVICE_CHUNK
+    for first in range(0, out.numel(), length):
+        philox.fill(out[first : first + length], distribution, seed, parameter, start + first)
+
+
+def apply_drawing(
+    theta: torch.Tensor,
+    program: Program,
+    distribution: Distribution,
+    parameter: int,
+    start: int = 0,
+    *,
+    out: torch.Tensor | None = None,
+) -> None:
+    """Run a program on a range of a parameter, drawing its directions on the way, in one pass over memory.
+
+    May be called from several threads.
+
+    Args:
+        theta: The range's weights, 1-D, contiguous, changed in place.
+        program: What to do to them.
+        distribution: Of z.
+        parameter: The parameter's place in registration order.
+        start: Element of the parameter at which ``theta`` starts.
+        out: Where the perturbed copy goes, for a program that makes one. May be ``theta``, else must not overlap it.
+    """
+    assert (out is None) == (program.then is None)
+    if native.takes(theta) if out is None else native.takes(theta, out):
+        native.apply_drawing(theta, program, distribution, parameter, start, out=out)
+    elif theta.is_cuda and (kernels := _triton()) is not None and kernels.takes(theta):
+        kernels.apply_drawing(theta, program, distribution, parameter, start, out=out)
+    else:
+        _apply_drawing(theta, program, distribution, parameter, start, out=out)
+
+
+@cache
+def _triton() -> ModuleType | None:
+    """The Triton kernels, imported when the first CUDA tensor comes; None without Triton."""
+    return importlib.import_module("zo2core.kernels.triton_kernels") if find_spec("triton") else None
+
+
+def _apply_drawing(
+    theta: torch.Tensor,
+    program: Program,
+    distribution: Distribution,
+    parameter: int,
+    start: int,
+    *,
+    out: torch.Tensor | None,
+) -> None:
+    """The reference: draw all directions of a chunk, then run the program on it."""
+    length = min(_CHUNK if theta.device.type == "cpu" else _DEVICE_CHUNK, theta.numel())
+    memory = [torch.empty(length, dtype=theta.dtype, device=theta.device) for _ in range(2 + len(program.seeds))]
+    for first in range(0, theta.numel(), max(length, 1)):
+        chunk = theta[first : first + length]
+        scratch, decay_scratch, *zs = (buffer[: chunk.numel()] for buffer in memory)
+        for z, seed in zip(zs, program.seeds, strict=True):
+            philox.fill(z, distribution, seed, parameter, start + first)
+        arithmetic.apply(chunk, program, zs, scratch=scratch, decay_scratch=decay_scratch)
+        if program.then is not None and out is not None:
+            copy, z, shift = out[first : first + length], zs[program.then.direction], program.then.shift
+            arithmetic.perturb(copy, chunk, z, shift=shift, zo_eps=program.then.zo_eps, scratch=scratch)

@@ -1,0 +1,263 @@
+"""Perturbs along noise that is drawn into memory, as a sequential generator draws it.
+
+Drawing is what takes long. Two directions have generators of their own, so two threads draw at once (``_draw_ahead``): while
+the first replays the missing updates chunk by chunk, a second one draws the noise of the first evaluation and, as soon as a
+chunk is replayed and still in the cache, perturbs it into the work buffer.
+
+Where memory allows, a segment's z is kept from one evaluation to the next, and two threads perturb along it (``_halve``).
+Elsewhere it is drawn again, on one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from enum import Enum, auto
+from queue import SimpleQueue
+
+import torch
+
+from zo2core.kernels import apply, perturb
+from zo2core.protocols import SEEDS_IN_TURN, NoiseGenerator, Store, Stores
+from zo2core.sweep.work_buffer import ParameterView, WorkBuffer
+from zo2core.types import Evaluation, Perturb, Program, Update
+from zo2core.updates import Trajectory, compile_moves, compile_updates, rounds, seeds_of
+
+
+class _Chunk(Enum):
+    """What the replaying thread tells the second one."""
+
+    REPLAYED = auto()
+    LOST = auto()  # the replay failed: no chunk will follow
+
+
+class DrawnPerturber:
+    """A ``Perturber`` for noise that is drawn into memory.
+
+    Args:
+        noise: Draws z.
+        buffer: One sweep at a time may use it.
+        worker: The second thread; None does without.
+        trajectory: What the sweep does to the weights.
+        parallel_from: Elements of the segments that are worth two threads.
+    """
+
+    def __init__(
+        self,
+        noise: NoiseGenerator,
+        buffer: WorkBuffer,
+        worker: ThreadPoolExecutor | None,
+        trajectory: Trajectory,
+        *,
+        parallel_from: int,
+    ) -> None:
+        self._noise = noise
+        self._buffer = buffer
+        self._worker = worker
+        self._trajectory = trajectory
+        self._parallel_from = parallel_from
+        first = trajectory.evaluations[0] if trajectory.evaluations else None
+        self._first = first if first is not None and first.shift != 0 else None  # what a replay may lead to
+        # One object for all segments, so that each program is coded for the kernels once.
+        self._replays: dict[int, Mapping[bool, Program]] = {}  # by the step of the update
+        self._rounds: dict[int, list[Sequence[Update]]] = {}  # by the version that updates are missing from
+        self._moves: dict[tuple[Evaluation | None, Evaluation | None], Program] = {}
+        self._ahead: Future[bool] | None = None  # whether the second thread brought the work buffer to the first evaluation
+        self._drawn: int | None = None  # seed whose z is in the noise buffer for the segment being visited
+        self._drawn_tied: dict[str, int] = {}  # tied weight -> seed whose z is in the noise buffer for it
+        self.seeds = {evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None}
+
+    def replay(self, index: int, stores: Stores, version: int) -> int:
+        """Bring a segment's store to the present version. See the contract."""
+        self._drawn = None
+        replayed: SimpleQueue[_Chunk] = SimpleQueue()
+        try:
+            missing = self._missing(version)
+            ahead = self._draw_ahead(index, stores, missing, replayed)
+            for updates in missing:
+                told = replayed if ahead and updates is missing[-1] else None
+                self._replay_segment(index, stores[index], updates, told)
+        except BaseException:
+            replayed.put(_Chunk.LOST)  # lets the second thread go, whether it was started or not
+            self.finish()
+            raise
+        return self._trajectory.version
+
+    def move(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
+        """Bring the work buffer to an evaluation, unless the second thread has done so. See the contract."""
+        if self._join() and evaluation == self._first:
+            return
+        origin = before if self._trajectory.perturb_in_place else None
+        if (origin, evaluation) not in self._moves:
+            self._moves[origin, evaluation] = compile_moves(origin, evaluation, self._trajectory.zo_eps)
+        program = self._moves[origin, evaluation]
+        if origin is None and not program.instructions:
+            for view in self._buffer.segments[index]:
+                view.work.copy_(stores[view.owner][view.position])
+        sources = None if origin is not None else stores
+        for instruction in program.instructions:
+            assert isinstance(instruction, Perturb)
+            self._perturb_segment(index, instruction, program.seeds[instruction.direction], sources)
+            sources = None
+
+    def finish(self) -> None:
+        """Wait until the second thread has let go of the memory. See the contract."""
+        if self._ahead is not None:
+            wait([self._ahead])
+
+    # ---- replay
+
+    def _missing(self, version: int) -> list[Sequence[Update]]:
+        """The updates that a version lacks, in rounds, each compiled."""
+        if version not in self._rounds:
+            updates = self._trajectory.updates[version : self._trajectory.version]
+            for update in updates:
+                if update.step not in self._replays:
+                    self._replays[update.step] = compile_updates([update])
+                    self.seeds.update(seeds_of(update))
+            self._rounds[version] = list(rounds(updates, SEEDS_IN_TURN))
+        return self._rounds[version]
+
+    def _replay_segment(
+        self, index: int, store: Store, updates: Sequence[Update], replayed: SimpleQueue[_Chunk] | None
+    ) -> None:
+        programs = [self._replays[update.step] for update in updates]
+        for view in self._buffer.segments[index]:
+            if view.owner == index:
+                own = [program[view.spec.decays] for program in programs]
+                self._replay_parameter(view, store[view.position], own, replayed)
+
+    def _replay_parameter(
+        self, view: ParameterView, theta: torch.Tensor, programs: Sequence[Program], replayed: SimpleQueue[_Chunk] | None
+    ) -> None:
+        spec, buffer = view.spec, self._buffer
+        scratch, decay_scratch = buffer.scratch(spec.dtype, "replay"), buffer.scratch(spec.dtype, "decay")
+        most_seeds = max((len(program.seeds) for program in programs), default=0)
+        zs = [buffer.drawing(spec.dtype, f"z {i}") for i in range(most_seeds)]
+        for start, stop in view.chunks:
+            chunk, length = theta[start:stop], stop - start
+            first, second = scratch[:length], decay_scratch[:length]
+            for program in programs:
+                drawn = [z[:length] for z in zs[: len(program.seeds)]]
+                for z, seed in zip(drawn, program.seeds, strict=True):
+                    self._noise.fill(z, seed, spec, start)
+                apply(chunk, program, drawn, scratch=first, decay_scratch=second)
+            if replayed is not None:
+                replayed.put(_Chunk.REPLAYED)
+
+    # ---- the first evaluation, on the second thread
+
+    def _draw_ahead(
+        self,
+        index: int,
+        stores: Stores,
+        missing: Sequence[Sequence[Update]],
+        replayed: SimpleQueue[_Chunk],
+    ) -> bool:
+        """Have the second thread, if that pays, prepare the first evaluation; it is told of each replayed chunk."""
+        if self._worker is None or self._first is None:
+            return False
+        own = sum(view.spec.numel for view in self._buffer.segments[index] if view.owner == index)
+        if own < self._parallel_from:
+            return False  # this thread has next to nothing to replay: both move what is borrowed, where noise is kept
+        if any(self._first.seed in self._replays[update.step][False].seeds for updates in missing for update in updates):
+            return False  # one seed's generator in two places would start over for each chunk
+        self._ahead = self._worker.submit(self._prepare, index, stores, self._first, replayed)
+        return True
+
+    def _prepare(self, index: int, stores: Stores, evaluation: Evaluation, replayed: SimpleQueue[_Chunk]) -> bool:
+        """Second thread: draw a direction and perturb along it, chunk by chunk, behind the replay."""
+        for view in self._buffer.segments[index]:
+            theta = stores[view.owner][view.position]
+            for start, stop in view.chunks:
+                z = self._noise_memory(view, start, stop, "ahead")
+                if self._drawn_tied.get(view.spec.name) != evaluation.seed:
+                    self._noise.fill(z, evaluation.seed, view.spec, start)
+                if view.owner == index and replayed.get() is _Chunk.LOST:
+                    return False
+                self._perturb_chunk(view, start, stop, theta, z, evaluation.shift, "ahead")
+            self._note_drawn(view, evaluation.seed)
+        self._drawn = evaluation.seed
+        return True
+
+    def _join(self) -> bool:
+        """Wait for the second thread, once; whether it brought the work buffer to the first evaluation."""
+        if self._ahead is None:
+            return False
+        prepared = self._ahead.result()  # known until it has ended: whoever is interrupted here can still wait for it
+        self._ahead = None
+        return prepared
+
+    # ---- other evaluations
+
+    def _perturb_segment(self, index: int, move: Perturb, seed: int, sources: Stores | None) -> None:
+        """Perturb the work buffer along a direction, from the stores or, without, from where it is."""
+        if not self._buffer.keeps_noise:
+            for view, start, stop in self._chunks(index):
+                z = self._noise_memory(view, start, stop, "move")
+                self._noise.fill(z, seed, view.spec, start)
+                self._perturb_chunk(view, start, stop, _weights(view, sources), z, move.shift, "move 0")
+            return
+        if self._drawn != seed:
+            self._draw(index, seed)
+        self._halve(index, move, sources)
+
+    def _halve(self, index: int, move: Perturb, sources: Stores | None) -> None:
+        """Perturb along kept noise; two threads take every other chunk, if that pays."""
+        if self._worker is None or self._buffer.elements[index] < self._parallel_from:
+            self._perturb_half(index, move, 0, 1, sources)
+            return
+        other = self._worker.submit(self._perturb_half, index, move, 1, 2, sources)
+        try:
+            self._perturb_half(index, move, 0, 2, sources)
+        finally:
+            other.result()
+
+    def _perturb_half(self, index: int, move: Perturb, part: int, parts: int, sources: Stores | None) -> None:
+        """Perturb every ``parts``-th chunk of each parameter; chunks do not touch each other."""
+        for view, start, stop in self._chunks(index, part, parts):
+            z = self._noise_memory(view, start, stop, "move")
+            self._perturb_chunk(view, start, stop, _weights(view, sources), z, move.shift, f"move {part}")
+
+    def _chunks(self, index: int, part: int = 0, parts: int = 1) -> Iterator[tuple[ParameterView, int, int]]:
+        """Every ``parts``-th chunk of each of a segment's parameters."""
+        return ((view, *chunk) for view in self._buffer.segments[index] for chunk in view.chunks[part::parts])
+
+    def _perturb_chunk(
+        self, view: ParameterView, start: int, stop: int, theta: torch.Tensor, z: torch.Tensor, shift: float, scratch: str
+    ) -> None:
+        perturb(
+            view.work[start:stop],
+            theta[start:stop],
+            z,
+            shift=shift,
+            zo_eps=self._trajectory.zo_eps,
+            scratch=self._buffer.scratch(view.spec.dtype, scratch)[: stop - start],
+        )
+
+    # ---- kept noise
+
+    def _draw(self, index: int, seed: int) -> None:
+        """Draw one direction for a segment into the noise buffer; tied weights keep theirs from segment to segment."""
+        for view in self._buffer.segments[index]:
+            if self._drawn_tied.get(view.spec.name) == seed:
+                continue
+            for start, stop in view.chunks:
+                self._noise.fill(self._noise_memory(view, start, stop, "move"), seed, view.spec, start)
+            self._note_drawn(view, seed)
+        self._drawn = seed
+
+    def _note_drawn(self, view: ParameterView, seed: int) -> None:
+        if view.tied and view.z is not None:
+            self._drawn_tied[view.spec.name] = seed
+
+    def _noise_memory(self, view: ParameterView, start: int, stop: int, purpose: str) -> torch.Tensor:
+        """Where a chunk of z goes: its place in the noise buffer, or scratch that the next chunk overwrites."""
+        if view.z is not None:
+            return view.z[start:stop]
+        return self._buffer.drawing(view.spec.dtype, f"z {purpose}")[: stop - start]
+
+
+def _weights(view: ParameterView, sources: Stores | None) -> torch.Tensor:
+    """A parameter's weights in the stores or, without, in the work buffer."""
+    return view.work if sources is None else sources[view.owner][view.position]
