@@ -99,6 +99,9 @@ class ToyBlockModel:
         out = self.toy.out
         return batch["input_ids"].numel() * out.out_features * out.weight.element_size()
 
+    def held_bytes(self, batch: Batch) -> int:
+        return batch["input_ids"].numel() * self.toy.table.embedding_dim * self.toy.table.weight.element_size()
+
 
 def make_toy(vocab: int, width: int, layers: int, *, tied: bool, dtype: torch.dtype) -> Toy:
     """The whole toy with weights that depend on the sizes only."""

@@ -325,6 +325,9 @@ class Forward(Protocol):
     def forward_bytes(self, batch: Batch) -> int:
         """Expected peak of what one segment's forward takes, beside what batches hold between segments."""
 
+    def held_bytes(self, batch: Batch) -> int:
+        """Expected bytes that the batch holds between segments; nothing is run to learn it."""
+
 
 class BlockModel(Forward, Protocol):
     """A model cut into embedding, blocks and head: what an adapter gives."""

@@ -5,23 +5,29 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from zo2adapters.models.footprint import activation_bytes, forward_bytes, held_bytes, least_activation_bytes
+from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import SequentialNoise
-from zo2core.planning.device_plan import Residency, choose_residency
-from zo2core.planning.host_budget import parse_size
-from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS, Arrangement, arrange
-from zo2core.protocols import NoiseGenerator
-from zo2core.sweep.activation_offload import ROOMS, streams_that_stay
+from zo2core import (
+    MOST_USEFUL_BUCKETS,
+    ROOMS,
+    Arrangement,
+    NoiseGenerator,
+    Residency,
+    SequentialNoise,
+    arrange,
+    choose_residency,
+    parse_size,
+    streams_that_stay,
+)
 
 
 @dataclass(frozen=True)
-class DevicePlan:
+class DeviceRunPlan:
     """A run on a GPU as it is expected to be."""
 
-    arrangement: Arrangement  # of host memory
-    residency: Residency  # of the device's
-    blocks: int
+    arrangement: Arrangement  # what takes host memory
+    residency: Residency  # what takes the device's
+    blocks: int  # how many the model has
     read_bytes: int  # a step, from the disk
     moved_bytes: int  # a step, each way
     waiting_bytes: int  # of activations, in host memory; moved each way at every segment
@@ -29,15 +35,15 @@ class DevicePlan:
 
     @property
     def transfer_seconds(self) -> float:
-        """Of a step, beside the compute; uploads and offloads go at the same time."""
+        """Seconds of a step's transfers, beside the compute; uploads and offloads go at the same time."""
         return (self.moved_bytes + (self.blocks + 1) * self.waiting_bytes) / self.bus
 
     def to_json(self) -> str:
-        """For programs: the fields, and the seconds that follow from them."""
+        """Give programs the fields, and the seconds that follow from them."""
         return json.dumps({**asdict(self), "transfer_seconds": self.transfer_seconds, "compute_seconds": None})
 
     def table(self) -> str:
-        """For people."""
+        """Give people a table."""
         rows = [
             ("blocks that stay", f"{self.residency.kept} of {self.blocks}"),
             ("read from disk a step", f"{self.read_bytes / 1e9:.2f} GB"),
@@ -50,7 +56,7 @@ class DevicePlan:
         return "\n".join(["host memory", self.arrangement.table(), "", "device memory", self.residency.table(), "", *lines])
 
 
-def plan_device(
+def plan_device_run(
     model: HFBlockModel,
     *,
     memory: int | str = "auto",
@@ -61,23 +67,23 @@ def plan_device(
     micro_rows: int | None = None,
     noise: NoiseGenerator | None = None,
     queries: int = 1,
-) -> DevicePlan:
+) -> DeviceRunPlan:
     """Plan a run on a GPU that need not be here. Nothing is loaded or measured.
 
     Args:
         model: From ``open_checkpoint``.
-        memory: Host memory the process may have in all.
-        device_memory: Of the GPU, that may be used.
-        bus: Bytes a second, each way at the same time.
-        rows: Of a batch.
-        tokens: Of a row.
+        memory: Host memory the process may take in all.
+        device_memory: Memory of the GPU that the run may use.
+        bus: Bytes a second that the bus moves, each way at the same time.
+        rows: Rows of a batch.
+        tokens: Tokens of a row.
         micro_rows: Rows that run at a time; None: all of a batch.
         noise: Draws z; None is MeZO's, as a GPU draws it.
         queries: Directions a step.
 
     Raises:
         MemoryBudgetError: if the host, or the device, is too small for any arrangement.
-        OptionError: if a size is none.
+        OptionError: if a size cannot be read.
     """
     layouts = model.layouts
     config, chunk = model.config, model.loss_chunk
@@ -92,7 +98,7 @@ def plan_device(
         probes=queries,
     )
     running = rows if micro_rows is None else min(rows, micro_rows)
-    own, streams = held_bytes(config, running, tokens), 2 * queries * -(-rows // running)
+    own, streams = expected_held_bytes(config, running, tokens), 2 * queries * -(-rows // running)
     left = residency.activation_bytes - forward_bytes(config, running, tokens, loss_chunk=chunk)
     waiting = own * (streams - streams_that_stay(streams, own, left, rooms=ROOMS * own))
     # As the engine does: it sets aside what all streams take if any of them has to wait.
@@ -101,7 +107,7 @@ def plan_device(
     read = 0
     if arrangement.buckets is not None:
         read = _share(blocks, len(blocks) - residency.kept - max(arrangement.buckets - MOST_USEFUL_BUCKETS, 0))
-    return DevicePlan(
+    return DeviceRunPlan(
         arrangement=arrangement,
         residency=residency,
         blocks=len(blocks),

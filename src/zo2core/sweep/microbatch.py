@@ -12,12 +12,24 @@ import torch
 
 from zo2core.types import Batch
 
-IGNORED = -100  # label of a token without loss
+IGNORE_INDEX = -100  # the label of a token without loss, as in Hugging Face and torch
+
+
+def predicted(labels: torch.Tensor) -> torch.Tensor:
+    """Where a causal language model has a loss: at tokens whose next one has a label.
+
+    Args:
+        labels: (..., tokens). The first token's label does not count, since nothing predicts it.
+
+    Returns:
+        Truth values, (..., tokens - 1): whether a token's successor is predicted from it.
+    """
+    return labels[..., 1:] != IGNORE_INDEX
 
 
 def labelled_tokens(batch: Batch) -> int:
-    """Count the tokens whose loss a causal language model averages: labels that are not -100, but for the first column."""
-    return int((batch["labels"][..., 1:] != IGNORED).sum().item())
+    """Count the tokens whose loss a causal language model averages."""
+    return int(predicted(batch["labels"]).sum().item())
 
 
 def cut(batch: Batch, rows: int | None) -> list[Batch]:
@@ -69,7 +81,7 @@ def _without_padding(piece: Batch) -> Batch:
     if mask is None or mask.shape != labels.shape:
         return piece
     width = labels.shape[1]
-    used = int(((mask != 0) | (labels != IGNORED)).any(dim=0).nonzero().max()) + 1
+    used = int(((mask != 0) | (labels != IGNORE_INDEX)).any(dim=0).nonzero().max()) + 1
     if used == width:
         return piece
     return {
