@@ -57,6 +57,20 @@ def test_core_modules_import_downwards_only(path: Path) -> None:
             assert LEVEL_OF[rest[0]] < LEVEL_OF[room], f"{room} imports {module}"
 
 
+ADAPTERS = [path for path in MODULES if path.is_relative_to(SOURCE / "zo2adapters")]
+ADAPTER_ROOMS = ("ranges", "models", "tasks", "trainers", "commands", "cli")  # each may import those before it
+
+
+@pytest.mark.parametrize("path", ADAPTERS, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_adapters_know_the_cores_face_alone_and_import_downwards(path: Path) -> None:
+    room = path.relative_to(SOURCE / "zo2adapters").parts[0].removesuffix(".py")
+    for module in imports(path):
+        top, *rest = module.split(".")
+        assert top != "zo2core" or not rest, f"{module}: import it from zo2core itself"
+        if top == "zo2adapters" and room != "__init__":
+            assert ADAPTER_ROOMS.index(rest[0]) <= ADAPTER_ROOMS.index(room), f"{room} imports {module}"
+
+
 def test_the_core_runs_without_transformers() -> None:
     code = "import sys; sys.modules['transformers'] = None; sys.modules['zo2adapters'] = None; import zo2core"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -26,10 +26,13 @@ from typing import Any
 import torch
 
 from zo2adapters import open_checkpoint
-from zo2adapters.commands.demo import RECIPE, DemoTask, accuracy, prepare, read_rows
-from zo2adapters.tasks.rows import collate, pad_token_id, read_dataset, training_batches
+from zo2adapters.commands.demo import accuracy
+from zo2adapters.tasks.batches import collate, training_batches
+from zo2adapters.tasks.demo_task import read_rows
+from zo2adapters.tasks.rows import read_dataset
+from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
+from zo2adapters.trainers.demo_base import RECIPE, DemoTask, prepare
 from zo2adapters.trainers.lr_schedules import LearningRate
-from zo2adapters.trainers.trainer import load_tokenizer
 from zo2core import Distribution, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZOEngine
 from zo2core.protocols import NoiseGenerator, ZOEstimator
 
@@ -82,10 +85,11 @@ def run(task: DemoTask, place: int, *, seed: int, forwards: int) -> dict[str, An
     pad = pad_token_id(tokenizer)
     curve: list[dict[str, float]] = []
     seconds = 0.0
-    with ZOEngine(open_checkpoint(task.model), variant.estimator(steps), noise=variant.noise(), seed=seed) as engine:
+    model = open_checkpoint(task.model)
+    with ZOEngine(model, variant.estimator(steps), noise=variant.noise(), seed=seed) as engine:
         for step in range(steps + 1):
             if step % (steps // (LOOKS - 1)) == 0:
-                score = accuracy(engine, rows, tokenizer, labels=task.labels)
+                score = accuracy(engine, model, rows, tokenizer, labels=task.labels)
                 done = step * 2 * variant.queries
                 curve.append({"forwards": done, "accuracy": score.accuracy, "loss": score.loss})
             if step < steps:

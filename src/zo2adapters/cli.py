@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for options in COMMANDS.values():
         reflow_help(options)
     command: Command = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS,
+        {**COMMANDS},
         prog="zo2",
         description="Zeroth-order fine-tuning of language models, block by block.",
         args=arguments,

@@ -1,7 +1,7 @@
 """Help texts from docstrings, as paragraphs that fill their lines.
 
-tyro takes the docstring below a field as its help, but keeps every line break before an indented line, as all lines of such a
-docstring but the first are. What a field's metadata has as "help" is shown as it is.
+tyro takes the docstring below a field as its help, but keeps the line break before an indented line, and all lines of such a
+docstring but the first are indented. What a field's metadata has as "help" it shows as it is.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ def reflow_help(options: Any) -> None:
     """
     docstrings: dict[str, str] = {}
     for base in reversed(options.__mro__):
-        if is_dataclass(base):
-            docstrings |= _docstrings(base)
+        docstrings |= _docstrings(base) if is_dataclass(base) else {}
     for option in fields(options):
         if option.name in docstrings:
             paragraphs = inspect.cleandoc(docstrings[option.name]).split("\n\n")
             text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
             option.metadata = MappingProxyType({**option.metadata, "help": text})
-        if is_dataclass(option.default_factory):
-            reflow_help(option.default_factory)
+        nested: Any = option.default_factory
+        if is_dataclass(nested):
+            reflow_help(nested)
 
 
-def _docstrings(options: type) -> dict[str, str]:
+def _docstrings(options: Any) -> dict[str, str]:
     """The docstring below each field of a class, by the field's name."""
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(options))).body
     assert isinstance(definition, ast.ClassDef)

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from zo2adapters.models.architecture import Architecture, parameter_names, segment_layouts
 from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.chunked_loss import chunked_loss
-from zo2adapters.models.footprint import forward_bytes
-from zo2adapters.models.prepared_batch import PreparedBatch, check_batch, predictions
+from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
+from zo2adapters.models.prepared_batch import PreparedBatch, check_batch, is_padded, predictions
 from zo2adapters.models.stubs import CallRecorder, CutError, Stub
 from zo2core import Batch, TensorReader, UnsupportedModelError
 
@@ -163,10 +163,23 @@ class HFBlockModel:
         rows, tokens = batch["input_ids"].shape
         return forward_bytes(self.config, rows, tokens, loss_chunk=self.loss_chunk)
 
+    def held_bytes(self, batch: Batch) -> int:
+        """By formula. See the contract."""
+        rows, tokens = batch["input_ids"].shape
+        mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+        return expected_held_bytes(
+            self.config,
+            rows,
+            tokens,
+            keys=None if mask is None else mask.shape[1],
+            is_padded=is_padded(batch),
+            position_rows=None if positions is None else len(positions),
+        )
 
-def _answers(batch: Batch) -> contextlib.AbstractContextManager[object]:
-    """What is known about a batch."""
-    return batch.answers if isinstance(batch, PreparedBatch) else contextlib.nullcontext()
+
+def _branches_of(batch: Batch) -> contextlib.AbstractContextManager[object]:
+    """What answers questions about a batch: its own memory of them, or nothing."""
+    return batch.branches if isinstance(batch, PreparedBatch) else contextlib.nullcontext()
 
 
 class _ParametersOnMeta(TorchFunctionMode):

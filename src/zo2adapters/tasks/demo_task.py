@@ -1,6 +1,6 @@
 """The demo's task: is this line text of a docstring, or code? Its rows come from the source of Python's standard library.
 
-Letters as answers mean nothing before fine-tuning, and the question follows the line in a form that pre-training never reads.
+The question is put in a form that pre-training never reads, and its answers, letters, mean nothing before fine-tuning.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The demo's base model: a small Llama, made on the spot and pre-trained with first-order steps.
 
-MeZO needs such a start: pre-training makes the features that tell a docstring's text from code, and zeroth-order steps, which
-learn little from scratch, only have to tie them to the answer.
+MeZO needs such a start: pre-training makes the features that tell a docstring's text from code, and zeroth-order steps,
+which learn little from scratch, only have to tie them to the answer.
 """
 
 from __future__ import annotations

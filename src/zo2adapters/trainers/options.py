@@ -138,7 +138,7 @@ class Storage:
     memory: str = "auto"
     """Host memory the process may take in all, such as 6GiB; auto takes what is free. Blocks stream from disk if need be."""
     write_back_every: int | Literal["auto", "never"] = "auto"
-    """Steps that a block may be ahead of its bytes on disk; then it is written to the run's scratch file, and until then it is
+    """Steps that a block may be ahead of its bytes on disk before it is written to the run's scratch file; until then it is
     replayed. auto weighs the measured speeds of noise and disk."""
     snapshot_every: int | None = None
     """Most steps that a resumed run has to replay; after a crash there may be one or two more."""
@@ -146,10 +146,10 @@ class Storage:
     """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory on a GPU. An evaluation
     takes as many batches a sweep as fit in it. By default it is what a step takes."""
     device: str = "cpu"
-    """Device to compute on: cpu, cuda or cuda:N. A GPU rounds otherwise than a CPU, so a resumed run stays where it began."""
+    """Device to compute on: cpu, cuda or cuda:N. A resumed run stays where it began, since a GPU rounds otherwise."""
     device_memory: str = "auto"
-    """Device memory the run may use, such as 8GiB; auto takes what is free. As many blocks as fit stay there; activations for
-    which there is no room wait in host memory."""
+    """Device memory the run may use, such as 8GiB; auto takes what is free. As many blocks as fit stay there;
+    activations for which there is no room wait in host memory."""
 
 
 class Order(Enum):
@@ -164,8 +164,8 @@ class Execution:
     """How this process works on a run. No bit of the result depends on it, so a resumed run may choose anew."""
 
     trace: Path | None = None
-    """File to write each sweep to, for ui.perfetto.dev and zo2 timeline: what every lane did when, and how many bytes it moved.
-    It must not exist."""
+    """File to write each sweep to, for ui.perfetto.dev and zo2 timeline: what every lane did when, and how many bytes
+    it moved. It must not exist."""
     scheduler: Order = Order.OVERLAPPED
     """Order of transfers and compute. serial does one thing after the other, keeps no block on the device, and is there to
     compare with."""
