@@ -21,7 +21,7 @@ from zo2adapters.trainers.options import Batching
 from zo2adapters.trainers.trainer import evaluate_dataset, perplexity
 from zo2core import Trace, ZOEngine, parse_size
 
-BATCHES = 8  # of the longest rows, for which an evaluation reserves memory by default
+BATCHES = 8  # an evaluation reserves memory for so many batches of the longest rows by default
 
 
 @dataclass(frozen=True, kw_only=True)

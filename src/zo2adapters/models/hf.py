@@ -159,12 +159,12 @@ class HFBlockModel:
         return output
 
     def forward_bytes(self, batch: Batch) -> int:
-        """By formula. See the contract."""
+        """Give the bytes by formula. See the contract."""
         rows, tokens = batch["input_ids"].shape
         return forward_bytes(self.config, rows, tokens, loss_chunk=self.loss_chunk)
 
     def held_bytes(self, batch: Batch) -> int:
-        """By formula. See the contract."""
+        """Give the bytes by formula. See the contract."""
         rows, tokens = batch["input_ids"].shape
         mask, positions = batch.get("attention_mask"), batch.get("position_ids")
         return expected_held_bytes(
@@ -195,8 +195,8 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     """Build a model whose parameters take no memory, ready to be cut.
 
     Args:
-        config: Of the checkpoint. Remote code is not run.
-        dtype: Of the parameters.
+        config: The checkpoint's config. Remote code is not run.
+        dtype: Dtype of the parameters.
 
     Raises:
         UnsupportedModelError: if the model cannot be built so, or wants parts of itself in another dtype.

@@ -65,7 +65,7 @@ class LogLikelihood:
         return sums
 
     def forward_bytes(self, batch: Batch) -> int:
-        """As of the model, but only the labelled tokens have logits."""
+        """Count as the model does, but logits of the labelled tokens only."""
         rows, tokens = batch["input_ids"].shape
         labelled = len(predictions(batch)[0])
         chunk = min(labelled, self._model.loss_chunk or labelled)
@@ -88,7 +88,7 @@ def score(
         engine: The engine whose present weights are used.
         model: The model that the engine was made with.
         prompts: Token ids, at least one each.
-        candidates: Of each prompt, at least one: token ids that may follow it, at least one each.
+        candidates: For each prompt, one or more lists of token ids that may follow it, at least one each.
         batch_size: Rows a batch; a row is a prompt and one candidate.
         pad_token_id: Token id at padded positions.
         progress: Told how many rows are being taken up, batch by batch.

@@ -25,12 +25,12 @@ from zo2core import (
 class DeviceRunPlan:
     """A run on a GPU as it is expected to be."""
 
-    arrangement: Arrangement  # what takes host memory
-    residency: Residency  # what takes the device's
+    host_plan: Arrangement  # what takes host memory
+    device_plan: Residency  # what takes the device's
     blocks: int  # how many the model has
     read_bytes: int  # a step, from the disk
     moved_bytes: int  # a step, each way
-    waiting_bytes: int  # of activations, in host memory; moved each way at every segment
+    waiting_bytes: int  # activations that wait in host memory; moved each way at every segment
     bus: int  # bytes a second, each way at the same time
 
     @property
@@ -45,7 +45,7 @@ class DeviceRunPlan:
     def table(self) -> str:
         """Give people a table."""
         rows = [
-            ("blocks that stay", f"{self.residency.kept} of {self.blocks}"),
+            ("blocks that stay", f"{self.device_plan.kept} of {self.blocks}"),
             ("read from disk a step", f"{self.read_bytes / 1e9:.2f} GB"),
             ("uploaded a step", f"{self.moved_bytes / 1e9:.2f} GB, and as much offloaded beside it"),
             ("activations that wait", f"{self.waiting_bytes / 1e9:.2f} GB in host memory, moved at every block"),
@@ -53,7 +53,7 @@ class DeviceRunPlan:
             ("compute, beside them", "not predicted"),
         ]
         lines = [f"{name:26s} {value}" for name, value in rows]
-        return "\n".join(["host memory", self.arrangement.table(), "", "device memory", self.residency.table(), "", *lines])
+        return "\n".join(["host memory", self.host_plan.table(), "", "device memory", self.device_plan.table(), "", *lines])
 
 
 def plan_device_run(
@@ -88,7 +88,7 @@ def plan_device_run(
     layouts = model.layouts
     config, chunk = model.config, model.loss_chunk
     needed = activation_bytes(config, rows, tokens, streams=2 * queries, micro_rows=micro_rows, loss_chunk=chunk)
-    residency = choose_residency(
+    device_plan = choose_residency(
         layouts,
         SequentialNoise(layouts, "cuda") if noise is None else noise,
         memory=parse_size(device_memory, option="device_memory"),
@@ -99,20 +99,20 @@ def plan_device_run(
     )
     running = rows if micro_rows is None else min(rows, micro_rows)
     own, streams = expected_held_bytes(config, running, tokens), 2 * queries * -(-rows // running)
-    left = residency.activation_bytes - forward_bytes(config, running, tokens, loss_chunk=chunk)
+    left = device_plan.activation_bytes - forward_bytes(config, running, tokens, loss_chunk=chunk)
     waiting = own * (streams - streams_that_stay(streams, own, left, rooms=ROOMS * own))
     # As the engine does: it sets aside what all streams take if any of them has to wait.
-    arrangement = arrange(layouts, memory=memory, activation_bytes=needed if waiting else 0, compute_on_host=False)
+    host_plan = arrange(layouts, memory=memory, activation_bytes=needed if waiting else 0, compute_on_host=False)
     blocks = [layout.nbytes for layout in layouts if not layout.resident]
     read = 0
-    if arrangement.buckets is not None:
-        read = _share(blocks, len(blocks) - residency.kept - max(arrangement.buckets - MOST_USEFUL_BUCKETS, 0))
+    if host_plan.buckets is not None:
+        read = _share(blocks, len(blocks) - device_plan.kept - max(host_plan.buckets - MOST_USEFUL_BUCKETS, 0))
     return DeviceRunPlan(
-        arrangement=arrangement,
-        residency=residency,
+        host_plan=host_plan,
+        device_plan=device_plan,
         blocks=len(blocks),
         read_bytes=read,
-        moved_bytes=_share(blocks, len(blocks) - residency.kept),
+        moved_bytes=_share(blocks, len(blocks) - device_plan.kept),
         waiting_bytes=waiting,
         bus=parse_size(bus, option="bus"),
     )

@@ -42,7 +42,7 @@ _WALK = 0.25
 class RunPlan:
     """A run as it is expected to be."""
 
-    arrangement: Arrangement
+    host_plan: Arrangement
     model_bytes: int
     write_back_every: int
     scratch_bytes: int  # on disk, once everything was written back
@@ -59,11 +59,11 @@ class RunPlan:
 
     def to_json(self) -> str:
         """Give programs the fields, and the bytes and seconds in all."""
-        return json.dumps({**asdict(self), "nbytes": self.arrangement.nbytes, "seconds": self.seconds})
+        return json.dumps({**asdict(self), "nbytes": self.host_plan.nbytes, "seconds": self.seconds})
 
     def table(self) -> str:
         """Give people a table."""
-        buckets = self.arrangement.buckets
+        buckets = self.host_plan.buckets
         where = "all in memory" if buckets is None else f"streamed from disk through {buckets} buckets"
         rows = [
             ("blocks", where),
@@ -77,7 +77,7 @@ class RunPlan:
             ("expected a step", f"{self.seconds:.2f} s"),
         ]
         lines = [f"{name:26s} {value}" for name, value in rows]
-        return "\n".join(["host memory", self.arrangement.table(), "", *lines])
+        return "\n".join(["host memory", self.host_plan.table(), "", *lines])
 
 
 def plan_run(
@@ -113,20 +113,20 @@ def plan_run(
         model.config, rows, tokens, streams=2 * queries, micro_rows=micro_rows, loss_chunk=model.loss_chunk
     )
     drawn = SequentialNoise(layouts) if noise is None else noise
-    arrangement = arrange(
+    host_plan = arrange(
         layouts, memory=memory, activation_bytes=activations, may_keep_noise=not isinstance(drawn, CounterNoise)
     )
     model_bytes = sum(layout.nbytes for layout in layouts)
     block_bytes = sum(layout.nbytes for layout in layouts if not layout.resident)
     replay = replay_seconds(drawn, layouts, in_place=not isinstance(drawn, CounterNoise))
     write_rate = write_bytes_per_second(scratch)
-    streamed = arrangement.buckets is not None
+    streamed = host_plan.buckets is not None
     every = write_back_interval(replay, model_bytes / write_rate, resident=not streamed)
     read, written = 0, model_bytes // every
     disk_seconds = 0.0
-    if arrangement.buckets is not None:
+    if host_plan.buckets is not None:
         blocks = sum(not layout.resident for layout in layouts)
-        kept = max(arrangement.buckets - MOST_USEFUL_BUCKETS, 0)
+        kept = max(host_plan.buckets - MOST_USEFUL_BUCKETS, 0)
         read = block_bytes * (blocks - kept) // blocks
         disk_seconds = read / read_bytes_per_second(model.weights, layouts) + written / write_rate
     lag = (every + 1) / 2 if streamed else 1.0
@@ -134,9 +134,9 @@ def plan_run(
         first, other = evaluation_seconds(drawn, layouts)
         update = replay * (queries * lag - 1) + first + other * (2 * queries - 1)
     else:
-        update = replay * queries * (lag + (_WALK if arrangement.keep_noise else 1.0))
+        update = replay * queries * (lag + (_WALK if host_plan.keep_noise else 1.0))
     return RunPlan(
-        arrangement=arrangement,
+        host_plan=host_plan,
         model_bytes=model_bytes,
         write_back_every=every,
         scratch_bytes=scratch_bytes(layouts),
