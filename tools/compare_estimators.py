@@ -40,7 +40,7 @@ LOOKS = 4  # evaluations of a run, the one before the first step included
 
 
 @dataclass(frozen=True)
-class Variant:
+class EstimatorVariant:
     """A way to train."""
 
     name: str
@@ -68,10 +68,10 @@ def rademacher() -> NoiseGenerator:
 
 
 VARIANTS = [
-    Variant("exact MeZO", lambda: None, perturb_in_place=True),
-    Variant("Philox Gaussian", gaussian, perturb_in_place=False),
-    Variant("Philox Rademacher", rademacher, perturb_in_place=False),
-    Variant("q = 4, Philox Rademacher", rademacher, perturb_in_place=False, queries=4),
+    EstimatorVariant("exact MeZO", lambda: None, perturb_in_place=True),
+    EstimatorVariant("Philox Gaussian", gaussian, perturb_in_place=False),
+    EstimatorVariant("Philox Rademacher", rademacher, perturb_in_place=False),
+    EstimatorVariant("q = 4, Philox Rademacher", rademacher, perturb_in_place=False, queries=4),
 ]
 
 
