@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BloomConfig, MistralConfig
 
 from zo2adapters import Architecture, open_checkpoint
+from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.checkpoint import ARCHITECTURES
-from zo2adapters.models.hf import build_skeleton, cut
+from zo2adapters.models.hf import build_skeleton
 from zo2core import CheckpointError, MeZOSGD, OptionError, UnsupportedModelError, ZO2Error, ZOEngine
 
 MODEL = "model.safetensors"
@@ -38,7 +39,7 @@ def edit_config(directory: Path, **changes: object) -> None:
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_every_parameter_is_in_one_segment_in_registration_order(model_type: str) -> None:
     skeleton = build_skeleton(small_config(model_type), torch.float32)
-    layouts = cut(skeleton, ARCHITECTURES[model_type])
+    layouts = segment_layouts(skeleton, ARCHITECTURES[model_type])
     specs = [spec for layout in layouts for spec in layout.parameters]
     assert sorted(spec.name for spec in specs) == sorted(name for name, _ in skeleton.named_parameters())
     assert [name for name, _ in skeleton.named_parameters()] == [s.name for s in sorted(specs, key=lambda s: s.index)]
@@ -57,18 +58,20 @@ def test_a_skeleton_holds_no_weights_but_real_buffers(model_type: str) -> None:
 
 def test_a_tied_weight_is_the_embeddings_and_borrowed_by_the_head() -> None:
     for tied in (True, False):
-        layouts = cut(build_skeleton(small_config("opt", tie_word_embeddings=tied), torch.float32), ARCHITECTURES["opt"])
+        layouts = segment_layouts(
+            build_skeleton(small_config("opt", tie_word_embeddings=tied), torch.float32), ARCHITECTURES["opt"]
+        )
         assert [spec.name for spec in layouts[-1].borrowed] == (["model.decoder.embed_tokens.weight"] if tied else [])
         assert ("lm_head.weight" in [spec.name for spec in layouts[-1].parameters]) == (not tied)
 
 
 def test_decay_goes_by_mezos_rule() -> None:
-    layouts = cut(build_skeleton(small_config("qwen3"), torch.float32), ARCHITECTURES["qwen3"])
+    layouts = segment_layouts(build_skeleton(small_config("qwen3"), torch.float32), ARCHITECTURES["qwen3"])
     decays = {spec.name: spec.decays for layout in layouts for spec in layout.parameters}
     assert decays["model.norm.weight"]
     assert decays["model.layers.0.self_attn.q_norm.weight"]
     assert not decays["model.layers.0.input_layernorm.weight"]
-    layouts = cut(build_skeleton(small_config("opt"), torch.float32), ARCHITECTURES["opt"])
+    layouts = segment_layouts(build_skeleton(small_config("opt"), torch.float32), ARCHITECTURES["opt"])
     assert not any(spec.decays for spec in layouts[1].parameters if "bias" in spec.name or "layer_norm" in spec.name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zo2core.build
-from zo2adapters.cli import main
+from zo2adapters.cli import COMMANDS, main
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2core import Journal, OptionError
 
@@ -218,6 +219,25 @@ def test_a_journal_that_is_none_is_refused(base: Path, tmp_path: Path, capsys: p
 def test_a_model_without_tokenizer_is_refused(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bare = save_model(tmp_path / "bare", small_config("llama"))
     assert "tokenizer" in refused(capsys, "train", "--model", bare, "--data", rows, "--output", tmp_path / "o", *TRAIN)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_texts_fill_their_lines(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        run(command, "--help")
+    lines = [line.replace("│", " ") for line in capsys.readouterr().out.splitlines()]
+    column = next(line.index("show this help") for line in lines if "-h, --help" in line)
+    breaks = 0
+    for line, following in itertools.pairwise(lines):
+        texts = [shown[column - 2 : column].isspace() and shown[column:].strip() for shown in (line, following)]
+        if all(texts) and following[:column].isspace():  # the second line goes on with the first one's text
+            word = following.split()[0]
+            assert len(f"{line.rstrip()} {word}") > len(line) - 2, f"a break before the line's end: {line}"
+            breaks += 1
+    assert breaks > 0 or command in {"demo", "export", "journal", "timeline", "convert"}
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,19 +14,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from zo2adapters.commands import demo
-from zo2adapters.commands.demo import (
-    LABELS,
-    QUESTION,
-    DemoTask,
-    Recipe,
-    accuracy,
-    prepare,
-    read_rows,
-    run_demo,
-    source_texts,
-)
+from zo2adapters.commands.demo import accuracy, run_demo
 from zo2adapters.models.checkpoint import open_checkpoint
+from zo2adapters.tasks import demo_task
+from zo2adapters.tasks.demo_task import LABELS, QUESTION, pretraining_texts, question_rows, read_rows, source_texts
+from zo2adapters.trainers.demo_base import DemoTask, Recipe, prepare
 from zo2adapters.trainers.options import Batching, Optimization
 from zo2core import DataError, MeZOSGD, OutputError, ZOEngine
 
@@ -87,7 +79,7 @@ def test_training_evaluation_and_pretraining_share_no_source_file(monkeypatch: p
         (tmp_path / f"m{number}.py").write_text('"""' + "\n".join(prose) + '"""\n' + "\n".join(lines))
     monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.get)
     prepared = prepare(tmp_path / "out", seed=0, recipe=replace(TINY, characters=10_000), quiet=True)
-    read = demo.pretraining_texts(source_texts(seed=0), replace(TINY, characters=10_000))
+    read = pretraining_texts(source_texts(seed=0), 10_000)
     of = [{row["prompt"].split("_")[1] for row in read_rows(path)} for path in (prepared.train, prepared.evaluation)]
     before = {text.split("_")[1] for text in read}
     assert len(before) > 10
@@ -96,7 +88,7 @@ def test_training_evaluation_and_pretraining_share_no_source_file(monkeypatch: p
 
 
 def test_pretraining_reads_neither_a_line_of_the_task_nor_its_question(task: DemoTask) -> None:
-    read = "\n".join(demo.pretraining_texts(source_texts(seed=0), TINY))
+    read = "\n".join(pretraining_texts(source_texts(seed=0), TINY.characters))
     assert len(read) >= TINY.characters
     assert QUESTION not in read
     for row in read_rows(task.train) + read_rows(task.evaluation):
@@ -106,14 +98,15 @@ def test_pretraining_reads_neither_a_line_of_the_task_nor_its_question(task: Dem
 
 def test_question_is_cut_out_of_pretraining_text() -> None:
     files = iter([f"a{QUESTION} text", "unused"])
-    assert demo.pretraining_texts(files, replace(TINY, characters=5)) == ["a\n te"]
+    assert pretraining_texts(files, 5) == ["a\n te"]
 
 
 def test_task_leaves_out_lines_that_pretraining_read() -> None:
     source = (
         '"""Explain the whole of it.\nSay nothing more of it."""\nvalue = compute(1, 2, 3, 4)\nother = compute(1, 2, 3)\n'
     )
-    rows = demo._rows(iter([source]), 2, TINY, known="if value = compute(1, 2, 3, 4): Explain the whole of it.")
+    known = "if value = compute(1, 2, 3, 4): Explain the whole of it."
+    rows = question_rows(iter([source]), 2, pairs_per_file=3, known=known)
     assert [row["prompt"] for row in rows] == ["Say nothing more of it." + QUESTION, "other = compute(1, 2, 3)" + QUESTION]
 
 
@@ -121,10 +114,10 @@ def test_lines_are_docstrings_and_statements_by_syntax() -> None:
     source = (
         '"""First line.\n\n>>> 1\n  Second: line.\n"""\nx = "é"; y = 2  # why\n\x0cif x:\n    z = "Not prose."\n    f(\n)\n'
     )
-    prose, code = demo._lines(source)
+    prose, code = demo_task._lines(source)
     assert prose == ["First line.", "Second: line."]
     assert sorted(code) == sorted(['x = "é"', "y = 2", 'z = "Not prose."'])
-    assert demo._lines("def (") == ([], [])
+    assert demo_task._lines("def (") == ([], [])
 
 
 def test_same_seed_gives_the_same_files_and_another_seed_others(task: DemoTask, tmp_path: Path) -> None:
@@ -139,8 +132,9 @@ def test_same_seed_gives_the_same_files_and_another_seed_others(task: DemoTask, 
 def test_accuracy_is_the_share_of_rows_whose_label_the_model_prefers(task: DemoTask) -> None:
     rows = read_rows(task.train)
     tokenizer = AutoTokenizer.from_pretrained(task.model)
-    with ZOEngine(open_checkpoint(task.model), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
-        score = accuracy(engine, rows, tokenizer)
+    base = open_checkpoint(task.model)
+    with ZOEngine(base, MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+        score = accuracy(engine, base, rows, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(task.model)
     right, total, tokens = 0, 0.0, 0
     for row in rows:
@@ -160,8 +154,9 @@ def test_accuracy_is_the_share_of_rows_whose_label_the_model_prefers(task: DemoT
 def test_a_tie_counts_as_wrong(task: DemoTask) -> None:
     rows = [{"prompt": "a line" + QUESTION, "completion": " same"}]
     tokenizer = AutoTokenizer.from_pretrained(task.model)
-    with ZOEngine(open_checkpoint(task.model), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
-        assert accuracy(engine, rows, tokenizer, labels=(" same", " same")).accuracy == 0.0
+    model = open_checkpoint(task.model)
+    with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+        assert accuracy(engine, model, rows, tokenizer, labels=(" same", " same")).accuracy == 0.0
 
 
 def test_demo_lowers_the_loss_by_zeroth_order_steps_and_prints_it(

@@ -12,9 +12,10 @@ from models import make_batch, save_model, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2adapters import open_checkpoint
+from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.checkpoint import ARCHITECTURES
 from zo2adapters.models.footprint import activation_bytes
-from zo2adapters.models.hf import build_skeleton, cut
+from zo2adapters.models.hf import build_skeleton
 from zo2core import (
     Distribution,
     MemoryBudgetError,
@@ -56,7 +57,7 @@ def test_opt_175b_takes_less_than_14_gb_of_the_device() -> None:
     """1 x 2048 tokens at 16 bits; ZO2's paper needs 18 GB (Table 1)."""
     config = geometries()["opt-175b"]
     config.dtype = torch.float16
-    layouts = cut(build_skeleton(config, torch.float16), ARCHITECTURES["opt"])
+    layouts = segment_layouts(build_skeleton(config, torch.float16), ARCHITECTURES["opt"])
     noise: NoiseGenerator = PhiloxNoise(Distribution.GAUSSIAN)
     activations = activation_bytes(config, 1, 2048)
     planned = plan_device_memory(layouts, noise, memory=14 * GB, free=0, activation_bytes=activations)
@@ -102,14 +103,14 @@ def test_the_engine_allocates_what_was_counted(kept: int, tmp_path: Path) -> Non
 
 
 def test_a_device_that_is_too_small_is_told_what_is_needed() -> None:
-    layouts = cut(build_skeleton(small_config("opt"), torch.float32), ARCHITECTURES["opt"])
+    layouts = segment_layouts(build_skeleton(small_config("opt"), torch.float32), ARCHITECTURES["opt"])
     noise = PhiloxNoise(Distribution.GAUSSIAN)
     with pytest.raises(MemoryBudgetError, match=r"device_memory.*embedding and head .*slots .*work buffer .*activations"):
         plan_device_memory(layouts, noise, memory=1000, free=0, activation_bytes=5)
 
 
 def test_activations_come_before_blocks_and_wait_only_if_they_must() -> None:
-    layouts = cut(build_skeleton(small_config("opt", num_hidden_layers=4), torch.float32), ARCHITECTURES["opt"])
+    layouts = segment_layouts(build_skeleton(small_config("opt", num_hidden_layers=4), torch.float32), ARCHITECTURES["opt"])
     noise: NoiseGenerator = PhiloxNoise(Distribution.GAUSSIAN)
     block = max(layout.nbytes for layout in layouts if not layout.resident)
     choose = partial(plan_device_memory, layouts, noise, free=0, activation_bytes=10_000, least_activation_bytes=4_000)

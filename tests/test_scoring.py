@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
+from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.candidates import holds_choices, read_choices
-from zo2adapters.tasks.rows import TokenizedRow, collate
+from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.scoring import LogLikelihood, Scored, score
-from zo2adapters.trainers.trainer import load_tokenizer
+from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import BatchError, DataError, MeZOSGD, Replayer, ZOEngine
 from zo2core.sweep.activation_offload import held_bytes
 

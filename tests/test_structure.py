@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src"
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src"
 CORE = SOURCE / "zo2core"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
@@ -55,6 +58,38 @@ def test_core_modules_import_downwards_only(path: Path) -> None:
         assert top in {"zo2core", "torch", "psutil", "filelock", *optional, *sys.stdlib_module_names}, module
         if top == "zo2core" and room != "__init__" and rest[0] != room:
             assert LEVEL_OF[rest[0]] < LEVEL_OF[room], f"{room} imports {module}"
+
+
+ADAPTERS = [path for path in MODULES if path.is_relative_to(SOURCE / "zo2adapters")]
+ADAPTER_ROOMS = ("ranges", "models", "tasks", "trainers", "commands", "cli")  # each may import those before it
+
+
+@pytest.mark.parametrize("path", ADAPTERS, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_adapters_know_the_cores_face_alone_and_import_downwards(path: Path) -> None:
+    room = path.relative_to(SOURCE / "zo2adapters").parts[0].removesuffix(".py")
+    for module in imports(path):
+        top, *rest = module.split(".")
+        assert top != "zo2core" or not rest, f"{module}: import it from zo2core itself"
+        if top == "zo2adapters" and room != "__init__":
+            assert ADAPTER_ROOMS.index(rest[0]) <= ADAPTER_ROOMS.index(room), f"{room} imports {module}"
+
+
+def test_examples_need_no_name_that_is_not_exported() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    examples = [
+        code for page in pages for code in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+    names = {
+        (node.module, alias.name)
+        for code in examples
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("zo2")
+        for alias in node.names
+    }
+    assert names
+    for module, name in names:
+        assert module in {"zo2core", "zo2adapters"}, f"{name} of {module}"
+        assert hasattr(importlib.import_module(module), name)
 
 
 def test_the_core_runs_without_transformers() -> None:

@@ -17,7 +17,7 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2adapters import HFBlockModel, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.trainers.trace_picture import WIDTH, draw, make_panel, picture_height
+from zo2adapters.commands.trace_picture import WIDTH, draw, make_panel, picture_height
 from zo2core import (
     HostDevice,
     Lane,

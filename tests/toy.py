@@ -95,12 +95,12 @@ class ToyBlockModel:
     def head(self, batch: Batch, activations: torch.Tensor) -> torch.Tensor:
         return self.toy.loss(activations, batch["labels"])
 
-    def held_bytes(self, batch: Batch) -> int:
-        return batch["input_ids"].numel() * self.toy.table.weight.shape[1] * self.toy.table.weight.element_size()
-
     def forward_bytes(self, batch: Batch) -> int:
         out = self.toy.out
         return batch["input_ids"].numel() * out.out_features * out.weight.element_size()
+
+    def held_bytes(self, batch: Batch) -> int:
+        return batch["input_ids"].numel() * self.toy.table.embedding_dim * self.toy.table.weight.element_size()
 
 
 def make_toy(vocab: int, width: int, layers: int, *, tied: bool, dtype: torch.dtype) -> Toy:

@@ -101,16 +101,16 @@ def spread(values: list[float]) -> dict[str, float]:
 def bench(dtype: torch.dtype, elements: int, rounds: int) -> dict[str, Any]:
     """Run all ways; return everything measured."""
     torch.set_num_threads(1)  # threads are this program's own
-    found: dict[str, list[float]] = {}
+    measured: dict[str, list[float]] = {}
     for _ in range(rounds):
         for threads in range(1, THREADS + 1):
             suffix = f"{threads} thread" + "s" * (threads > 1)
             for name, work in drawing(dtype).items():
                 pieces = 20 if "torch operations" in name else 1000
-                found.setdefault(f"{name}, {suffix}: numbers", []).append(rate(work, pieces, PIECE, threads))
+                measured.setdefault(f"{name}, {suffix}: numbers", []).append(rate(work, pieces, PIECE, threads))
             for name, work in passes(dtype, elements).items():
                 nbytes = SHARE * dtype.itemsize
-                found.setdefault(f"{name}, {suffix}: bytes", []).append(rate(work, elements // SHARE, nbytes, threads))
+                measured.setdefault(f"{name}, {suffix}: bytes", []).append(rate(work, elements // SHARE, nbytes, threads))
     return {
         "dtype": str(dtype),
         "machine": {"processor": platform.processor() or platform.machine(), "threads": THREADS},
@@ -118,7 +118,7 @@ def bench(dtype: torch.dtype, elements: int, rounds: int) -> dict[str, Any]:
         "compiled_kernels": native.library() is not None,
         "weights": elements,
         "rounds": rounds,
-        "per_second": {name: spread(values) for name, values in found.items()},
+        "per_second": {name: spread(values) for name, values in measured.items()},
     }
 
 
@@ -129,11 +129,11 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=1 << 26)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    found = bench(DTYPES[options.dtype], options.elements, options.rounds)
+    measured = bench(DTYPES[options.dtype], options.elements, options.rounds)
     print(f"{'millions a second':56s} {'median':>8s} {'min':>8s} {'max':>8s}")
-    for name, values in found["per_second"].items():
+    for name, values in measured["per_second"].items():
         print(f"{name:56s} {values['median'] / 1e6:8.0f} {values['min'] / 1e6:8.0f} {values['max'] / 1e6:8.0f}")
-    print(json.dumps(found))
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

@@ -60,13 +60,13 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, help="an existing checkpoint instead")
     options = parser.parse_args()
     if options.directory is not None:
-        found = measure(options.directory)
+        measured = measure(options.directory)
         print(f"{'':24s} {'MB':>8s} {'seconds':>8s}")
         for stage in ("imported", "opened", "loaded"):
-            print(f"peak, {stage:18s} {found[stage + '_bytes'] / 1e6:8.0f} {found.get(stage + '_seconds', 0):8.2f}")
+            print(f"peak, {stage:18s} {measured[stage + '_bytes'] / 1e6:8.0f} {measured.get(stage + '_seconds', 0):8.2f}")
         for name in ("weights", "above_weights"):
-            print(f"{name:24s} {found[name + '_bytes'] / 1e6:8.0f}")
-        print(json.dumps(found))
+            print(f"{name:24s} {measured[name + '_bytes'] / 1e6:8.0f}")
+        print(json.dumps(measured))
         return
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(geometries()[options.geometry], Path(folder, "base"), dtype=DTYPES[options.dtype])

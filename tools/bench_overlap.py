@@ -110,25 +110,25 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def compare(serial: ZOEngine, overlapped: ZOEngine, batch: Batch, steps: int) -> dict[str, Any]:
     """Take steps on both in turn; their losses must be equal."""
-    found: dict[str, list[StepResult]] = {"serial": [], "overlapped": []}
+    measured: dict[str, list[StepResult]] = {"serial": [], "overlapped": []}
     for number in range(WARM_UP + steps):
         for name, engine in (("serial", serial), ("overlapped", overlapped)):
             result = engine.step(batch)
             if number >= WARM_UP:
-                found[name].append(result)
-        if found["serial"]:
-            assert found["serial"][-1].losses == found["overlapped"][-1].losses, "the schedulers differ"
+                measured[name].append(result)
+        if measured["serial"]:
+            assert measured["serial"][-1].losses == measured["overlapped"][-1].losses, "the schedulers differ"
     report: dict[str, Any] = {}
-    for name, results in found.items():
+    for name, results in measured.items():
         lanes = [lanes_of(result) for result in results]
         report[name] = {
             "seconds": spread([result.seconds for result in results]),
-            "lanes": {lane: spread([each[lane] for each in lanes]) for lane in lanes[0]},
+            "lanes": {lane: spread([seconds[lane] for seconds in lanes]) for lane in lanes[0]},
             "against_slowest_lane": spread(
-                [result.seconds / max(each.values()) for result, each in zip(results, lanes, strict=True)]
+                [result.seconds / max(busy.values()) for result, busy in zip(results, lanes, strict=True)]
             ),
             "against_sum_of_lanes": spread(
-                [result.seconds / sum(each.values()) for result, each in zip(results, lanes, strict=True)]
+                [result.seconds / sum(busy.values()) for result, busy in zip(results, lanes, strict=True)]
             ),
         }
     return report
@@ -149,8 +149,15 @@ def bench_bus(geometry: str, rows: int, tokens: int, steps: int) -> dict[str, An
             on_a_bus(directory, SerialScheduler, rate) as serial,
             on_a_bus(directory, OverlappedScheduler, rate) as overlapped,
         ):
-            found = compare(serial, overlapped, batch, steps)
-    return {"what": "simulated bus", "geometry": geometry, "rows": rows, "tokens": tokens, "bytes_per_second": rate, **found}
+            measured = compare(serial, overlapped, batch, steps)
+    return {
+        "what": "simulated bus",
+        "geometry": geometry,
+        "rows": rows,
+        "tokens": tokens,
+        "bytes_per_second": rate,
+        **measured,
+    }
 
 
 def bench_disk(directory: Path, rows: int, tokens: int, steps: int, folder: Path | None) -> dict[str, Any]:
@@ -161,19 +168,19 @@ def bench_disk(directory: Path, rows: int, tokens: int, steps: int, folder: Path
         from_disk(directory, Path(runs) / "overlapped", serial=False) as overlapped,
     ):
         batch = random_batch(open_checkpoint(directory).config.vocab_size, rows, tokens, seed=0)
-        found = compare(serial, overlapped, batch, steps)
-    return {"what": "disk", "directory": directory.name, "rows": rows, "tokens": tokens, **found}
+        measured = compare(serial, overlapped, batch, steps)
+    return {"what": "disk", "directory": directory.name, "rows": rows, "tokens": tokens, **measured}
 
 
-def table(found: dict[str, Any]) -> str:
+def table(measured: dict[str, Any]) -> str:
     """For people."""
     lines = [
         f"{'':12s}{'step':>8s}"
-        + "".join(f"{lane:>10s}" for lane in found["serial"]["lanes"])
+        + "".join(f"{lane:>10s}" for lane in measured["serial"]["lanes"])
         + f"{'/ slowest':>11s}{'/ sum':>8s}"
     ]
     for name in ("serial", "overlapped"):
-        side = found[name]
+        side = measured[name]
         lanes = "".join(f"{lane['median']:10.3f}" for lane in side["lanes"].values())
         slowest, whole = side["against_slowest_lane"]["median"], side["against_sum_of_lanes"]["median"]
         lines.append(f"{name:12s}{side['seconds']['median']:8.3f}{lanes}{slowest:11.3f}{whole:8.3f}")
@@ -193,12 +200,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None, help="for the runs' files; a temporary one by default")
     options = parser.parse_args()
     if options.bus:
-        found = bench_bus(options.geometry, options.rows, options.tokens, options.steps)
+        measured = bench_bus(options.geometry, options.rows, options.tokens, options.steps)
     else:
-        found = bench_disk(options.disk, options.rows, options.tokens, options.steps, options.folder)
-    found["machine"] = machine()
-    print(table(found))
-    print(json.dumps(found))
+        measured = bench_disk(options.disk, options.rows, options.tokens, options.steps, options.folder)
+    measured["machine"] = machine()
+    print(table(measured))
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

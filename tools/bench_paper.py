@@ -209,7 +209,7 @@ def report(bench: Bench, row: Row, dtype: torch.dtype) -> dict[str, Any]:
     """Measure one row; everything about it as JSON values."""
     config = bench.config(row)
     theirs = bench.side(row, dtype, None)
-    found: dict[str, Any] = {
+    measured: dict[str, Any] = {
         "model": row.model,
         "hidden": config.hidden_size,
         "layers": config.num_hidden_layers,
@@ -226,7 +226,7 @@ def report(bench: Bench, row: Row, dtype: torch.dtype) -> dict[str, Any]:
         equal: bool | None = None
         if isinstance(ours, Measured) and isinstance(theirs, Measured) and ours.shared_buckets is None:
             equal = ours.losses == theirs.losses
-        found["variants"][variant.value] = {
+        measured["variants"][variant.value] = {
             **asdict(ours),
             "losses_equal_monolithic": equal,
             "to_monolithic": ratios(ours, theirs),
@@ -238,11 +238,11 @@ def report(bench: Bench, row: Row, dtype: torch.dtype) -> dict[str, Any]:
                 "to_full": ratios(printed, full),
             },
         }
-    found["paper_monolithic"] = {
+    measured["paper_monolithic"] = {
         "memory_mb": row.monolithic.memory.value,
         "tokens_per_second": row.monolithic.speed.value,
     }
-    return found
+    return measured
 
 
 def table(name: str, rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -250,7 +250,7 @@ def table(name: str, rows: list[dict[str, Any]]) -> Iterator[str]:
     number, subject, _ = TABLES[name]
     ablation = name == "ablation"
     quantities = ["tokens/s"] if ablation else ["MB", "tokens/s"]
-    heads = [head for each in quantities for head in (f"{each} mono", f"{each} ours", "ratio", "paper's")]
+    heads = [head for quantity in quantities for head in (f"{quantity} mono", f"{quantity} ours", "ratio", "paper's")]
     heads += ["to full", "paper's", "moved MB"] if ablation else []
     yield f"\nTable {number} of the paper: {subject}"
     yield f"{'model':10s} {'dtype':8s} {'rows':>9s} " + _line(heads)
@@ -275,7 +275,7 @@ def _in(side: Mapping[str, Any], key: str, unit: float) -> float | None:
 
 
 def _line(cells: Sequence[str | float | None]) -> str:
-    return "".join(f"{_cell(each):>14s}" for each in cells)
+    return "".join(f"{_cell(cell):>14s}" for cell in cells)
 
 
 def _cell(value: str | float | None) -> str:
@@ -313,7 +313,7 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     for option, known in (("tables", list(TABLES)), ("sizes", list(geometries())), ("dtype", list(DTYPES))):
         chosen = (getattr(options, option) or "").split(",") if getattr(options, option) else []
-        if unknown := [each for each in chosen if each not in known]:
+        if unknown := [name for name in chosen if name not in known]:
             parser.error(f"--{option}: {', '.join(unknown)} is none of {', '.join(known)}")
     if options.scale is None:
         options.scale = 1 if options.on == "cuda" else 16
@@ -337,23 +337,23 @@ def main() -> None:
     place = choose_place(options)
     try:
         bench = Bench(place, scale=options.scale, steps=options.steps, noise=NOISES[options.noise])
-        found: dict[str, list[dict[str, Any]]] = {}
+        measured: dict[str, list[dict[str, Any]]] = {}
         for name in options.tables.split(","):
             rows = [row for row in TABLES[name].rows if options.sizes is None or row.model in options.sizes.split(",")]
-            dtypes = [DTYPES[each] for each in options.dtype.split(",")]
+            dtypes = [DTYPES[name] for name in options.dtype.split(",")]
             pairs = [(row, dtype) for row in rows for dtype in dtypes if 8 * dtype.itemsize == row.bits]
-            found[name] = [report(bench, row, dtype) for row, dtype in pairs]
+            measured[name] = [report(bench, row, dtype) for row, dtype in pairs]
     finally:
         place.close()
     print(place.note)
     if options.scale > 1:
         print(f"width, heads, vocabulary and tokens of every model divided by {options.scale}")
     print("MB are 10^6 bytes; ratios are to monolithic MeZO in the same dtype")
-    for name, reported in found.items():
+    for name, reported in measured.items():
         print("\n".join(table(name, reported)))
     print()
     about = {"place": options.on, "note": place.note, "scale": options.scale, "steps": options.steps, "noise": options.noise}
-    print(json.dumps({**about, "machine": machine(), "tables": found}))
+    print(json.dumps({**about, "machine": machine(), "tables": measured}))
 
 
 if __name__ == "__main__":

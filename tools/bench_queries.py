@@ -124,13 +124,13 @@ def main() -> None:
     parser.add_argument("--rate", default=None, help="bytes a second that a slower disk would read, such as 20MB")
     parser.add_argument("--exact-mezo", action="store_true", help="MeZO's noise and walk, as of `zo2 train`")
     options = parser.parse_args()
-    found = bench(options)
+    measured = bench(options)
     print(f"{'':24s} {'seconds':>8s} {'min':>8s} {'max':>8s} {'single steps':>13s}")
-    for name, values in found["step_seconds"].items():
-        ratio = found["single_steps"][name]["median"]
+    for name, values in measured["step_seconds"].items():
+        ratio = measured["single_steps"][name]["median"]
         print(f"{name:24s} {values['median']:8.3f} {values['min']:8.3f} {values['max']:8.3f} {ratio:13.2f}")
-    print(f"{'as many single steps':24s} {found['queries'] * found['step_seconds']['one query']['median']:8.3f}")
-    print(json.dumps(found))
+    print(f"{'as many single steps':24s} {measured['queries'] * measured['step_seconds']['one query']['median']:8.3f}")
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

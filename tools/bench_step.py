@@ -164,13 +164,17 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         size = (options.batch, options.tokens, options.pairs)
-        found = bench(options.geometry, DTYPES[options.dtype], *size, options.noise, Path(folder))
-    rows = {"monolithic MeZO": found["monolithic_seconds"], "this engine": found["engine_seconds"]}
-    rows |= {f"  {name}": values for name, values in found["parts_seconds"].items()}
+        measured = bench(options.geometry, DTYPES[options.dtype], *size, options.noise, Path(folder))
+    rows = {"monolithic MeZO": measured["monolithic_seconds"], "this engine": measured["engine_seconds"]}
+    rows |= {f"  {name}": values for name, values in measured["parts_seconds"].items()}
     print(f"{'seconds a step':28s} {'median':>8s} {'min':>8s} {'max':>8s}")
-    for name, values in [*rows.items(), ("share of forwards", found["share_of_forwards"]), ("times faster", found["ratio"])]:
+    for name, values in [
+        *rows.items(),
+        ("share of forwards", measured["share_of_forwards"]),
+        ("times faster", measured["ratio"]),
+    ]:
         print(f"{name:28s} {values['median']:8.3f} {values['min']:8.3f} {values['max']:8.3f}")
-    print(json.dumps(found))
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

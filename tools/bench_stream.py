@@ -30,7 +30,7 @@ SETTLE = 2.0  # seconds
 def raw_read(paths: list[Path], limit: int) -> tuple[int, float]:
     """Read files with O_DIRECT; return bytes and seconds."""
     memory = [HostDevice().host_memory(CHUNK) for _ in range(READERS)]
-    buffers = [byte_view(each) for each in memory]
+    buffers = [byte_view(buffer) for buffer in memory]
     descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
     ranges = [(fd, at) for fd in descriptors for at in range(0, os.fstat(fd).st_size, CHUNK)]
     ranges = ranges[: -(-limit // CHUNK)]
@@ -103,13 +103,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--blocks", type=int, default=10, help="a round")
     options = parser.parse_args()
-    found = bench(options.directory, options.buckets, options.rounds, options.blocks)
+    measured = bench(options.directory, options.buckets, options.rounds, options.blocks)
     print(f"{'GB/s':24s} {'median':>8s} {'min':>8s} {'max':>8s}")
     for name in ("raw_bytes_per_second", "streamed_bytes_per_second"):
-        rates = found[name]
+        rates = measured[name]
         print(f"{name[: name.index('_')]:24s} " + " ".join(f"{rates[key] / 1e9:8.3f}" for key in ("median", "min", "max")))
-    print(f"{'share of the raw rate':24s} " + " ".join(f"{found['share'][key]:8.3f}" for key in ("median", "min", "max")))
-    print(json.dumps(found))
+    print(f"{'share of the raw rate':24s} " + " ".join(f"{measured['share'][key]:8.3f}" for key in ("median", "min", "max")))
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

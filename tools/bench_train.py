@@ -25,7 +25,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.trainers.options import Noise, Optimization
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Journal, ZOEngine
+from zo2core import ZOEngine
 from zo2core.planning.host_budget import resident_memory
 
 
@@ -49,8 +49,8 @@ def planned(options: argparse.Namespace, run: Path) -> dict[str, Any]:
         *batching,
     ]
     done = subprocess.run([sys.executable, "-m", "zo2adapters.cli", *command], check=True, capture_output=True, text=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    measured: dict[str, Any] = json.loads(done.stdout)
+    return measured
 
 
 def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
     noise = Noise(options.noise)
     optimization = Optimization(noise=noise, exact_mezo=noise is Noise.MEZO)
-    found: dict[str, Any] = {
+    measured: dict[str, Any] = {
         "noise": options.noise,
         "directory": options.directory.name,
         "dtype": str(model.layouts[0].parameters[0].dtype),
@@ -86,24 +86,24 @@ def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
         scratch=None if options.evaluate_only or options.no_scratch else run,
     ) as engine:
         assert engine.arrangement is not None
-        found["arranged"] = {"buckets": engine.arrangement.buckets, "keep_noise": engine.arrangement.keep_noise}
+        measured["arranged"] = {"buckets": engine.arrangement.buckets, "keep_noise": engine.arrangement.keep_noise}
         if options.evaluate_only:
             result = engine.evaluate([batch])
-            found |= {"evaluation_seconds": result.seconds, "loss": result.loss}
+            measured |= {"evaluation_seconds": result.seconds, "loss": result.loss}
         else:
             steps = [engine.step(batch) for _ in range(options.steps)]
             seconds = [step.seconds for step in steps]
             settled = seconds[2:] or seconds
-            found |= {
+            measured |= {
                 "step_seconds": seconds,
                 "settled_seconds": statistics.median(settled),
                 "losses": [step.loss for step in steps],
                 "write_back_every": engine.write_back_every,
                 "seconds_against_plan": statistics.median(settled) / plan["seconds"],
             }
-    found["peak_bytes"] = peak()
-    found["peak_against_plan"] = found["peak_bytes"] / plan["nbytes"]
-    return found
+    measured["peak_bytes"] = peak()
+    measured["peak_against_plan"] = measured["peak_bytes"] / plan["nbytes"]
+    return measured
 
 
 def main() -> None:
@@ -114,20 +114,20 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--noise", choices=[each.value for each in Noise], default="rademacher", help="mezo is exact MeZO")
+    parser.add_argument("--noise", choices=[noise.value for noise in Noise], default="rademacher", help="mezo is exact MeZO")
     parser.add_argument("--evaluate-only", action="store_true")
     parser.add_argument("--no-scratch", action="store_true", help="never write back")
     parser.add_argument("--folder", type=Path, default=None, help="for the run's files; a temporary one by default")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        found = bench(options, Path(folder))
+        measured = bench(options, Path(folder))
     print()
-    for key, value in found.items():
+    for key, value in measured.items():
         if key.endswith("_bytes"):
             print(f"{key:24s} {value / 1e9:10.3f} GB")
         elif isinstance(value, float):
             print(f"{key:24s} {value:10.3f}")
-    print(json.dumps(found))
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

@@ -26,10 +26,13 @@ from typing import Any
 import torch
 
 from zo2adapters import open_checkpoint
-from zo2adapters.commands.demo import RECIPE, DemoTask, accuracy, prepare, read_rows
-from zo2adapters.tasks.rows import collate, pad_token_id, read_dataset, training_batches
+from zo2adapters.commands.demo import accuracy
+from zo2adapters.tasks.batches import collate, training_batches
+from zo2adapters.tasks.demo_task import read_rows
+from zo2adapters.tasks.rows import read_dataset
+from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
+from zo2adapters.trainers.demo_base import RECIPE, DemoTask, prepare
 from zo2adapters.trainers.lr_schedules import LearningRate
-from zo2adapters.trainers.trainer import load_tokenizer
 from zo2core import Distribution, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZOEngine
 from zo2core.protocols import NoiseGenerator, ZOEstimator
 
@@ -37,7 +40,7 @@ LOOKS = 4  # evaluations of a run, the one before the first step included
 
 
 @dataclass(frozen=True)
-class Variant:
+class EstimatorVariant:
     """A way to train."""
 
     name: str
@@ -65,10 +68,10 @@ def rademacher() -> NoiseGenerator:
 
 
 VARIANTS = [
-    Variant("exact MeZO", lambda: None, perturb_in_place=True),
-    Variant("Philox Gaussian", gaussian, perturb_in_place=False),
-    Variant("Philox Rademacher", rademacher, perturb_in_place=False),
-    Variant("q = 4, Philox Rademacher", rademacher, perturb_in_place=False, queries=4),
+    EstimatorVariant("exact MeZO", lambda: None, perturb_in_place=True),
+    EstimatorVariant("Philox Gaussian", gaussian, perturb_in_place=False),
+    EstimatorVariant("Philox Rademacher", rademacher, perturb_in_place=False),
+    EstimatorVariant("q = 4, Philox Rademacher", rademacher, perturb_in_place=False, queries=4),
 ]
 
 
@@ -82,10 +85,11 @@ def run(task: DemoTask, place: int, *, seed: int, forwards: int) -> dict[str, An
     pad = pad_token_id(tokenizer)
     curve: list[dict[str, float]] = []
     seconds = 0.0
-    with ZOEngine(open_checkpoint(task.model), variant.estimator(steps), noise=variant.noise(), seed=seed) as engine:
+    model = open_checkpoint(task.model)
+    with ZOEngine(model, variant.estimator(steps), noise=variant.noise(), seed=seed) as engine:
         for step in range(steps + 1):
             if step % (steps // (LOOKS - 1)) == 0:
-                score = accuracy(engine, rows, tokenizer, labels=task.labels)
+                score = accuracy(engine, model, rows, tokenizer, labels=task.labels)
                 done = step * 2 * variant.queries
                 curve.append({"forwards": done, "accuracy": score.accuracy, "loss": score.loss})
             if step < steps:
@@ -99,13 +103,13 @@ def run(task: DemoTask, place: int, *, seed: int, forwards: int) -> dict[str, An
 def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Median and range over seeds, a row for each variant."""
     rows = []
-    for name in dict.fromkeys(each["variant"] for each in runs):
-        own = [each for each in runs if each["variant"] == name]
+    for name in dict.fromkeys(run["variant"] for run in runs):
+        own = [run for run in runs if run["variant"] == name]
         row: dict[str, Any] = {"variant": name, "steps": own[0]["steps"], "seeds": len(own)}
         for key, values in {
-            "accuracy": [each["curve"][-1]["accuracy"] for each in own],
-            "loss": [each["curve"][-1]["loss"] for each in own],
-            "seconds": [each["seconds"] for each in own],
+            "accuracy": [run["curve"][-1]["accuracy"] for run in own],
+            "loss": [run["curve"][-1]["loss"] for run in own],
+            "seconds": [run["seconds"] for run in own],
         }.items():
             row[key] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
         rows.append(row)
@@ -132,12 +136,12 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, key in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
-        for name in dict.fromkeys(each["variant"] for each in runs):
-            curves = [each["curve"] for each in runs if each["variant"] == name]
+        for name in dict.fromkeys(run["variant"] for run in runs):
+            curves = [run["curve"] for run in runs if run["variant"] == name]
             at = [point["forwards"] for point in curves[0]]
             values = [[curve[i][key] for curve in curves] for i in range(len(at))]
-            (line,) = axes.plot(at, [statistics.median(each) for each in values], label=name)
-            low, high = [min(each) for each in values], [max(each) for each in values]
+            (line,) = axes.plot(at, [statistics.median(column) for column in values], label=name)
+            low, high = [min(column) for column in values], [max(column) for column in values]
             axes.fill_between(at, low, high, alpha=0.15, color=line.get_color())
         axes.set_xlabel("forwards")
         axes.set_ylabel(f"evaluation {key}")
@@ -159,18 +163,18 @@ def main() -> None:
         pairs = [(seed, place) for seed in range(options.seeds) for place in range(len(VARIANTS))]
         with ProcessPoolExecutor(options.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
             started = [pool.submit(run, task, place, seed=seed, forwards=options.forwards) for seed, place in pairs]
-            runs = [each.result() for each in started]
-    found = {
+            runs = [future.result() for future in started]
+    measured = {
         "forwards": options.forwards,
         "jobs": options.jobs,
         "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "summary": summary(runs),
         "runs": runs,
     }
-    print(table(found["summary"]))
-    print(json.dumps(found))
+    print(table(measured["summary"]))
+    print(json.dumps(measured))
     if options.output is not None:
-        options.output.with_suffix(".json").write_text(json.dumps(found) + "\n")
+        options.output.with_suffix(".json").write_text(json.dumps(measured) + "\n")
         plot(runs, options.output.with_suffix(".png"))
 
 

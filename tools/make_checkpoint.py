@@ -18,8 +18,9 @@ from typing import IO, Any
 import torch
 from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
 
+from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.checkpoint import ARCHITECTURES, DTYPES
-from zo2adapters.models.hf import build_skeleton, cut
+from zo2adapters.models.hf import build_skeleton
 from zo2core.checkpoint import write_checkpoint
 from zo2core.checkpoint.writer import MAX_SHARD, lay_out_checkpoint
 from zo2core.types import ParameterSpec
@@ -102,7 +103,7 @@ def make_checkpoint(
 ) -> int:
     """Write config and shards, with holes for data if sparse; return the bytes of the weights."""
     config.dtype = dtype
-    layouts = cut(build_skeleton(config, dtype), ARCHITECTURES[config.model_type])
+    layouts = segment_layouts(build_skeleton(config, dtype), ARCHITECTURES[config.model_type])
     specs = [spec for layout in layouts for spec in layout.parameters]
     companions = {"config.json": config.to_json_string(use_diff=False).encode()}
     if sparse:

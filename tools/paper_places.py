@@ -188,9 +188,9 @@ class Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and count its results."""
         out = func(*args, **(kwargs or {}))
-        for each in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(each, torch.Tensor) and each.device.type == "cpu":
-                self.hold(each)
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+                self.hold(tensor)
         return out
 
 

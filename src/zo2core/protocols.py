@@ -309,11 +309,11 @@ class Forward(Protocol):
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Run what comes after the blocks. A model returns the loss, 0-d, as it computes it."""
 
-    def held_bytes(self, batch: Batch) -> int:
-        """Expected bytes that the batch holds between segments; nothing is run to learn it."""
-
     def forward_bytes(self, batch: Batch) -> int:
         """Expected peak of what one segment's forward takes, beside what batches hold between segments."""
+
+    def held_bytes(self, batch: Batch) -> int:
+        """Expected bytes that the batch holds between segments; nothing is run to learn it."""
 
 
 class BlockModel(Forward, Protocol):

@@ -11,14 +11,24 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from zo2adapters.models.hf import Architecture, HFBlockModel, build_skeleton, parameter_names
+from zo2adapters.models.architecture import Architecture, parameter_names
+from zo2adapters.models.hf import HFBlockModel, build_skeleton
 from zo2adapters.models.llama import LLAMA
 from zo2adapters.models.opt import OPT
 from zo2adapters.models.qwen import QWEN2, QWEN3
-from zo2core import CheckpointError, OptionError, UnsupportedModelError, ZO2Error
-from zo2core.checkpoint import SafetensorsReader, TensorEntry, check_float, find_tensors, same_samples
+from zo2core import (
+    CheckpointError,
+    OptionError,
+    SafetensorsReader,
+    TensorEntry,
+    UnsupportedModelError,
+    ZO2Error,
+    check_float,
+    find_tensors,
+    same_samples,
+)
 
-ARCHITECTURES: Mapping[str, Architecture] = {each.model_type: each for each in (OPT, LLAMA, QWEN2, QWEN3)}
+ARCHITECTURES: Mapping[str, Architecture] = {known.model_type: known for known in (OPT, LLAMA, QWEN2, QWEN3)}
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -44,7 +54,7 @@ def open_checkpoint(
     Args:
         path: Directory in the Hugging Face layout with safetensors weights, or a hub id, which is downloaded into the hub's
             cache and used from there.
-        dtype: Of the weights in memory. "auto" takes the config's and refuses shards that hold another; a dtype, or its
+        dtype: The weights' dtype in memory. "auto" takes the config's and refuses shards that hold another; a dtype, or its
             name, converts.
         architecture: For model types this library does not know.
         loss_chunk: Compute head and loss over so many labelled tokens at a time: the logits are never there whole. The loss
@@ -196,12 +206,12 @@ def _dtype(dtype: torch.dtype | str, config: PretrainedConfig, entries: Mapping[
         of_config = getattr(config, "dtype", None)
         first = next((entry.torch_dtype for entry in entries.values() if entry.torch_dtype is not None), torch.float32)
         return of_config if isinstance(of_config, torch.dtype) else first
-    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found is None or found not in DTYPES.values():
+    chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen is None or chosen not in DTYPES.values():
         raise OptionError(
             "dtype", found=repr(dtype), expected=f"'auto' or one of {', '.join(DTYPES)}", remedy="choose one of these"
         )
-    return found
+    return chosen
 
 
 def _match(
@@ -209,9 +219,9 @@ def _match(
 ) -> dict[str, TensorEntry]:
     """Find each parameter's tensor, under its own name or without the base model's prefix, and check its shape."""
     prefix = f"{skeleton.base_model_prefix}."
-    every = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
-    canonical = {name if name in every else prefix + name: entry for name, entry in entries.items()}
-    unexpected = [name for name in canonical if name not in every and not name.endswith(architecture.ignored or ("\0",))]
+    known = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
+    canonical = {name if name in known else prefix + name: entry for name, entry in entries.items()}
+    unexpected = [name for name in canonical if name not in known and not name.endswith(architecture.ignored or ("\0",))]
     if unexpected:
         entry = canonical[sorted(unexpected)[0]]
         raise CheckpointError(
@@ -222,7 +232,7 @@ def _match(
         )
     aliases = parameter_names(skeleton)
     for name, others in aliases.items():
-        _require_equal_ties([canonical[each] for each in others if each in canonical], name)
+        _require_equal_ties([canonical[alias] for alias in others if alias in canonical], name)
     matched = {}
     for name, parameter in skeleton.named_parameters():
         if name not in canonical:

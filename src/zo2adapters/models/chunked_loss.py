@@ -23,10 +23,10 @@ def chunked_loss(
         hidden: Final hidden states, (rows, tokens, hidden size), before the norm.
         labels: (rows, tokens); each token but the last predicts the next one's.
         predictions: Rows and columns of the tokens from which a labelled one is predicted.
-        chunk: Labelled tokens whose logits are there at a time.
+        chunk: Labelled tokens whose logits are in memory at a time.
         logits: Norm and head: (n, hidden size) to (n, vocabulary).
-        loss_function: Hugging Face's, of the model.
-        vocab_size: Of the model.
+        loss_function: The model's own, by Hugging Face.
+        vocab_size: Size of the model's vocabulary.
 
     Returns:
         0-d, as ``loss_function`` gives it.

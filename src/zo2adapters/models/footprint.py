@@ -4,29 +4,54 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from zo2core.sweep.activation_offload import ROOMS
+from zo2core import ROOMS
 
+POSITION_BYTES = 8  # of a token: int64
 _LOGIT_COPIES = 3  # in float32 beside the logits themselves: converted, shifted, log-softmax
 
 
-def held_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:
-    """Expected bytes that a batch holds from segment to segment: hidden state and, for padded rows, an attention mask."""
-    return int(rows * tokens * (config.hidden_size * _itemsize(config) + tokens))
+def expected_held_bytes(
+    config: PretrainedConfig,
+    rows: int,
+    tokens: int,
+    *,
+    keys: int | None = None,
+    is_padded: bool = True,
+    position_rows: int | None = None,
+) -> int:
+    """Expected bytes that a batch holds from segment to segment: hidden state, attention masks, positions and rotations.
+
+    Args:
+        config: The model's config.
+        rows: Rows of the batch.
+        tokens: Tokens of a row that run.
+        keys: Tokens of a row that they attend to; None: the same ones.
+        is_padded: Whether any token is masked. Without padding, Hugging Face passes no mask where it can.
+        position_rows: Rows of the ``position_ids`` that the batch brings along; None: it brings none.
+    """
+    keys = tokens if keys is None else keys
+    itemsize = _itemsize(config)
+    hidden = rows * tokens * config.hidden_size * itemsize
+    masks = rows * tokens * keys * _masks(config, keys, is_padded=is_padded)
+    if getattr(config, "rope_parameters", None) is None:
+        return int(hidden + masks + rows * tokens * POSITION_BYTES)
+    rotation = 2 * _head_size(config) * itemsize  # a cosine and a sine, which rows share unless they bring positions
+    return int(hidden + masks + (position_rows or 1) * tokens * (rotation + POSITION_BYTES))
 
 
 def forward_bytes(config: PretrainedConfig, rows: int, tokens: int, *, loss_chunk: int | None = None) -> int:
     """Expected peak of one segment's forward, beside what is held: of a block, or of the logits and the loss.
 
     Args:
-        config: Of the model.
-        rows: Of a batch, or of a micro-batch.
-        tokens: Of a row.
-        loss_chunk: Tokens whose logits are there at a time; None: all.
+        config: The model's config.
+        rows: Rows of a batch, or of a micro-batch.
+        tokens: Tokens of a row.
+        loss_chunk: Tokens whose logits are in memory at a time; None: all.
     """
-    itemsize, hidden, places = _itemsize(config), config.hidden_size, rows * tokens
+    itemsize, hidden, positions = _itemsize(config), config.hidden_size, rows * tokens
     feed_forward = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", 4 * hidden)
-    block = places * (8 * hidden + 3 * feed_forward) * itemsize + places * tokens * itemsize
-    logits = (places if loss_chunk is None else min(places, loss_chunk)) * config.vocab_size
+    block = positions * (8 * hidden + 3 * feed_forward) * itemsize + positions * tokens * itemsize
+    logits = (positions if loss_chunk is None else min(positions, loss_chunk)) * config.vocab_size
     return int(max(block, logits * (itemsize + 4 * _LOGIT_COPIES)))
 
 
@@ -42,16 +67,18 @@ def activation_bytes(
     """Expected peak of activations and logits of one sweep.
 
     Args:
-        config: Of the model.
-        rows: Of a batch.
-        tokens: Of a row.
+        config: The model's config.
+        rows: Rows of a batch.
+        tokens: Tokens of a row.
         streams: Evaluations of a step, or batches of an evaluation, whose activations are held at a time.
         micro_rows: Rows that run at a time; None: all of a batch.
-        loss_chunk: Tokens whose logits are there at a time; None: all.
+        loss_chunk: Tokens whose logits are in memory at a time; None: all.
     """
     running = rows if micro_rows is None else min(rows, micro_rows)
-    held = streams * held_bytes(config, rows, tokens)
-    return held + forward_bytes(config, running, tokens, loss_chunk=loss_chunk)
+    whole, rest = divmod(rows, running)
+    held = whole * expected_held_bytes(config, running, tokens)
+    held += expected_held_bytes(config, rest, tokens) if rest else 0
+    return streams * held + forward_bytes(config, running, tokens, loss_chunk=loss_chunk)
 
 
 def least_activation_bytes(
@@ -60,11 +87,11 @@ def least_activation_bytes(
     """Expected peak of what a device holds of one sweep's activations and logits if all others wait in host memory.
 
     Args:
-        config: Of the model.
-        rows: Of a batch.
-        tokens: Of a row.
+        config: The model's config.
+        rows: Rows of a batch.
+        tokens: Tokens of a row.
         micro_rows: Rows that run at a time; None: all of a batch.
-        loss_chunk: Tokens whose logits are there at a time; None: all.
+        loss_chunk: Tokens whose logits are in memory at a time; None: all.
     """
     running = rows if micro_rows is None else min(rows, micro_rows)
     return activation_bytes(config, running, tokens, streams=1 + ROOMS, loss_chunk=loss_chunk)
@@ -73,8 +100,21 @@ def least_activation_bytes(
 def cache_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:
     """Expected bytes of all layers' keys and values for so many tokens of so many rows."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return int(2 * config.num_hidden_layers * rows * tokens * width * _itemsize(config))
+    return int(2 * config.num_hidden_layers * rows * tokens * heads * _head_size(config) * _itemsize(config))
+
+
+def _masks(config: PretrainedConfig, keys: int, *, is_padded: bool) -> int:
+    """Bytes of all attention masks for one pair of tokens: a mask for each kind of layer that needs one."""
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = {kind for kind in kinds if kind != "full_attention" and (window is None or keys > window)}
+    if getattr(config, "_attn_implementation", None) == "eager":  # adds its mask to the scores, with or without padding
+        return len(kinds) * _itemsize(config)
+    return len(kinds if is_padded else windowed)
+
+
+def _head_size(config: PretrainedConfig) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _itemsize(config: PretrainedConfig) -> int:

@@ -11,8 +11,7 @@ Trade-off: embedding, positions and masks are computed twice a forward, which co
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,29 +20,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from zo2adapters.models.batch_check import check_batch
-from zo2adapters.models.branch_cache import Answers, PreparedBatch, predictions
+from zo2adapters.models.architecture import Architecture, parameter_names, segment_layouts
+from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.chunked_loss import chunked_loss
-from zo2adapters.models.footprint import forward_bytes, held_bytes
-from zo2adapters.models.stubs import CutError, Recorder, Stub
-from zo2core import BlockLayout, ParameterSpec, SegmentKind, UnsupportedModelError
-from zo2core.protocols import TensorReader
-from zo2core.types import Batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """Where a decoder's parts are: all that a new architecture has to say.
-
-    Module paths are those of the ``AutoModelForCausalLM`` class. Every parameter must lie under exactly one of them.
-    """
-
-    model_type: str  # of the config
-    embedding: tuple[str, ...]  # modules that run before the layers; they may be absent in a given model
-    blocks: str  # the ModuleList of layers
-    head: tuple[str, ...]  # modules that run after the layers; they may be absent in a given model
-    returns_tuple: bool = False  # a layer returns (hidden, ...) instead of hidden
-    ignored: tuple[str, ...] = ()  # endings of tensor names that old checkpoints carry and no model has
+from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
+from zo2adapters.models.prepared_batch import PreparedBatch, check_batch, is_padded, predictions
+from zo2adapters.models.stubs import CallRecorder, CutError, Stub
+from zo2core import Batch, TensorReader, UnsupportedModelError
 
 
 class Activations(NamedTuple):
@@ -77,15 +60,15 @@ class HFBlockModel:
         loss_chunk: int | None = None,
     ) -> None:
         self.config = skeleton.config
-        self.layouts = cut(skeleton, architecture)
+        self.layouts = segment_layouts(skeleton, architecture)
         self.weights = weights
         self.companions = companions
         self.loss_chunk = loss_chunk
         self._aliases = parameter_names(skeleton)
         self._modules = dict(skeleton.named_modules())
         self._skeleton = skeleton
-        self._recorder = Recorder()
-        self._of_stand_ins = Answers()  # the same for any number of them
+        self._recorder = CallRecorder()
+        self._stand_in_branches = BranchCache()  # the same for any number of stand-ins
         layers = skeleton.get_submodule(architecture.blocks)
         assert isinstance(layers, nn.ModuleList)
         self._layers = list(layers)
@@ -112,21 +95,21 @@ class HFBlockModel:
     def prepared(self, batch: Batch) -> Batch:
         """Check a batch, and learn what HF's forward asks about it. See the contract."""
         check_batch(batch, self.config)
-        found = PreparedBatch(dict(batch))
-        if batch["input_ids"].device.type != "cpu":  # there it costs nothing to ask, the first time
-            self.learn(found)
-        return found
+        prepared = PreparedBatch(batch)
+        if batch["input_ids"].device.type != "cpu":  # on the CPU it costs nothing to ask, the first time
+            self.learn(prepared)
+        return prepared
 
     @torch.inference_mode()
     def learn(self, batch: Batch) -> None:
         """Have HF's forward ask all that it asks about a batch, and about what stands in for final hidden states."""
         self.embed(batch)
-        with self._of_stand_ins:
+        with self._stand_in_branches:
             self.prologue(input_ids=torch.zeros_like(batch["input_ids"][:1, :1]), use_cache=False)
 
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer. See the contract."""
-        with _answers(batch):
+        with _branches_of(batch):
             return self.prologue(**{key: value for key, value in batch.items() if key != "labels"}, use_cache=False)
 
     def prologue(self, **inputs: Any) -> Activations:
@@ -147,12 +130,12 @@ class HFBlockModel:
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Run HF's norm, head and loss on the final hidden state."""
         if self.loss_chunk is None:
-            with _answers(batch):
+            with _branches_of(batch):
                 return self._epilogue(activations.hidden, "loss", **batch)
         return chunked_loss(
             activations.hidden,
             batch["labels"],
-            batch.predictions if isinstance(batch, PreparedBatch) else predictions(batch["labels"]),
+            predictions(batch),
             self.loss_chunk,
             logits=self.logits,
             loss_function=self._skeleton.loss_function,
@@ -163,32 +146,40 @@ class HFBlockModel:
         """Run HF's norm and head on final hidden states, (n, hidden size); returns (n, vocabulary)."""
         # Each is a row of one token: there may be more of them than the model has positions.
         ids = torch.zeros(len(hidden), 1, dtype=torch.int64, device=hidden.device)
-        with self._of_stand_ins:
+        with self._stand_in_branches:
             return self._epilogue(hidden[:, None], "logits", input_ids=ids)[:, 0]
 
     def _epilogue(self, final: torch.Tensor, wanted: str, **inputs: torch.Tensor) -> torch.Tensor:
         self._recorder.final = final
         try:
-            found = getattr(self._skeleton(**inputs, use_cache=False), wanted)
+            output = getattr(self._skeleton(**inputs, use_cache=False), wanted)
         finally:
             self._recorder.final = None
-        assert isinstance(found, torch.Tensor)
-        return found
-
-    def held_bytes(self, batch: Batch) -> int:
-        """By formula. See the contract."""
-        rows, tokens = batch["input_ids"].shape
-        return held_bytes(self.config, rows, tokens)
+        assert isinstance(output, torch.Tensor)
+        return output
 
     def forward_bytes(self, batch: Batch) -> int:
-        """By formula. See the contract."""
+        """Give the bytes by formula. See the contract."""
         rows, tokens = batch["input_ids"].shape
         return forward_bytes(self.config, rows, tokens, loss_chunk=self.loss_chunk)
 
+    def held_bytes(self, batch: Batch) -> int:
+        """Give the bytes by formula. See the contract."""
+        rows, tokens = batch["input_ids"].shape
+        mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+        return expected_held_bytes(
+            self.config,
+            rows,
+            tokens,
+            keys=None if mask is None else mask.shape[1],
+            is_padded=is_padded(batch),
+            position_rows=None if positions is None else len(positions),
+        )
 
-def _answers(batch: Batch) -> contextlib.AbstractContextManager[object]:
-    """What is known about a batch."""
-    return batch.answers if isinstance(batch, PreparedBatch) else contextlib.nullcontext()
+
+def _branches_of(batch: Batch) -> contextlib.AbstractContextManager[object]:
+    """What answers questions about a batch: its own memory of them, or nothing."""
+    return batch.branches if isinstance(batch, PreparedBatch) else contextlib.nullcontext()
 
 
 class _ParametersOnMeta(TorchFunctionMode):
@@ -204,8 +195,8 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     """Build a model whose parameters take no memory, ready to be cut.
 
     Args:
-        config: Of the checkpoint. Remote code is not run.
-        dtype: Of the parameters.
+        config: The checkpoint's config. Remote code is not run.
+        dtype: Dtype of the parameters.
 
     Raises:
         UnsupportedModelError: if the model cannot be built so, or wants parts of itself in another dtype.
@@ -229,69 +220,3 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
                 remedy="this architecture needs an adapter of its own",
             )
     return model
-
-
-def cut(model: PreTrainedModel, architecture: Architecture) -> tuple[BlockLayout, ...]:
-    """Assign every parameter of a model to a segment.
-
-    Raises:
-        UnsupportedModelError: naming a parameter that lies under no declared part, or a tie between other parts than
-            embedding and head.
-    """
-    blocks = len(model.get_submodule(architecture.blocks))  # type: ignore[arg-type]
-    paths = dict.fromkeys(architecture.embedding, 0)
-    paths |= {f"{architecture.blocks}.{i}": i + 1 for i in range(blocks)}
-    paths |= dict.fromkeys(architecture.head, blocks + 1)
-    owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
-    borrowed: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
-    for index, (name, aliases) in enumerate(parameter_names(model).items()):
-        parameter = model.get_parameter(name)
-        spec = ParameterSpec(name, tuple(parameter.shape), parameter.dtype, index, decays_in_mezo(name))
-        users = sorted({_segment(alias, paths, architecture) for alias in aliases})
-        if len(users) > 1 and users != [0, blocks + 1]:
-            raise UnsupportedModelError(
-                f"{architecture.model_type}: {name}",
-                found=f"a weight that segments {users} share",
-                expected="ties between embedding and head only",
-                remedy="this architecture needs an adapter of its own",
-            )
-        owned[users[0]].append(spec)
-        for user in users[1:]:
-            borrowed[user].append(spec)
-    kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * blocks, SegmentKind.HEAD]
-    names = ["embedding", *(f"block {i}" for i in range(blocks)), "head"]
-    return tuple(
-        BlockLayout(name, kind, tuple(own), tuple(other))
-        for name, kind, own, other in zip(names, kinds, owned, borrowed, strict=True)
-    )
-
-
-def decays_in_mezo(name: str) -> bool:
-    """Whether MeZO's trainer applies weight decay to a parameter: it goes by the name, and so RMSNorm weights decay."""
-    return not any(part in name for part in ("bias", "layer_norm", "layernorm"))
-
-
-def parameter_names(model: nn.Module) -> dict[str, list[str]]:
-    """Each parameter's name in ``named_parameters()``, to all names it has in the model, in registration order."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return {aliases[0]: aliases for aliases in names.values()}
-
-
-def _segment(name: str, paths: Mapping[str, int], architecture: Architecture) -> int:
-    for path in _prefixes(name):
-        if path in paths:
-            return paths[path]
-    raise UnsupportedModelError(
-        f"{architecture.model_type}: {name}",
-        found="a parameter outside the declared embedding, blocks and head",
-        expected=f"one under {', '.join([*architecture.embedding, architecture.blocks, *architecture.head])}",
-        remedy="declare its module in the Architecture",
-    )
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name

@@ -1,6 +1,6 @@
 """Llama, all generations that share the architecture (1, 2, 3, 3.1, 3.2 text)."""
 
-from zo2adapters.models.hf import Architecture
+from zo2adapters.models.architecture import Architecture
 
 LLAMA = Architecture(
     model_type="llama",

@@ -31,7 +31,7 @@ class MonolithicMeZO:
         model: Called with a batch's entries; returns an object with a ``loss``, 0-d. Changed in place.
         lr: Learning rate of a step.
         zo_eps: Perturbation scale.
-        weight_decay: Of the parameters whose names contain none of ``bias``, ``layer_norm``, ``layernorm``.
+        weight_decay: Weight decay of the parameters whose names contain none of ``bias``, ``layer_norm``, ``layernorm``.
         perturb_in_place: True is MeZO. False starts each evaluation from a copy of the weights.
         draw: Writes other noise than MeZO's, given memory for z, a seed and a parameter's place in registration order.
     """

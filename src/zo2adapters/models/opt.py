@@ -5,7 +5,7 @@ draws its noise before theirs although it runs after them. 350m has a narrower e
 after the residual instead of a final one. The head is tied to the embedding.
 """
 
-from zo2adapters.models.hf import Architecture
+from zo2adapters.models.architecture import Architecture
 
 OPT = Architecture(
     model_type="opt",

@@ -19,9 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from zo2adapters.models.checkpoint import companion_files
-from zo2core import CheckpointError
-from zo2core.checkpoint import require_unused
-from zo2core.checkpoint.writer import new_directory, shard_names, write_index
+from zo2core import CheckpointError, new_directory, require_unused, shard_names, write_index
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"

@@ -1,6 +1,6 @@
 """Qwen2 (and 2.5) and Qwen3, dense. Small sizes tie the head to the embedding; Qwen2 may mix sliding and full attention."""
 
-from zo2adapters.models.hf import Architecture
+from zo2adapters.models.architecture import Architecture
 
 QWEN2 = Architecture(
     model_type="qwen2",

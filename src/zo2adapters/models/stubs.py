@@ -12,7 +12,7 @@ class CutError(Exception):
     """Leaves HF's forward after the last stub."""
 
 
-class Recorder:
+class CallRecorder:
     """What the stubs of one model share."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Recorder:
 class Stub(nn.Module):
     """Stands in for a layer inside HF's forward: records its call, or returns the final hidden state."""
 
-    def __init__(self, layer: nn.Module, recorder: Recorder, *, last: bool, returns_tuple: bool) -> None:
+    def __init__(self, layer: nn.Module, recorder: CallRecorder, *, last: bool, returns_tuple: bool) -> None:
         super().__init__()
         object.__setattr__(self, "layer", layer)  # not a submodule: its parameters are not this model's
         self.recorder = recorder

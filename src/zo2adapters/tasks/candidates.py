@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ class Choice:
     """One row, as tokens."""
 
     prompt: tuple[int, ...]  # what all candidates share; at least one token
-    candidates: tuple[tuple[int, ...], ...]  # what follows it, without an EOS of our own; at least two
-    answer: int  # which of them is right
+    candidates: tuple[tuple[int, ...], ...]  # what may follow it, without an EOS of our own; at least two
+    answer: int  # the right candidate's place, from 0
 
 
 def holds_choices(path: Path) -> bool:
@@ -37,7 +37,7 @@ def read_choices(path: Path, tokenizer: PreTrainedTokenizerBase, *, sequence_len
 
     Args:
         path: JSONL file; ``answer`` is one of the candidates, or its place among them, from 0.
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         sequence_length: Most tokens of a prompt and a candidate; longer ones are refused.
 
     Raises:
@@ -61,14 +61,21 @@ def _choices(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: in
         if type(right) is not int or not 0 <= right < len(candidates):
             found = f"{json.dumps(answer)[:40]} as 'answer'"
             raise refuse(found, "one of the candidates, or its place from 0", "write the right candidate")
-        rows = [completion_ids(prompt, candidate, tokenizer) for candidate in candidates]
-        shared = min(length for _, length in rows)  # a token that merges the prompt's end with a candidate's start is its
-        found = f"{shared} tokens of prompt, {max(len(ids) for ids, _ in rows)} in all"
-        if not 0 < shared < min(len(ids) for ids, _ in rows) or max(len(ids) for ids, _ in rows) > sequence_length:
+        choice = tokenized_choice(prompt, candidates, right, tokenizer)
+        shortest, longest = (len(choice.prompt) + pick(map(len, choice.candidates)) for pick in (min, max))
+        if not 0 < len(choice.prompt) < shortest or longest > sequence_length:
+            found = f"{len(choice.prompt)} tokens of prompt, {longest} in all"
             expected = f"at least 1 of prompt and of each candidate, at most {sequence_length} in all"
             raise refuse(found, expected, "mend the row, or raise the sequence length")
-        yield Choice(tuple(rows[0][0][:shared]), tuple(tuple(ids[shared:]) for ids, _ in rows), right)
+        yield choice
+
+
+def tokenized_choice(prompt: str, candidates: Sequence[str], answer: int, tokenizer: PreTrainedTokenizerBase) -> Choice:
+    """Tokenise a question. A token that merges the prompt's end with a candidate's start is part of the candidates."""
+    rows = [completion_ids(prompt, candidate, tokenizer) for candidate in candidates]
+    shared = min(length for _, length in rows)
+    return Choice(tuple(rows[0][0][:shared]), tuple(tuple(ids[shared:]) for ids, _ in rows), answer)
 
 
 def _texts(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 1 and all(isinstance(each, str) and each for each in value)
+    return isinstance(value, list) and len(value) > 1 and all(isinstance(text, str) and text for text in value)

@@ -15,8 +15,7 @@ import torch
 from transformers import Cache, DynamicCache, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2core import BatchError, OptionError, Replayer
-from zo2core.types import Batch
+from zo2core import Batch, BatchError, OptionError, Replayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +25,7 @@ class Sampling:
     Args:
         temperature: Logits are divided by it.
         top_p: Only the likeliest tokens that together have this probability are drawn from.
-        seed: Of the draws; no global generator is touched.
+        seed: Seed of the draws; no global generator is touched.
 
     Raises:
         OptionError: if a number is out of its range.
@@ -54,8 +53,8 @@ class NextToken:
     """The model's forward over the newest tokens, ending in the logits of what comes next.
 
     Args:
-        model: Whose forward.
-        cache: Of keys and values; each layer adds its own.
+        model: The model whose forward this is.
+        cache: Keys and values of the tokens so far; each layer adds its own.
     """
 
     def __init__(self, model: HFBlockModel, cache: Cache) -> None:
@@ -63,10 +62,10 @@ class NextToken:
         self._cache = cache
         self.block = model.block
         self.forward_bytes = model.forward_bytes
-        self.held_bytes = model.held_bytes
+        self.held_bytes = model.held_bytes  # the cache is not held by a batch: it stays from sweep to sweep
 
     def prepared(self, batch: Batch) -> Batch:
-        """As it is: ``generate`` made it."""
+        """Take a batch as it is: ``generate`` made it."""
         return batch
 
     def embed(self, batch: Batch) -> Activations:
@@ -91,8 +90,8 @@ def generate(
     """Continue prompts, all of them at once, token by token, as Hugging Face's ``generate`` does.
 
     Args:
-        engine: Whose weights.
-        model: That the engine was made with.
+        engine: The engine whose present weights are used.
+        model: The model that the engine was made with.
         prompts: Token ids, at least one each; padded on the left to one length.
         max_new_tokens: Most tokens of a continuation.
         sampling: How to draw; None takes the likeliest token.
@@ -108,14 +107,14 @@ def generate(
     """
     _check(model, prompts, max_new_tokens)
     ids, mask = _padded_left(prompts, pad_token_id)
-    places = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    takes_places = "position_ids" in inspect.signature(model.hf_forward).parameters
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    takes_positions = "position_ids" in inspect.signature(model.hf_forward).parameters
     forward = NextToken(model, DynamicCache(config=model.config))
     ended = torch.zeros(len(ids), dtype=torch.bool)
     ends = torch.tensor(sorted(eos_token_ids), dtype=torch.int64)
     context, draw = ids, _drawing(sampling)
     for _ in range(max_new_tokens):
-        batch = {"input_ids": ids, "attention_mask": mask, **({"position_ids": places} if takes_places else {})}
+        batch = {"input_ids": ids, "attention_mask": mask, **({"position_ids": positions} if takes_positions else {})}
         [[logits]] = engine.forwards([batch], forward)
         tokens = draw(context, logits.cpu())
         yield tuple(None if over else int(token) for over, token in zip(ended, tokens, strict=True))
@@ -125,7 +124,7 @@ def generate(
             return
         ids, context = tokens[:, None], torch.cat([context, tokens[:, None]], dim=1)
         mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        places = places[:, -1:] + 1
+        positions = positions[:, -1:] + 1
 
 
 def _drawing(sampling: Sampling | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

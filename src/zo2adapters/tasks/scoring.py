@@ -11,21 +11,20 @@ from typing import NamedTuple
 
 import torch
 
-from zo2adapters.models.batch_check import IGNORE_INDEX
-from zo2adapters.models.branch_cache import PreparedBatch, predictions
 from zo2adapters.models.footprint import forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2adapters.tasks.rows import TokenizedRow, collate
-from zo2core import BatchError, Replayer
-from zo2core.types import Batch
+from zo2adapters.models.prepared_batch import predictions
+from zo2adapters.tasks.batches import collate
+from zo2adapters.tasks.rows import TokenizedRow
+from zo2core import Batch, BatchError, Replayer
 
 
 class Scored(NamedTuple):
     """How likely the candidates of each prompt are."""
 
     log_likelihoods: tuple[tuple[float, ...], ...]  # a prompt, a candidate: summed over the candidate's tokens, in nats
-    tokens: tuple[tuple[int, ...], ...]  # the same: tokens of the candidate
-    sweeps: int
+    tokens: tuple[tuple[int, ...], ...]  # a prompt, a candidate: how many tokens the candidate has
+    sweeps: int  # passes over all blocks that this took
 
     def choices(self, *, by_length: bool = False) -> tuple[int, ...]:
         """The likeliest candidate of each prompt, the first of equal ones.
@@ -42,7 +41,7 @@ class LogLikelihood:
     """The model's forward, ending in each row's log-likelihood of its labelled tokens instead of a loss.
 
     Args:
-        model: Whose forward.
+        model: The model whose forward this is.
     """
 
     def __init__(self, model: HFBlockModel) -> None:
@@ -55,20 +54,20 @@ class LogLikelihood:
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Sum the log-probabilities of each row's labelled tokens: (rows,), float64."""
         targets = batch["labels"][:, 1:]
-        rows, places = batch.predictions if isinstance(batch, PreparedBatch) else predictions(batch["labels"])
+        rows, columns = predictions(batch)
         chunk = self._model.loss_chunk or len(rows)
         sums = torch.zeros(len(targets), dtype=torch.float64, device=targets.device)
         for start in range(0, len(rows), chunk):
-            at = rows[start : start + chunk], places[start : start + chunk]
+            at = rows[start : start + chunk], columns[start : start + chunk]
             logits = self._model.logits(activations.hidden[at]).float()
-            each = logits.log_softmax(dim=-1).gather(1, targets[at][:, None])[:, 0]
-            sums.index_add_(0, at[0], each.double())
+            log_probabilities = logits.log_softmax(dim=-1).gather(1, targets[at][:, None])[:, 0]
+            sums.index_add_(0, at[0], log_probabilities.double())
         return sums
 
     def forward_bytes(self, batch: Batch) -> int:
-        """As of the model, but only the labelled tokens have logits."""
+        """Count as the model does, but logits of the labelled tokens only."""
         rows, tokens = batch["input_ids"].shape
-        labelled = int((batch["labels"] != IGNORE_INDEX).sum())
+        labelled = len(predictions(batch)[0])
         chunk = min(labelled, self._model.loss_chunk or labelled)
         return forward_bytes(self._model.config, rows, tokens, loss_chunk=chunk)
 
@@ -86,10 +85,10 @@ def score(
     """Log-likelihoods of each prompt's candidates at the engine's present weights.
 
     Args:
-        engine: Whose weights.
-        model: That the engine was made with.
+        engine: The engine whose present weights are used.
+        model: The model that the engine was made with.
         prompts: Token ids, at least one each.
-        candidates: Of each prompt, at least one: token ids that may follow it, at least one each.
+        candidates: For each prompt, one or more lists of token ids that may follow it, at least one each.
         batch_size: Rows a batch; a row is a prompt and one candidate.
         pad_token_id: Token id at padded positions.
         progress: Told how many rows are being taken up, batch by batch.
@@ -99,8 +98,9 @@ def score(
     """
     rows: list[TokenizedRow] = []
     for number, (prompt, answers) in enumerate(zip(prompts, candidates, strict=True)):
-        for name, found in (("prompts", prompt), ("candidates", answers), *(("candidates", each) for each in answers)):
-            if not found:
+        given = (("prompts", prompt), ("candidates", answers), *(("candidates", answer) for answer in answers))
+        for name, tokens in given:
+            if not tokens:
                 raise BatchError(f"{name}[{number}]", found="nothing", expected="at least one token", remedy="fill it in")
         rows += [TokenizedRow(array("i", [*prompt, *answer]), len(prompt), 0) for answer in answers]
     if not rows:
@@ -108,10 +108,10 @@ def score(
 
     def batches() -> Iterator[Batch]:
         for start in range(0, len(rows), batch_size):
-            some = rows[start : start + batch_size]
+            batch = rows[start : start + batch_size]
             if progress is not None:
-                progress(len(some))
-            yield collate(some, pad_token_id=pad_token_id)
+                progress(len(batch))
+            yield collate(batch, pad_token_id=pad_token_id)
 
     sums: list[float] = []
     sweeps = 0

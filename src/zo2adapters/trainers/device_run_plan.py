@@ -5,43 +5,48 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from zo2adapters.models.footprint import activation_bytes, forward_bytes, held_bytes, least_activation_bytes
+from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import SequentialNoise
-from zo2core.planning.device_plan import DevicePlan as DeviceMemoryPlan
-from zo2core.planning.device_plan import plan_device_memory
-from zo2core.planning.host_budget import parse_size
-from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS, HostPlan, plan_host
-from zo2core.protocols import NoiseGenerator
-from zo2core.sources.loader import laid_out_as_on_disk
-from zo2core.sweep.activation_offload import ROOMS, streams_that_stay
+from zo2core import (
+    MOST_USEFUL_BUCKETS,
+    ROOMS,
+    DevicePlan,
+    HostPlan,
+    NoiseGenerator,
+    SequentialNoise,
+    laid_out_as_on_disk,
+    parse_size,
+    plan_device_memory,
+    plan_host,
+    streams_that_stay,
+)
 
 
 @dataclass(frozen=True)
-class DevicePlan:
+class DeviceRunPlan:
     """A run on a GPU as it is expected to be."""
 
-    arrangement: HostPlan  # of host memory
-    residency: DeviceMemoryPlan  # of the device's
-    blocks: int
+    host_plan: HostPlan  # what takes host memory
+    device_plan: DevicePlan  # what takes the device's
+    blocks: int  # how many the model has
     read_bytes: int  # a step, from the disk
     moved_bytes: int  # a step, each way
-    waiting_bytes: int  # of activations, in host memory; moved each way at every segment
+    waiting_bytes: int  # activations that wait in host memory; moved each way at every segment
     bus: int  # bytes a second, each way at the same time
 
     @property
     def transfer_seconds(self) -> float:
-        """Of a step, beside the compute; uploads and offloads go at the same time."""
+        """Seconds of a step's transfers, beside the compute; uploads and offloads go at the same time."""
         return (self.moved_bytes + (self.blocks + 1) * self.waiting_bytes) / self.bus
 
     def to_json(self) -> str:
-        """For programs: the fields, and the seconds that follow from them."""
+        """Give programs the fields, and the seconds that follow from them."""
         return json.dumps({**asdict(self), "transfer_seconds": self.transfer_seconds, "compute_seconds": None})
 
     def table(self) -> str:
-        """For people."""
+        """Give people a table."""
         rows = [
-            ("blocks that stay", f"{self.residency.kept} of {self.blocks}"),
+            ("blocks that stay", f"{self.device_plan.kept} of {self.blocks}"),
             ("read from disk a step", f"{self.read_bytes / 1e9:.2f} GB"),
             ("uploaded a step", f"{self.moved_bytes / 1e9:.2f} GB, and as much offloaded beside it"),
             ("activations that wait", f"{self.waiting_bytes / 1e9:.2f} GB in host memory, moved at every block"),
@@ -49,10 +54,10 @@ class DevicePlan:
             ("compute, beside them", "not predicted"),
         ]
         lines = [f"{name:26s} {value}" for name, value in rows]
-        return "\n".join(["host memory", self.arrangement.table(), "", "device memory", self.residency.table(), "", *lines])
+        return "\n".join(["host memory", self.host_plan.table(), "", "device memory", self.device_plan.table(), "", *lines])
 
 
-def plan_device(
+def plan_device_run(
     model: HFBlockModel,
     *,
     memory: int | str = "auto",
@@ -63,28 +68,28 @@ def plan_device(
     micro_rows: int | None = None,
     noise: NoiseGenerator | None = None,
     queries: int = 1,
-) -> DevicePlan:
+) -> DeviceRunPlan:
     """Plan a run on a GPU that need not be here. Nothing is loaded or measured.
 
     Args:
         model: From ``open_checkpoint``.
-        memory: Host memory the process may have in all.
-        device_memory: Of the GPU, that may be used.
-        bus: Bytes a second, each way at the same time.
-        rows: Of a batch.
-        tokens: Of a row.
+        memory: Host memory the process may take in all.
+        device_memory: Memory of the GPU that the run may use.
+        bus: Bytes a second that the bus moves, each way at the same time.
+        rows: Rows of a batch.
+        tokens: Tokens of a row.
         micro_rows: Rows that run at a time; None: all of a batch.
         noise: Draws z; None is MeZO's, as a GPU draws it.
         queries: Directions a step.
 
     Raises:
         MemoryBudgetError: if the host, or the device, is too small for any arrangement.
-        OptionError: if a size is none.
+        OptionError: if a size cannot be read.
     """
     layouts = model.layouts
     config, chunk = model.config, model.loss_chunk
     needed = activation_bytes(config, rows, tokens, streams=2 * queries, micro_rows=micro_rows, loss_chunk=chunk)
-    residency = plan_device_memory(
+    device_plan = plan_device_memory(
         layouts,
         SequentialNoise(layouts, "cuda") if noise is None else noise,
         memory=parse_size(device_memory, option="device_memory"),
@@ -94,27 +99,24 @@ def plan_device(
         probes=queries,
     )
     running = rows if micro_rows is None else min(rows, micro_rows)
-    own, streams = held_bytes(config, running, tokens), 2 * queries * -(-rows // running)
-    left = residency.activation_bytes - forward_bytes(config, running, tokens, loss_chunk=chunk)
+    own, streams = expected_held_bytes(config, running, tokens), 2 * queries * -(-rows // running)
+    left = device_plan.activation_bytes - forward_bytes(config, running, tokens, loss_chunk=chunk)
     waiting = own * (streams - streams_that_stay(streams, own, left, rooms=ROOMS * own))
     # As the engine does: it sets aside what all streams take if any of them has to wait.
-    arrangement = plan_host(
-        layouts,
-        laid_out_as_on_disk(layouts, model.weights),
-        memory=memory,
-        activation_bytes=needed if waiting else 0,
-        compute_on_host=False,
-    )
-    blocks = [layout.nbytes for layout in layouts if not layout.resident]
+    on_disk = laid_out_as_on_disk(layouts, model.weights)
+    reserved = needed if waiting else 0
+    host_plan = plan_host(layouts, on_disk, memory=memory, activation_bytes=reserved, compute_on_host=False)
+    used = layouts if host_plan.buckets is None else on_disk  # as they will lie in buckets
+    blocks = [layout.nbytes for layout in used if not layout.resident]
     read = 0
-    if arrangement.buckets is not None:
-        read = _share(blocks, len(blocks) - residency.kept - max(arrangement.buckets - MOST_USEFUL_BUCKETS, 0))
-    return DevicePlan(
-        arrangement=arrangement,
-        residency=residency,
+    if host_plan.buckets is not None:
+        read = _share(blocks, len(blocks) - device_plan.kept - max(host_plan.buckets - MOST_USEFUL_BUCKETS, 0))
+    return DeviceRunPlan(
+        host_plan=host_plan,
+        device_plan=device_plan,
         blocks=len(blocks),
         read_bytes=read,
-        moved_bytes=_share(blocks, len(blocks) - residency.kept),
+        moved_bytes=_share(blocks, len(blocks) - device_plan.kept),
         waiting_bytes=waiting,
         bus=parse_size(bus, option="bus"),
     )

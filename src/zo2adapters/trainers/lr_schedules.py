@@ -25,7 +25,7 @@ class LearningRate:
         peak: Learning rate after the warm-up.
         decay: Shape of the fall.
         warmup_steps: Steps of the rise; the first one takes ``peak / warmup_steps``.
-        steps: Of the whole run.
+        steps: Steps of the whole run.
 
     Raises:
         OptionError: if the warm-up is not shorter than the run.

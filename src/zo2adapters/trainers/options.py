@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2core import (
     BlockLayout,
     Distribution,
     MeZOSGD,
     MultiQueryRGE,
+    NoiseGenerator,
     OptionError,
     PhiloxNoise,
 )
-from zo2core.protocols import NoiseGenerator
 
 DEFAULT_LENGTH = 1024  # tokens, where the model takes as many
 
@@ -36,13 +37,13 @@ class Noise(Enum):
 
     @property
     def distribution(self) -> Distribution | None:
-        """Of counter-based noise."""
+        """The distribution of counter-based noise; None for MeZO's numbers, which have none of their own."""
         return None if self is Noise.MEZO else Distribution(self.value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimization:
-    """How the weights are moved."""
+    """How a step moves the weights."""
 
     lr: float = 1e-6
     """Peak learning rate. MeZO's range for full fine-tuning of OPT is 1e-7 to 1e-6; small models take more."""
@@ -53,15 +54,14 @@ class Optimization:
     noise: Noise = Noise.RADEMACHER
     """Random directions: mezo draws MeZO's own numbers; the others are counter-based and cost next to nothing."""
     perturb_in_place: bool = False
-    """Walk from evaluation to evaluation and back, as MeZO does, with the rounding that this leaves in the weights. Off:
-    each evaluation starts from the weights."""
+    """Walk from evaluation to evaluation and back, as MeZO does, with the rounding that this leaves in the weights. By
+    default each evaluation starts from the weights."""
     exact_mezo: bool = False
-    """MeZO bit for bit: its noise and its walk, whatever the two options above say."""
+    """Take MeZO's steps bit for bit, with its noise and its walk, whatever the two options above say."""
     decay: Decay = Decay.CONSTANT
     """How the learning rate falls after the warm-up."""
     queries: int = 1
-    """Directions a step: each costs two more forwards, but no block is moved once more. Every direction's update takes
-    lr / queries."""
+    """Directions a step. Each costs two more forwards, but no block is moved once more; its update takes lr / queries."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly."""
 
@@ -98,12 +98,12 @@ class Batching:
     """How rows become batches."""
 
     batch_size: int = 16
-    """Rows a batch."""
+    """Rows a batch has."""
     micro_batch_size: int | None = None
-    """Rows that run at a time, where a whole batch does not fit: each block serves all pieces in its one visit."""
+    """Rows that run at a time, where a whole batch does not fit. Each block serves all pieces in its one visit."""
     loss_chunk: int | None = None
-    """Labelled tokens whose logits are in memory at a time; by default all of a batch's. The loss is the same but for the
-    order of its sum."""
+    """Labelled tokens whose logits are in memory at a time; by default all of a batch's. The loss differs by the order of
+    its sum only."""
     sequence_length: int | None = None
     """Longest row in tokens; longer ones are cut at the end. By default 1024, or what the model takes if that is less."""
 
@@ -131,20 +131,20 @@ class Storage:
     """Where the weights live."""
 
     memory: str = "auto"
-    """Host memory the process may have in all, such as 6GiB; auto takes what is free. Blocks stream from disk if need be."""
+    """Host memory the process may take in all, such as 6GiB; auto takes what is free. Blocks stream from disk if need be."""
     write_back_every: int | Literal["auto", "never"] = "auto"
-    """A block is written to the run's scratch file once it is this many steps ahead of its bytes on disk; in between it is
+    """Steps that a block may be ahead of its bytes on disk before it is written to the run's scratch file; until then it is
     replayed. auto weighs the measured speeds of noise and disk."""
     snapshot_every: int | None = None
-    """At most this many steps, one or two more after a crash, are there to replay for a resumed run."""
+    """Most steps that a resumed run has to replay; after a crash there may be one or two more."""
     activation_memory: str | None = None
-    """Of the memory, or of the GPU's, set aside for activations, such as 1GiB: an evaluation takes as many batches a sweep
-    as fit in there. By default what a step takes."""
+    """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory on a GPU. An evaluation
+    takes as many batches a sweep as fit in it. By default it is what a step takes."""
     device: str = "cpu"
-    """Where to compute: cpu, cuda or cuda:N. A GPU rounds otherwise than a CPU: a resumed run stays where it began."""
+    """Device to compute on: cpu, cuda or cuda:N. A resumed run stays where it began, since a GPU rounds otherwise."""
     device_memory: str = "auto"
-    """Of a GPU, that may be used, such as 8GiB; auto takes what is free. Blocks stay there as far as it goes; activations
-    for which there is no room wait in host memory."""
+    """Device memory the run may use, such as 8GiB; auto takes what is free. As many blocks as fit stay there;
+    activations for which there is no room wait in host memory."""
 
 
 class Order(Enum):
@@ -156,13 +156,14 @@ class Order(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How this process works on a run. No bit of the result depends on it: a resumed run may choose anew."""
+    """How this process works on a run. No bit of the result depends on it, so a resumed run may choose anew."""
 
     trace: Path | None = None
-    """File to write each sweep to, for ui.perfetto.dev and zo2 timeline: what every lane did when, and its bytes. Must not
-    exist."""
+    """File to write each sweep to, for ui.perfetto.dev and zo2 timeline: what every lane did when, and how many bytes
+    it moved. It must not exist."""
     scheduler: Order = Order.OVERLAPPED
-    """serial does one thing after the other, keeps no block on the device, and is there to compare with."""
+    """Order of transfers and compute. serial does one thing after the other, keeps no block on the device, and is there to
+    compare with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,15 +171,15 @@ class RunOptions:
     """What a fine-tuning run can be told, apart from what it needs."""
 
     evaluation: Path | None = None
-    """JSONL file to evaluate on, before the first step and after the last."""
+    """JSONL file to evaluate on, before the first step and after the last one."""
     evaluate_every: int | None = None
-    """Also evaluate every so many steps."""
+    """Steps after which to evaluate again."""
     steps: int = 1000
-    """Zeroth-order steps, each two forwards of one batch a query."""
+    """Zeroth-order steps to take; each runs two forwards of one batch a query."""
     seed: int = 0
-    """Of the order of rows and of the directions."""
+    """Seed of the order of rows and of the directions."""
     dtype: DtypeName = "auto"
-    """Of the weights; auto is the checkpoint's own."""
+    """Dtype of the weights; auto is the checkpoint's own."""
     optimization: Optimization = field(default_factory=Optimization)
     batching: Batching = field(default_factory=Batching)
     storage: Storage = field(default_factory=Storage)
@@ -193,10 +194,10 @@ class TrainOptions(RunOptions):
     data: Path
     """JSONL file; each row has text, or prompt and completion (loss on the completion only), or messages."""
     output: Path
-    """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. Must not exist or be empty."""
+    """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must not exist, or be empty."""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values; the run's own directory is left out, other paths are made absolute."""
+        """Give the options as JSON values; the run's own directory is left out, other paths are made absolute."""
         values = dataclasses.asdict(self)
         del values["output"]
         if Path(self.model).is_dir():
@@ -226,13 +227,3 @@ class TrainOptions(RunOptions):
             storage=Storage(**values.pop("storage")),
             **values,
         )
-
-
-def require_at_least(name: str, value: int, least: int) -> None:
-    """Refuse a number that is too small.
-
-    Raises:
-        OptionError: naming the option.
-    """
-    if value < least:
-        raise OptionError(name, found=repr(value), expected=f"at least {least}", remedy=f"raise {name}")

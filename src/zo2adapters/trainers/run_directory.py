@@ -11,7 +11,6 @@ model/          the exported model, at the end
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -20,22 +19,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from filelock import FileLock, Timeout
+
 from zo2adapters.trainers.options import TrainOptions
-from zo2core import DataError, OptionError, OutputError, Update, ZO2Error
-from zo2core.checkpoint import require_unused
-from zo2core.io.durable import make_directory, sync_path
+from zo2core import DataError, OptionError, OutputError, Update, ZO2Error, make_directory, require_unused, sync_path
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"
 JOURNAL = "journal.jsonl"
 MODEL = "model"
+LOCK = "lock"
 
 
 class RunDirectory:
     """A run's directory, held by this process until closed.
 
     Args:
-        options: Of the run; it lives in ``options.output``.
+        options: The run's options; it lives in ``options.output``.
         tokens: What the data files became by the tokenizer, as JSON values by name.
         resume: It is there already.
 
@@ -47,17 +47,15 @@ class RunDirectory:
 
     def __init__(self, options: TrainOptions, tokens: Mapping[str, object], *, resume: bool) -> None:
         self.path = options.output
-        self._lock: int | None = None
+        self._lock = _lock(self.path)
         if not resume:
             require_new(self.path)
         files = [path.resolve() for path in (options.data, options.evaluation) if path is not None]
         checksums = {str(path): _checksum(path) for path in files}
         try:
             make_directory(self.path)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self.close()
+            self._lock.acquire()
+        except Timeout as error:
             raise OutputError(
                 self.path,
                 found="a run that another process works on",
@@ -124,7 +122,7 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Take back a directory in which nothing was done."""
-        for name in (OPTIONS, JOURNAL, "lock", "scratch.bin", "scratch.jsonl", "options.partial", "scratch.partial"):
+        for name in (OPTIONS, JOURNAL, LOCK, "scratch.bin", "scratch.jsonl", "options.partial", "scratch.partial"):
             (self.path / name).unlink(missing_ok=True)
         if not any(self.path.iterdir()):
             self.path.rmdir()
@@ -132,9 +130,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Let go of the lock. May be called twice."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            os.close(lock)
+        self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -151,16 +147,17 @@ def require_new(path: Path) -> None:
     Raises:
         OutputError: naming the directory.
     """
-    names = {each.name for each in path.iterdir()} if path.is_dir() else set()
-    if names and names <= {"lock", "options.partial"}:
-        try:
-            with (path / "lock").open("a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody is about to begin here
-                for name in names:
-                    (path / name).unlink(missing_ok=True)
-        except OSError:
-            pass  # somebody is: the directory is in use
+    names = {file.name for file in path.iterdir()} if path.is_dir() else set()
+    if names and names <= {LOCK, "options.partial"}:
+        with contextlib.suppress(OSError), _lock(path):  # refused where a process is about to begin: it is in use, then
+            for name in names:
+                (path / name).unlink(missing_ok=True)
     require_unused(path)
+
+
+def _lock(path: Path) -> FileLock:
+    """The lock of a run's directory: tried once, held by this process from whichever thread, gone with it."""
+    return FileLock(path / LOCK, timeout=0, thread_local=False)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,15 +12,25 @@ import torch
 
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import HostDevice, SequentialNoise
-from zo2core.planning.autotune import evaluation_seconds, replay_seconds, write_back_interval, write_bytes_per_second
-from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS, HostPlan, plan_host
-from zo2core.protocols import CounterNoise, NoiseGenerator
-from zo2core.sources.loader import CHUNK, READERS, laid_out_as_on_disk
-from zo2core.sources.scratch import scratch_bytes
-from zo2core.types import ParameterSpec, aligned, flat_views
+from zo2core import (
+    MOST_USEFUL_BUCKETS,
+    CounterNoise,
+    HostDevice,
+    HostPlan,
+    NoiseGenerator,
+    SequentialNoise,
+    aligned,
+    evaluation_seconds,
+    flat_views,
+    laid_out_as_on_disk,
+    plan_host,
+    read_bytes_per_second,
+    replay_seconds,
+    scratch_bytes,
+    write_back_interval,
+    write_bytes_per_second,
+)
 
-_PROBED = 48  # chunks read by the disk probe
 _PROBED_PRODUCTS = 100_000_000_000  # in a block's matrices, of the forward probe
 _ROUNDS = 3  # the best counts
 
@@ -31,17 +40,17 @@ _WALK = 0.25
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A run as it is expected to be."""
 
-    arrangement: HostPlan
+    host_plan: HostPlan
     model_bytes: int
     write_back_every: int
     scratch_bytes: int  # on disk, once everything was written back
     read_bytes: int  # a step
     written_bytes: int  # a step, on average
-    forward_seconds: float  # of a step's forwards, two a query
-    update_seconds: float  # noise and arithmetic of a step
+    forward_seconds: float  # a step's forwards, two a query
+    update_seconds: float  # a step's noise and arithmetic
     disk_seconds: float  # beside the other two
 
     @property
@@ -50,12 +59,12 @@ class Plan:
         return max(self.forward_seconds + self.update_seconds, self.disk_seconds)
 
     def to_json(self) -> str:
-        """For programs: the fields, bytes and seconds in all included."""
-        return json.dumps({**asdict(self), "nbytes": self.arrangement.nbytes, "seconds": self.seconds})
+        """Give programs the fields, and the bytes and seconds in all."""
+        return json.dumps({**asdict(self), "nbytes": self.host_plan.nbytes, "seconds": self.seconds})
 
     def table(self) -> str:
-        """For people."""
-        buckets = self.arrangement.buckets
+        """Give people a table."""
+        buckets = self.host_plan.buckets
         where = "all in memory" if buckets is None else f"streamed from disk through {buckets} buckets"
         rows = [
             ("blocks", where),
@@ -69,10 +78,10 @@ class Plan:
             ("expected a step", f"{self.seconds:.2f} s"),
         ]
         lines = [f"{name:26s} {value}" for name, value in rows]
-        return "\n".join(["host memory", self.arrangement.table(), "", *lines])
+        return "\n".join(["host memory", self.host_plan.table(), "", *lines])
 
 
-def plan(
+def plan_run(
     model: HFBlockModel,
     *,
     memory: int | str = "auto",
@@ -82,14 +91,14 @@ def plan(
     micro_rows: int | None = None,
     noise: NoiseGenerator | None = None,
     queries: int = 1,
-) -> Plan:
+) -> RunPlan:
     """Plan a run on the CPU. Nothing is loaded; the probes take a few seconds.
 
     Args:
         model: From ``open_checkpoint``.
-        memory: Host memory the process may have in all.
-        rows: Of a batch.
-        tokens: Of a row.
+        memory: Host memory the process may take in all.
+        rows: Rows of a batch.
+        tokens: Tokens of a row.
         scratch: A directory on the disk to write back to.
         micro_rows: Rows that run at a time; None: all of a batch.
         noise: Draws z; None is MeZO's, with its walk.
@@ -100,70 +109,72 @@ def plan(
         ScratchError: if the directory cannot be written to.
         CheckpointError: if the checkpoint cannot be read.
     """
-    layouts = model.layouts
     activations = activation_bytes(
         model.config, rows, tokens, streams=2 * queries, micro_rows=micro_rows, loss_chunk=model.loss_chunk
     )
-    drawn = SequentialNoise(layouts) if noise is None else noise
-    arrangement = plan_host(
-        layouts,
-        laid_out_as_on_disk(layouts, model.weights),
+    drawn = SequentialNoise(model.layouts) if noise is None else noise
+    on_disk = laid_out_as_on_disk(model.layouts, model.weights)
+    host_plan = plan_host(
+        model.layouts,
+        on_disk,
         memory=memory,
         activation_bytes=activations,
         may_keep_noise=not isinstance(drawn, CounterNoise),
     )
+    layouts = model.layouts if host_plan.buckets is None else on_disk  # as they will lie in buckets
     model_bytes = sum(layout.nbytes for layout in layouts)
     block_bytes = sum(layout.nbytes for layout in layouts if not layout.resident)
     replay = replay_seconds(drawn, layouts, in_place=not isinstance(drawn, CounterNoise))
     write_rate = write_bytes_per_second(scratch)
-    streamed = arrangement.buckets is not None
+    streamed = host_plan.buckets is not None
     every = write_back_interval(replay, model_bytes / write_rate, resident=not streamed)
     read, written = 0, model_bytes // every
     disk_seconds = 0.0
-    if arrangement.buckets is not None:
+    if host_plan.buckets is not None:
         blocks = sum(not layout.resident for layout in layouts)
-        kept = max(arrangement.buckets - MOST_USEFUL_BUCKETS, 0)
+        kept = max(host_plan.buckets - MOST_USEFUL_BUCKETS, 0)
         read = block_bytes * (blocks - kept) // blocks
-        disk_seconds = read / read_bytes_per_second(model) + written / write_rate
+        disk_seconds = read / read_bytes_per_second(model.weights, layouts) + written / write_rate
     lag = (every + 1) / 2 if streamed else 1.0
     if isinstance(drawn, CounterNoise):
         first, other = evaluation_seconds(drawn, layouts)
         update = replay * (queries * lag - 1) + first + other * (2 * queries - 1)
     else:
-        update = replay * queries * (lag + (_WALK if arrangement.keep_noise else 1.0))
-    return Plan(
-        arrangement=arrangement,
+        update = replay * queries * (lag + (_WALK if host_plan.keep_noise else 1.0))
+    return RunPlan(
+        host_plan=host_plan,
         model_bytes=model_bytes,
         write_back_every=every,
         scratch_bytes=scratch_bytes(layouts),
         read_bytes=read,
         written_bytes=written,
-        forward_seconds=2 * queries * forward_seconds(model, rows, tokens),
+        forward_seconds=2 * queries * measured_forward_seconds(model, rows, tokens),
         update_seconds=update,
         disk_seconds=disk_seconds,
     )
 
 
-def forward_seconds(model: HFBlockModel, rows: int, tokens: int) -> float:
-    """Seconds of one forward, from one of its own blocks run on a batch of this shape, or a part of it.
+def measured_forward_seconds(model: HFBlockModel, rows: int, tokens: int) -> float:
+    """Measure the seconds of one forward: a block of the model runs on a batch of this shape, or on a part of it.
 
     Args:
-        model: Its modules are bound to one block's memory, filled with a constant; an engine binds them anew.
-        rows: Of a batch.
-        tokens: Of a row.
+        model: The model, whose modules are bound to one block's memory, filled with a constant; an engine binds them anew.
+        rows: Rows of a batch.
+        tokens: Tokens of a row.
     """
     layout = next(layout for layout in model.layouts if not layout.resident)
     numel = sum(spec.numel for spec in layout.parameters)
     others = [spec for layout in model.layouts if layout.resident for spec in layout.parameters]
-    lazily = iter(flat_views(others, HostDevice().host_memory(sum(aligned(spec.nbytes) for spec in others))))
+    untouched = HostDevice().host_memory(sum(aligned(spec.nbytes) for spec in others))
     memory = HostDevice().host_memory(layout.nbytes)
-    parameters = {spec.name: view.view(spec.shape) for spec, view in zip(others, lazily, strict=True)}
+    views = flat_views(others, untouched)
+    parameters = {spec.name: view.view(spec.shape) for spec, view in zip(others, views, strict=True)}
     for spec, view in zip(layout.parameters, layout.views(memory), strict=True):
         parameters[spec.name] = view.fill_(0.01).view(spec.shape)
     model.bind(parameters)
-    some = min(rows, max(_PROBED_PRODUCTS // (numel * tokens), 1))
-    few = min(tokens, max(_PROBED_PRODUCTS // (numel * some), 1))
-    ids = torch.ones(some, few, dtype=torch.long)
+    probed_rows = min(rows, max(_PROBED_PRODUCTS // (numel * tokens), 1))
+    probed_tokens = min(tokens, max(_PROBED_PRODUCTS // (numel * probed_rows), 1))
+    ids = torch.ones(probed_rows, probed_tokens, dtype=torch.long)
     best = math.inf
     with torch.inference_mode():
         activations = model.embed({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
@@ -174,31 +185,4 @@ def forward_seconds(model: HFBlockModel, rows: int, tokens: int) -> float:
     head = model.layouts[-1]
     heads = sum(spec.numel for spec in (*head.parameters, *head.borrowed) if len(spec.shape) > 1)
     blocks = sum(spec.numel for layout in model.layouts if not layout.resident for spec in layout.parameters)
-    return best * (rows * tokens) / (some * few) * (blocks + heads) / numel
-
-
-def read_bytes_per_second(model: HFBlockModel) -> float:
-    """Rate at which blocks come from the checkpoint, read as a source reads them.
-
-    Raises:
-        CheckpointError: if they cannot be read.
-    """
-    specs = [spec for layout in model.layouts if not layout.resident for spec in layout.parameters]
-    chunks: list[tuple[ParameterSpec, int]] = []
-    for spec in sorted(specs, key=lambda spec: -spec.numel):
-        step = CHUNK // spec.dtype.itemsize
-        chunks += [(spec, start) for start in range(0, spec.numel - step + 1, step)]
-        if len(chunks) >= _PROBED:
-            break
-    chunks = chunks[:_PROBED]
-    if not chunks:
-        return float("inf")  # smaller than one chunk: read in no time
-
-    def read(spec: ParameterSpec, start: int) -> None:
-        model.weights.read_into(spec.name, torch.empty(CHUNK // spec.dtype.itemsize, dtype=spec.dtype), start)
-
-    with ThreadPoolExecutor(READERS) as pool:
-        began = time.perf_counter()
-        for future in [pool.submit(read, *chunk) for chunk in chunks]:
-            future.result()
-        return len(chunks) * CHUNK / (time.perf_counter() - began)
+    return best * (rows * tokens) / (probed_rows * probed_tokens) * (blocks + heads) / numel

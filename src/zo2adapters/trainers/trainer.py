@@ -12,45 +12,38 @@ from typing import IO, Any
 
 import psutil
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.models.footprint import activation_bytes, least_activation_bytes
-from zo2adapters.tasks.rows import Dataset, collate, evaluation_batches, pad_token_id, read_dataset, training_batches
-from zo2adapters.trainers.options import Execution, Order, TrainOptions, require_at_least
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.ranges import require_at_least
+from zo2adapters.tasks.batches import collate, evaluation_batches, training_batches
+from zo2adapters.tasks.rows import Dataset, read_dataset
+from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
+from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
-from zo2core import DataError, EvaluationResult, MemoryPolicy, OutputError, Replayer, StepResult, WriteBackPolicy, ZOEngine
-from zo2core.planning.host_budget import parse_size
-from zo2core.types import Batch
-
-
-def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Load a model directory's tokenizer, without running remote code.
-
-    Raises:
-        DataError: if there is none.
-    """
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            directory,
-            found=f"no usable tokenizer ({str(error).splitlines()[0]})",
-            expected="tokenizer files beside the model",
-            remedy="copy the tokenizer files of the base model into the directory",
-        ) from error
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
-    return tokenizer
+from zo2core import (
+    Batch,
+    EvaluationResult,
+    MemoryPolicy,
+    OutputError,
+    Replayer,
+    StepResult,
+    WriteBackPolicy,
+    ZOEngine,
+    ZOEstimator,
+    parse_size,
+)
 
 
 class Trainer:
     """One run: opens model and data, steps, evaluates, exports.
 
     Args:
-        options: Of the run.
-        resume: The run is in ``options.output`` already; it goes on where its journal ends.
-        quiet: No progress bar.
-        execution: How to work on it; by default as fast as possible, and without a trace.
+        options: The run's options.
+        resume: Whether the run is in ``options.output`` already; it then goes on where its journal ends.
+        quiet: Whether to show no progress bar.
+        execution: How to work on the run; by default as fast as possible, and without a trace.
 
     Raises:
         ZO2Error: of the kind that fits, for whatever of the options cannot be used; a new output directory is not left.
@@ -82,50 +75,10 @@ class Trainer:
             require_at_least("micro_batch_size", batching.micro_batch_size, 1)
         training_batches(self._data, batch_size=batching.batch_size, seed=options.seed)  # refuses a bad batch size
         longest = max(len(row.input_ids) for row in [*self._data, *(self._evaluation or ())])
-        storage = options.storage
-        activations = (
-            activation_bytes(
-                model.config,
-                batching.batch_size,
-                longest,
-                streams=2 * options.optimization.queries,
-                micro_rows=batching.micro_batch_size,
-                loss_chunk=batching.loss_chunk,
-            )
-            if storage.activation_memory is None
-            else parse_size(storage.activation_memory)
-        )
-        least = least_activation_bytes(
-            model.config,
-            batching.batch_size,
-            longest,
-            micro_rows=batching.micro_batch_size,
-            loss_chunk=batching.loss_chunk,
-        )
+        activations, least = _reserved(options, model, longest)
         self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
-            self.engine = ZOEngine(
-                model,
-                estimator,
-                noise=options.optimization.generator(model.layouts),
-                journal=options.output / JOURNAL,
-                seed=options.seed,
-                device=storage.device,
-                memory=MemoryPolicy(
-                    host=storage.memory,
-                    device=storage.device_memory,
-                    activations=activations,
-                    least_activations=None if storage.device == "cpu" else least,
-                ),
-                write_back=WriteBackPolicy(
-                    directory=options.output,
-                    every=None if storage.write_back_every == "never" else storage.write_back_every,
-                    snapshot_every=storage.snapshot_every,
-                ),
-                micro_batch_size=batching.micro_batch_size,
-                overlap=execution.scheduler is Order.OVERLAPPED,
-                trace=execution.trace,
-            )
+            self.engine = _build_engine(options, model, estimator, activations, least, execution=execution)
         except BaseException:
             if resume:
                 self._run.close()
@@ -140,17 +93,15 @@ class Trainer:
 
     def storage(self) -> str:
         """Where the weights live, in words."""
-        arrangement, residency, every = self.engine.host_plan, self.engine.device_plan, self.engine.write_back_every
-        assert arrangement is not None, "the engine chose its source"
-        where = (
-            "all blocks in memory" if arrangement.buckets is None else f"{arrangement.buckets} blocks in memory at a time"
-        )
+        host, device, every = self.engine.host_plan, self.engine.device_plan, self.engine.write_back_every
+        assert host is not None, "the engine chose its source"
+        where = "all blocks in memory" if host.buckets is None else f"{host.buckets} blocks in memory at a time"
         written = "never written back" if every is None else f"written back every {every} steps"
-        room = f"about {arrangement.nbytes / 2**30:.1f} of {arrangement.budget / 2**30:.1f} GiB"
-        if residency is None:
+        room = f"about {host.nbytes / 2**30:.1f} of {host.budget / 2**30:.1f} GiB"
+        if device is None:
             return f"{where}, {written}; {room}"
-        used = f"about {residency.nbytes / 2**30:.1f} of {residency.budget / 2**30:.1f} GiB"
-        return f"{where}, {written}; {room}; {residency.kept} blocks stay on {self.options.storage.device}; {used}"
+        used = f"about {device.nbytes / 2**30:.1f} of {device.budget / 2**30:.1f} GiB"
+        return f"{where}, {written}; {room}; {device.kept} blocks stay on {self.options.storage.device}; {used}"
 
     def run(self) -> Path:
         """Train, evaluate and export.
@@ -188,8 +139,8 @@ class Trainer:
                 bar.update()
         exported = options.output / MODEL
         if not exported.exists():
-            for left in options.output.glob(f".{MODEL}.partial-*"):  # of an export that was killed
-                shutil.rmtree(left)
+            for partial in options.output.glob(f".{MODEL}.partial-*"):  # of an export that was killed
+                shutil.rmtree(partial)
             engine.export(exported)
         return exported
 
@@ -206,12 +157,12 @@ class Trainer:
 
     def _tokens(self) -> dict[str, object]:
         """What the run trains and evaluates on, beyond the files' own bytes."""
-        found: dict[str, object] = {"padding": self._pad}
+        tokens: dict[str, object] = {"padding": self._pad}
         for name, dataset in (("data", self._data), ("evaluation", self._evaluation)):
             if dataset is not None:
-                found[f"{name} tokens"] = sum(len(row.input_ids) for row in dataset)
-                found[f"{name} sha256"] = dataset.digest()
-        return found
+                tokens[f"{name} tokens"] = sum(len(row.input_ids) for row in dataset)
+                tokens[f"{name} sha256"] = dataset.digest()
+        return tokens
 
     def _is_due(self, version: int) -> bool:
         every = self.options.evaluate_every
@@ -224,16 +175,68 @@ class Trainer:
         bar.write(f"step {self.engine.version}: evaluation loss {result.loss:.4f}, {sweeps}", file=sys.stderr)
 
 
+def _reserved(options: TrainOptions, model: HFBlockModel, longest: int) -> tuple[int, int]:
+    """Memory to reserve for activations on rows of so many tokens, and the least of it that a device has to have.
+
+    Raises:
+        OptionError: if the size given for it cannot be read.
+    """
+    config, batching, given = model.config, options.batching, options.storage.activation_memory
+    rows, micro_rows, chunk = batching.batch_size, batching.micro_batch_size, batching.loss_chunk
+    streams = 2 * options.optimization.queries
+    reserved = (
+        activation_bytes(config, rows, longest, streams=streams, micro_rows=micro_rows, loss_chunk=chunk)
+        if given is None
+        else parse_size(given)
+    )
+    return reserved, least_activation_bytes(config, rows, longest, micro_rows=micro_rows, loss_chunk=chunk)
+
+
+def _build_engine(
+    options: TrainOptions,
+    model: HFBlockModel,
+    estimator: ZOEstimator,
+    activations: int,
+    least_activations: int,
+    *,
+    execution: Execution,
+) -> ZOEngine:
+    """The run's engine, at the step where its journal ends."""
+    storage = options.storage
+    return ZOEngine(
+        model,
+        estimator,
+        noise=options.optimization.generator(model.layouts),
+        journal=options.output / JOURNAL,
+        seed=options.seed,
+        device=storage.device,
+        memory=MemoryPolicy(
+            host=storage.memory,
+            device=storage.device_memory,
+            activations=activations,
+            least_activations=None if storage.device == "cpu" else least_activations,
+        ),
+        write_back=WriteBackPolicy(
+            directory=options.output,
+            every=None if storage.write_back_every == "never" else storage.write_back_every,
+            snapshot_every=storage.snapshot_every,
+        ),
+        micro_batch_size=options.batching.micro_batch_size,
+        overlap=execution.scheduler is Order.OVERLAPPED,
+        trace=execution.trace,
+    )
+
+
 def evaluate_dataset(
     engine: Replayer, dataset: Dataset, *, batch_size: int, pad: int, progress: Callable[[int], object] | None = None
 ) -> EvaluationResult:
     """Evaluate the present weights on a whole data set, in file order.
 
     Args:
-        engine: Whose weights.
-        dataset: On what.
+        engine: The engine whose present weights are evaluated.
+        dataset: The rows to evaluate on.
         batch_size: Rows a batch.
-        pad: Token id for padding.
+        pad: Token id at padded positions.
         progress: Told how many rows are being taken up, batch by batch.
     """
 
@@ -247,7 +250,7 @@ def evaluate_dataset(
 
 
 def step_record(result: StepResult, batch: Batch) -> dict[str, Any]:
-    """What ``metrics.jsonl`` says about a step: JSON values."""
+    """What ``metrics.jsonl`` says about a step, as JSON values."""
     tokens = int(batch["attention_mask"].sum())
     return {
         "step": result.step,

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.monolithic import MonolithicMeZO
-from zo2core import MeZOSGD, ZOEngine
-from zo2core.types import Batch
+from zo2core import IGNORE_INDEX, Batch, MeZOSGD, ZOEngine
 
 
 @dataclass(frozen=True)
@@ -41,21 +40,21 @@ def verify(
 
     Args:
         directory: Model directory.
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
         lr: Learning rate.
         zo_eps: Perturbation scale.
         weight_decay: Weight decay.
-        steps: To take.
-        batch_size: Rows a batch; the last one is padded on the right to half its length, if there are several.
-        tokens: A row.
-        seed: Of batches and directions.
+        steps: Steps to take both ways.
+        batch_size: Rows a batch; the second half of the last one is padding, if there are several.
+        tokens: Tokens a row.
+        seed: Seed of batches and directions.
 
     Returns:
         The comparison.
     """
     model = open_checkpoint(directory, dtype=dtype)
-    of_model = model.layouts[0].parameters[0].dtype
-    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=of_model, trust_remote_code=False)
+    stored = model.layouts[0].parameters[0].dtype
+    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=stored, trust_remote_code=False)
     mono = MonolithicMeZO(whole, lr=lr, zo_eps=zo_eps, weight_decay=weight_decay)
     count = sum(len(layout.parameters) for layout in model.layouts)
     with ZOEngine(model, MeZOSGD(lr=lr, zo_eps=zo_eps, weight_decay=weight_decay)) as engine:
@@ -82,7 +81,7 @@ def random_batch(vocab_size: int, batch_size: int, tokens: int, *, seed: int) ->
     mask = torch.ones_like(ids)
     if batch_size > 1:
         mask[-1, max(tokens // 2, 2) :] = 0
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORE_INDEX)}
 
 
 def first_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:

@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -16,10 +17,12 @@ from zo2core.devices import HostDevice
 from zo2core.errors import ScratchError
 from zo2core.io.direct_file import RangedFile, byte_view
 from zo2core.kernels import apply, apply_drawing
-from zo2core.protocols import CounterNoise, NoiseGenerator
+from zo2core.protocols import CounterNoise, NoiseGenerator, TensorReader
+from zo2core.sources.loader import CHUNK, READERS
 from zo2core.types import BlockLayout, Descend, ParameterSpec, Perturb, Program
 
 _BYTES = 64 << 20  # written by the disk probe
+_READ_CHUNKS = 48  # read by the checkpoint's probe
 _CHUNKS = 64  # drawn by the noise probe
 _THREADS = 2  # share each pass with counter-based noise; with a sequential generator one replays
 _DESCEND = Descend(0, projected_grad=1.0, lr=1e-6, weight_decay=0.0)
@@ -83,6 +86,37 @@ def _seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], run: Callabl
         best = min(best, time.perf_counter() - began)
     threads = min(_THREADS, os.cpu_count() or 1) if isinstance(noise, CounterNoise) else 1
     return best / sum(stop - start for start, stop in chunks) * sum(spec.numel for spec in specs) / threads
+
+
+def read_bytes_per_second(weights: TensorReader, layouts: Sequence[BlockLayout]) -> float:
+    """Rate at which blocks come from a checkpoint, read as a source reads them; infinite where one is less than a chunk.
+
+    Args:
+        weights: The checkpoint.
+        layouts: Segments in visiting order; the largest parameters of the blocks are read.
+
+    Raises:
+        CheckpointError: if they cannot be read.
+    """
+    specs = [spec for layout in layouts if not layout.resident for spec in layout.parameters]
+    chunks: list[tuple[ParameterSpec, int]] = []
+    for spec in sorted(specs, key=lambda spec: -spec.numel):
+        step = CHUNK // spec.dtype.itemsize
+        chunks += [(spec, start) for start in range(0, spec.numel - step + 1, step)]
+        if len(chunks) >= _READ_CHUNKS:
+            break
+    chunks = chunks[:_READ_CHUNKS]
+    if not chunks:
+        return math.inf
+
+    def read(spec: ParameterSpec, start: int) -> None:
+        weights.read_into(spec.name, torch.empty(CHUNK // spec.dtype.itemsize, dtype=spec.dtype), start)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        began = time.perf_counter()
+        for future in [pool.submit(read, *chunk) for chunk in chunks]:
+            future.result()
+        return len(chunks) * CHUNK / (time.perf_counter() - began)
 
 
 def write_bytes_per_second(directory: Path) -> float:

@@ -10,10 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from zo2core import MissingPackageError, OptionError, OutputError, TraceError
-from zo2core.profiling.chrome_trace import Recording, Sweep, row_name
-from zo2core.profiling.timeline import Span, lane_uses
-from zo2core.types import COMPUTE, Lane, bound_seconds
+from zo2core import (
+    COMPUTE,
+    Lane,
+    MissingPackageError,
+    OptionError,
+    OutputError,
+    Recording,
+    Span,
+    Sweep,
+    TraceError,
+    bound_seconds,
+    lane_uses,
+    row_name,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,13 +45,13 @@ class Panel(NamedTuple):
 
     title: str
     sweep: Sweep
-    rows: dict[str, list[Span]]  # lane, and of evaluations each one, from top to bottom
+    rows: dict[str, list[Span]]  # one a lane, and one an evaluation, from top to bottom
     captions: dict[str, str]  # beside the rows
     bound: float  # seconds that the slowest lane alone takes
 
     @property
     def seconds(self) -> float:
-        """Of the sweep."""
+        """How long the sweep took."""
         return self.sweep.done - self.sweep.begun
 
 
@@ -50,7 +60,7 @@ def make_panel(recording: Recording, *, step: int | None = None) -> Panel:
 
     Args:
         recording: The trace.
-        step: Whose sweep; None: the last step's.
+        step: The step whose sweep it is; None: the last one.
 
     Raises:
         TraceError: if there is no such step, or nothing in it.
@@ -78,7 +88,7 @@ def draw(recordings: Sequence[Recording], output: Path, *, step: int | None = No
     Args:
         recordings: From top to bottom.
         output: Is overwritten.
-        step: Whose sweep; None: each one's last step.
+        step: The step whose sweep it is; None: each trace's last one.
 
     Returns:
         The panels' titles.
@@ -160,7 +170,7 @@ def _caption(spans: Sequence[Span], sweep: Sweep) -> str:
 
 
 def _size(nbytes: int) -> str:
-    unit, power = next((each for each in (("GB", 1e9), ("MB", 1e6)) if nbytes >= each[1]), ("kB", 1e3))
+    unit, power = next(((unit, power) for unit, power in (("GB", 1e9), ("MB", 1e6)) if nbytes >= power), ("kB", 1e3))
     return f"{nbytes / power:.3g} {unit}"
 
 

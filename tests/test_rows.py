@@ -15,16 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from zo2adapters.tasks.rows import (
-    Dataset,
-    TokenizedRow,
-    collate,
-    evaluation_batches,
-    pad_token_id,
-    read_dataset,
-    training_batches,
-)
-from zo2core.errors import DataError, OptionError
+from zo2adapters.tasks.batches import collate, evaluation_batches, training_batches
+from zo2adapters.tasks.rows import Dataset, TokenizedRow, read_dataset
+from zo2adapters.tasks.tokenizer import pad_token_id
+from zo2core import DataError, OptionError
 
 TEMPLATE = (
     "{% for message in messages %}"

@@ -13,9 +13,10 @@ from models import CONFIGS, make_batch, save_model, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zo2adapters import open_checkpoint, score
-from zo2adapters.models.branch_cache import Answers, PreparedBatch
+from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import Distribution, MeZOSGD, PhiloxNoise, Replayer, ZOEngine
+from zo2adapters.models.prepared_batch import PreparedBatch
+from zo2core import Distribution, MeZOSGD, PhiloxNoise, Replayer, UnsupportedModelError, ZOEngine
 
 WAITING = {"_local_scalar_dense", "is_nonzero", "item", "equal", "nonzero", "masked_select", "_unique2"}
 
@@ -25,11 +26,11 @@ class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.found: list[str] = []
+        self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        self.found += [name] if name in WAITING else []
+        self.names += [name] if name in WAITING else []
         return func(*args, **(kwargs or {}))
 
 
@@ -46,9 +47,9 @@ def test_a_sweep_asks_the_device_for_nothing(
 
     def ahead(given: Any) -> Any:
         """As for a GPU."""
-        found = prepared(given)
-        model.learn(found)
-        return found
+        learned = prepared(given)
+        model.learn(learned)
+        return learned
 
     noise = PhiloxNoise(Distribution.RADEMACHER)
     with ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-3), noise=noise) as engine, patch.object(model, "prepared", ahead):
@@ -62,46 +63,62 @@ def test_a_sweep_asks_the_device_for_nothing(
         with patch.object(engine._parts.scheduler, "sweep", watched):
             for _ in range(2):
                 engine.step(batch)
-            found = engine.evaluate([batch]).losses
+            losses = engine.evaluate([batch]).losses
             score(engine, model, [[3, 4], [5]], [[[6], [7, 8]], [[9, 4, 6], [1]]])
-        assert waits.found == []
+        assert waits.names == []
         with patch.object(model, "prepared", lambda given: given):  # asks each time
-            assert engine.evaluate([batch]).losses == found
+            assert engine.evaluate([batch]).losses == losses
             with patch.object(engine._parts.scheduler, "sweep", watched):
                 engine.evaluate([batch])
-        assert waits.found != [], "what is looked for is there to be found"
+        assert waits.names != [], "what is looked for is there to be found"
 
 
-def asked(question: Callable[[], Any], answers: Answers) -> Any:
-    with answers:
+def asked(question: Callable[[], Any], branches: BranchCache) -> Any:
+    with branches:
         return question()
 
 
 def test_answers_are_those_of_the_first_time_and_in_order() -> None:
     values = torch.tensor([1, 0, 7])
-    answers = Answers()
+    branches = BranchCache()
 
     def questions() -> list[Any]:
         return [bool(values[0]), bool(values[1]), values[2].item(), int(values[2]), values.tolist()]
 
-    assert asked(questions, answers) == [True, False, 7, 7, [1, 0, 7]]
+    assert asked(questions, branches) == [True, False, 7, 7, [1, 0, 7]]
     values.zero_()
-    assert asked(questions, answers) == [True, False, 7, 7, [1, 0, 7]]
+    assert asked(questions, branches) == [True, False, 7, 7, [1, 0, 7]]
 
 
 def test_what_is_not_known_is_asked() -> None:
     values, weights = torch.tensor([1, 2]), torch.tensor([0.5])
-    answers = Answers()
-    assert asked(lambda: (int(values[0]), weights.item()), answers) == (1, 0.5)
+    branches = BranchCache()
+    assert asked(lambda: (int(values[0]), weights.item()), branches) == (1, 0.5)
     values.add_(10)
     weights.add_(10)
-    assert asked(lambda: (int(values[0]), weights.item(), int(values[1])), answers) == (1, 10.5, 12)
+    assert asked(lambda: (int(values[0]), weights.item(), int(values[1])), branches) == (1, 10.5, 12)
     values.add_(10)
-    assert asked(lambda: (int(values[0]), weights.item(), int(values[1])), answers) == (1, 10.5, 22), "not learned late"
+    assert asked(lambda: (int(values[0]), weights.item(), int(values[1])), branches) == (1, 10.5, 22), "not learned late"
+
+
+OTHER_QUESTIONS: dict[str, Callable[[], object]] = {
+    "another order": lambda: (torch.tensor(7).item(), bool(torch.tensor(data=True))),
+    "another function": lambda: torch.tensor(data=True).item(),
+    "another shape": lambda: bool(torch.tensor([True])),
+    "another dtype": lambda: bool(torch.tensor(1)),
+}
+
+
+@pytest.mark.parametrize("questions", OTHER_QUESTIONS.values(), ids=OTHER_QUESTIONS)
+def test_another_question_is_never_given_the_answer_to_the_first(questions: Callable[[], object]) -> None:
+    branches = BranchCache()
+    assert asked(lambda: (bool(torch.tensor(data=True)), torch.tensor(7).item()), branches) == (True, 7)
+    with pytest.raises(UnsupportedModelError, match=r"question 0 .*expected __bool__ of a tensor of shape"):
+        asked(questions, branches)
+    assert asked(lambda: bool(torch.tensor(data=False)), branches) is True, "the same question is answered again"
 
 
 def test_a_batch_is_checked_where_it_is_prepared(tmp_path: Path) -> None:
     model: HFBlockModel = open_checkpoint(save_model(tmp_path, small_config("opt")))
     with Replayer(model):
-        found = model.prepared(make_batch(model.config.vocab_size, [4]))
-    assert isinstance(found, PreparedBatch)
+        assert isinstance(model.prepared(make_batch(model.config.vocab_size, [4])), PreparedBatch)

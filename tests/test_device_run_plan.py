@@ -13,7 +13,7 @@ from models import save_model, small_config
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.footprint import forward_bytes
-from zo2adapters.trainers.device_run_plan import plan_device
+from zo2adapters.trainers.device_run_plan import plan_device_run
 from zo2core import MemoryBudgetError, OptionError, PhiloxNoise
 
 BLOCKS = 4
@@ -28,26 +28,27 @@ def test_what_does_not_stay_is_moved_each_way(base: Path) -> None:
     model = open_checkpoint(base)
     block = model.layouts[1].nbytes
     kept = set()
-    whole = plan_device(model, device_memory="1GB", bus=1000, rows=1, tokens=8).residency.nbytes
+    whole = plan_device_run(model, device_memory="1GB", bus=1000, rows=1, tokens=8).device_plan.nbytes
     for nbytes in range(whole, whole - (BLOCKS + 1) * block, -block // 2):
         try:
-            plan = plan_device(model, device_memory=nbytes, bus=1000, rows=1, tokens=8)
+            plan = plan_device_run(model, device_memory=nbytes, bus=1000, rows=1, tokens=8)
         except MemoryBudgetError:
             break
-        assert plan.residency.nbytes <= nbytes
-        assert plan.moved_bytes == (BLOCKS - plan.residency.kept) * block
+        assert plan.device_plan.nbytes <= nbytes
+        assert plan.moved_bytes == (BLOCKS - plan.device_plan.kept) * block
         assert plan.transfer_seconds == plan.moved_bytes / 1000
         assert plan.read_bytes == 0, "the host holds it all"
-        kept.add(plan.residency.kept)
+        kept.add(plan.device_plan.kept)
     assert kept == {0, 1, BLOCKS}, "one block less than all takes two slots: only a second one makes room"
 
 
 def test_noise_that_is_not_kept_leaves_room(base: Path) -> None:
     model = open_checkpoint(base)
     mezo, counted = (
-        plan_device(model, device_memory="1GB", bus="25GB", rows=1, tokens=8, noise=noise) for noise in (None, PhiloxNoise())
+        plan_device_run(model, device_memory="1GB", bus="25GB", rows=1, tokens=8, noise=noise)
+        for noise in (None, PhiloxNoise())
     )
-    assert counted.residency.nbytes < mezo.residency.nbytes
+    assert counted.device_plan.nbytes < mezo.device_plan.nbytes
 
 
 def test_opt_175b_on_24_gb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,23 +65,23 @@ def test_opt_175b_on_24_gb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert found["transfer_seconds"] == moved / 50e9
     assert found["compute_seconds"] is None
     assert found["blocks"] == 96
-    assert 0.9 * 96 * 3.6e9 < moved + found["residency"]["kept"] * 3.6e9 < 1.1 * 96 * 3.6e9
+    assert 0.9 * 96 * 3.6e9 < moved + found["device_plan"]["kept"] * 3.6e9 < 1.1 * 96 * 3.6e9
     main([*arguments, "--json", "--memory", "100GB"])
     assert moved / 2 < json.loads(capsys.readouterr().out)["read_bytes"] < moved, "some blocks stay on the host"
 
 
 def test_more_queries_take_activations_and_then_wait_for_them(base: Path) -> None:
     model = open_checkpoint(base)
-    one, four = (plan_device(model, device_memory="1GB", bus=1000, rows=8, tokens=8, queries=q) for q in (1, 4))
+    one, four = (plan_device_run(model, device_memory="1GB", bus=1000, rows=8, tokens=8, queries=q) for q in (1, 4))
     assert (one.waiting_bytes, four.waiting_bytes) == (0, 0)
-    more = four.residency.activation_bytes - one.residency.activation_bytes
-    assert more == 3 * (one.residency.activation_bytes - forward_bytes(model.config, 8, 8))
+    more = four.device_plan.activation_bytes - one.device_plan.activation_bytes
+    assert more == 3 * (one.device_plan.activation_bytes - forward_bytes(model.config, 8, 8))
     blocks = (BLOCKS - 2) * model.layouts[1].nbytes  # two slots are left
-    tight = plan_device(
-        model, device_memory=four.residency.nbytes - blocks - more // 2, bus=1000, rows=8, tokens=8, queries=4
+    tight = plan_device_run(
+        model, device_memory=four.device_plan.nbytes - blocks - more // 2, bus=1000, rows=8, tokens=8, queries=4
     )
     assert 0 < tight.waiting_bytes < more
-    assert tight.residency.kept == 0
+    assert tight.device_plan.kept == 0
     assert tight.transfer_seconds * 1000 == tight.moved_bytes + (BLOCKS + 1) * tight.waiting_bytes
 
 
@@ -99,4 +100,4 @@ def test_what_cannot_be_planned_is_refused(
 ) -> None:
     given = {"device_memory": "1GB", "bus": "25GB", **options}
     with pytest.raises(error, match=message):
-        plan_device(open_checkpoint(base), rows=1, tokens=8, **given)  # type: ignore[arg-type]
+        plan_device_run(open_checkpoint(base), rows=1, tokens=8, **given)  # type: ignore[arg-type]

@@ -1,13 +1,26 @@
-"""What a Hugging Face causal language model takes as a batch, checked before it runs."""
+"""What a Hugging Face causal language model takes as a batch: checked before it runs, with what is known about it."""
 
 from __future__ import annotations
 
+import torch
 from transformers import PretrainedConfig
 
-from zo2core import BatchError
-from zo2core.types import Batch
+from zo2adapters.models.branch_cache import BranchCache
+from zo2core import IGNORE_INDEX, Batch, BatchError, predicted
 
-IGNORE_INDEX = -100  # label of a token without loss, as in Hugging Face
+
+class PreparedBatch(dict[str, torch.Tensor]):
+    """A batch that was checked, with what is known about it, so that no sweep has to ask the device.
+
+    Args:
+        batch: With labels.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(batch)
+        self.branches = BranchCache()
+        self.predictions = predictions(batch)
+        self.is_padded = is_padded(batch)
 
 
 def check_batch(batch: Batch, config: PretrainedConfig) -> None:
@@ -34,8 +47,24 @@ def check_batch(batch: Batch, config: PretrainedConfig) -> None:
         if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < config.vocab_size:
             found = f"token {int(values.min())} to {int(values.max())}"
             raise _refusal(key, found, f"0 to {config.vocab_size - 1}", "use this model's own tokenizer")
-    if not bool((labels[:, 1:] != IGNORE_INDEX).any()):
+    if not bool(predicted(labels).any()):
         raise _refusal("labels", "no token to predict", "a label beyond the first token", "leave this batch out")
+
+
+def predictions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows and columns of the tokens from which a labelled one is predicted: int64, (labelled tokens,) each."""
+    if isinstance(batch, PreparedBatch):
+        return batch.predictions
+    rows, columns = predicted(batch["labels"]).nonzero(as_tuple=True)
+    return rows, columns
+
+
+def is_padded(batch: Batch) -> bool:
+    """Whether a batch masks any token, so that attention takes a mask."""
+    if isinstance(batch, PreparedBatch):
+        return batch.is_padded
+    mask = batch.get("attention_mask")
+    return mask is not None and not bool(mask.all())
 
 
 def _refusal(key: str, found: str, expected: str, remedy: str) -> BatchError:

@@ -1,0 +1,26 @@
+"""``zo2 export``: the model of any step, as a directory that ``from_pretrained`` loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from zo2adapters.commands.at_step import AtStep
+from zo2adapters.models.checkpoint import open_checkpoint
+from zo2core import require_unused
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export(AtStep):
+    """Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout."""
+
+    output: Path
+    """Directory to write; it must not exist, or be empty."""
+
+    def run(self) -> None:
+        """Replay and write."""
+        require_unused(self.output)
+        at = self.resolved()
+        with at.engine(open_checkpoint(at.base(), dtype=at.dtype)) as engine:
+            engine.export(self.output)
+            print(f"{self.output}: the model after {engine.version} steps")

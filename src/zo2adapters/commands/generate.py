@@ -1,0 +1,58 @@
+"""``zo2 generate``: text from a model that is never whole in memory."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from zo2adapters.commands.at_step import AtStep
+from zo2adapters.models.checkpoint import open_checkpoint
+from zo2adapters.models.footprint import activation_bytes, cache_bytes
+from zo2adapters.tasks.generation import Sampling, generate
+from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(AtStep):
+    """Continue prompts with a model, or a run at any of its steps. Slow: each token takes a pass over all blocks."""
+
+    prompt: tuple[str, ...]
+    """Texts to continue, all in the same passes over the blocks."""
+    max_new_tokens: int = 32
+    """Most tokens of a continuation."""
+    temperature: float = 0.0
+    """Tokens are drawn at this temperature; 0 takes the likeliest."""
+    top_p: float = 1.0
+    """Draw only from the likeliest tokens that together have this probability."""
+    seed: int = 0
+    """Seed of the draws."""
+
+    def run(self) -> None:
+        """Print each prompt with its continuation."""
+        at = self.resolved()
+        tokenizer = load_tokenizer(at.base())
+        model = open_checkpoint(at.base(), dtype=at.dtype)
+        prompts: list[list[int]] = [tokenizer(text)["input_ids"] for text in self.prompt]
+        tokens = max(map(len, prompts)) + self.max_new_tokens
+        held = cache_bytes(model.config, len(prompts), tokens)
+        running = activation_bytes(model.config, len(prompts), tokens, streams=1)
+        with at.engine(model, activation_bytes=held + running) as engine:
+            sampling = Sampling(temperature=self.temperature, top_p=self.top_p, seed=self.seed) if self.temperature else None
+            continued: list[list[int]] = [[] for _ in prompts]
+            made = generate(
+                engine,
+                model,
+                prompts,
+                max_new_tokens=self.max_new_tokens,
+                sampling=sampling,
+                eos_token_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
+                pad_token_id=pad_token_id(tokenizer),
+            )
+            for step in tqdm(made, total=self.max_new_tokens, unit="token", file=sys.stderr):
+                for continuation, token in zip(continued, step, strict=True):
+                    continuation += [] if token is None else [token]
+        for text, ids, new in zip(self.prompt, prompts, continued, strict=True):
+            whole, prefix = (tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ([*ids, *new], ids))
+            print(text + str(whole)[len(str(prefix)) :])

@@ -1,0 +1,47 @@
+"""Help texts from docstrings, as paragraphs that fill their lines.
+
+tyro takes the docstring below a field as its help, but keeps the line break before an indented line, and all lines of such a
+docstring but the first are indented. What a field's metadata has as "help" it shows as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import textwrap
+from dataclasses import fields, is_dataclass
+from types import MappingProxyType
+from typing import Any
+
+
+def reflow_help(options: Any) -> None:
+    """Let the fields' docstrings of a dataclass, of its bases, and of dataclasses that are its fields, fill their lines.
+
+    Args:
+        options: The dataclass; the metadata of its fields is changed.
+    """
+    docstrings: dict[str, str] = {}
+    for base in reversed(options.__mro__):
+        docstrings |= _docstrings(base) if is_dataclass(base) else {}
+    for option in fields(options):
+        if option.name in docstrings:
+            paragraphs = inspect.cleandoc(docstrings[option.name]).split("\n\n")
+            text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+            option.metadata = MappingProxyType({**option.metadata, "help": text})
+        nested: Any = option.default_factory
+        if is_dataclass(nested):
+            reflow_help(nested)
+
+
+def _docstrings(options: Any) -> dict[str, str]:
+    """The docstring below each field of a class, by the field's name."""
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(options))).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id: docstring.value.value
+        for field, docstring in itertools.pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant)
+        if isinstance(docstring.value.value, str)
+    }

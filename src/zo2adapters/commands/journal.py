@@ -1,0 +1,39 @@
+"""``zo2 journal``: what happened in a run, step by step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from zo2adapters.trainers.run_directory import JOURNAL
+from zo2core import Journal, JournalError, OptionError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowJournal:
+    """Print what happened in a run, step by step."""
+
+    run_directory: tyro.conf.Positional[Path]
+    """Directory of the run."""
+    last: int | None = None
+    """Number of steps to show, the last ones; by default all."""
+
+    def run(self) -> None:
+        """Print header and steps."""
+        path = self.run_directory / JOURNAL
+        journal = Journal(path)
+        if journal.header is None:
+            raise JournalError(path, found="no journal", expected="a run's directory", remedy="check the path")
+        for key, value in journal.header.items():
+            print(f"{key:12s} {json.dumps(value)}")
+        if self.last is not None and self.last < 1:
+            raise OptionError("last", found=repr(self.last), expected="at least 1", remedy="leave it out to see all")
+        updates = journal.updates if self.last is None else journal.updates[-self.last :]
+        print(f"{len(journal.updates)} steps\n{'step':>8s} {'loss':>12s} {'projected grad':>16s} {'lr':>10s}  seeds")
+        for update in updates:
+            grads = " ".join(f"{grad:16.6g}" for grad in update.projected_grads)
+            seeds = " ".join(str(seed) for seed in update.seeds)
+            print(f"{update.step:8d} {update.losses[0]:12.6f} {grads} {update.lr:10.3g}  {seeds}")

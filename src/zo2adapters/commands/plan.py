@@ -1,0 +1,72 @@
+"""``zo2 plan``: what a run would take, without a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
+from zo2adapters.ranges import require_at_least
+from zo2adapters.trainers.device_run_plan import plan_device_run
+from zo2adapters.trainers.options import Batching, DtypeName, Noise, Optimization
+from zo2adapters.trainers.run_plan import plan_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Say what a run would take in memory, disk and time, without loading anything."""
+
+    model: str
+    """Model directory with safetensors weights, or a hub id."""
+    dtype: DtypeName = "auto"
+    """Dtype of the weights; auto is the checkpoint's own."""
+    memory: str = "auto"
+    """Host memory the run may take in all, such as 6GiB; auto takes what is free."""
+    scratch: Path = Path()
+    """Directory on the disk that the run would write to."""
+    device_memory: str | None = None
+    """Memory of a GPU to plan for, such as 24GB, which need not be here: how many blocks stay there, and what is moved."""
+    bus: str = "25GB"
+    """Bytes a second from the host to that GPU, and as many back at the same time. They are assumed, not measured."""
+    json: bool = False
+    """Print JSON instead of a table."""
+    noise: Noise = Noise.RADEMACHER
+    """Random directions, as for training."""
+    exact_mezo: bool = False
+    """MeZO's noise and walk, as for training."""
+    queries: int = 1
+    """Directions a step, as for training."""
+    batching: Batching = field(default_factory=Batching)
+
+    def run(self) -> None:
+        """Print the plan."""
+        require_at_least("queries", self.queries, 1)
+        directory = resolve_directory(self.model)
+        model = open_checkpoint(directory, dtype=self.dtype, loss_chunk=self.batching.loss_chunk)
+        tokens = self.batching.length_for(model)
+        noise = Optimization(noise=self.noise, exact_mezo=self.exact_mezo).generator(model.layouts)
+        if self.device_memory is not None:
+            on_device = plan_device_run(
+                model,
+                memory=self.memory,
+                device_memory=self.device_memory,
+                bus=self.bus,
+                rows=self.batching.batch_size,
+                tokens=tokens,
+                micro_rows=self.batching.micro_batch_size,
+                noise=noise,
+                queries=self.queries,
+            )
+            print(on_device.to_json() if self.json else on_device.table())
+            return
+        planned = plan_run(
+            model,
+            memory=self.memory,
+            rows=self.batching.batch_size,
+            tokens=tokens,
+            scratch=self.scratch,
+            micro_rows=self.batching.micro_batch_size,
+            noise=noise,
+            queries=self.queries,
+        )
+        print(planned.to_json() if self.json else planned.table())

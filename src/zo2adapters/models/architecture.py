@@ -1,0 +1,92 @@
+"""An architecture's declaration, and what follows from it: which segment each parameter of a decoder belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from zo2core import BlockLayout, ParameterSpec, SegmentKind, UnsupportedModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Where a decoder's parts are: all that a new architecture has to say.
+
+    Module paths are those of the ``AutoModelForCausalLM`` class. Every parameter must lie under exactly one of them.
+    """
+
+    model_type: str  # of the config
+    embedding: tuple[str, ...]  # modules that run before the layers; they may be absent in a given model
+    blocks: str  # the ModuleList of layers
+    head: tuple[str, ...]  # modules that run after the layers; they may be absent in a given model
+    returns_tuple: bool = False  # a layer returns (hidden, ...) instead of hidden
+    ignored: tuple[str, ...] = ()  # endings of tensor names that old checkpoints carry and no model has
+
+
+def segment_layouts(model: PreTrainedModel, architecture: Architecture) -> tuple[BlockLayout, ...]:
+    """Assign every parameter of a model to a segment.
+
+    Raises:
+        UnsupportedModelError: naming a parameter that lies under no declared part, or a tie between other parts than
+            embedding and head.
+    """
+    blocks = len(model.get_submodule(architecture.blocks))  # type: ignore[arg-type]
+    paths = dict.fromkeys(architecture.embedding, 0)
+    paths |= {f"{architecture.blocks}.{i}": i + 1 for i in range(blocks)}
+    paths |= dict.fromkeys(architecture.head, blocks + 1)
+    owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
+    borrowed: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
+    for index, (name, aliases) in enumerate(parameter_names(model).items()):
+        parameter = model.get_parameter(name)
+        spec = ParameterSpec(name, tuple(parameter.shape), parameter.dtype, index, decays_in_mezo(name))
+        users = sorted({_segment(alias, paths, architecture) for alias in aliases})
+        if len(users) > 1 and users != [0, blocks + 1]:
+            raise UnsupportedModelError(
+                f"{architecture.model_type}: {name}",
+                found=f"a weight that segments {users} share",
+                expected="ties between embedding and head only",
+                remedy="this architecture needs an adapter of its own",
+            )
+        owned[users[0]].append(spec)
+        for user in users[1:]:
+            borrowed[user].append(spec)
+    kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * blocks, SegmentKind.HEAD]
+    names = ["embedding", *(f"block {i}" for i in range(blocks)), "head"]
+    return tuple(
+        BlockLayout(name, kind, tuple(own), tuple(other))
+        for name, kind, own, other in zip(names, kinds, owned, borrowed, strict=True)
+    )
+
+
+def decays_in_mezo(name: str) -> bool:
+    """Whether MeZO's trainer applies weight decay to a parameter: it goes by the name, and so RMSNorm weights decay."""
+    return not any(part in name for part in ("bias", "layer_norm", "layernorm"))
+
+
+def parameter_names(model: nn.Module) -> dict[str, list[str]]:
+    """Each parameter's name in ``named_parameters()``, to all names it has in the model, in registration order."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {aliases[0]: aliases for aliases in names.values()}
+
+
+def _segment(name: str, paths: Mapping[str, int], architecture: Architecture) -> int:
+    for path in _prefixes(name):
+        if path in paths:
+            return paths[path]
+    raise UnsupportedModelError(
+        f"{architecture.model_type}: {name}",
+        found="a parameter outside the declared embedding, blocks and head",
+        expected=f"one under {', '.join([*architecture.embedding, architecture.blocks, *architecture.head])}",
+        remedy="declare its module in the Architecture",
+    )
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name

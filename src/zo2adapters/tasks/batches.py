@@ -1,0 +1,81 @@
+"""Rows in order, as padded batches: epochs without end for training, the file's order for evaluation."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import chain, count, islice
+from random import Random
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from zo2adapters.ranges import require_at_least
+from zo2adapters.tasks.rows import Dataset, TokenizedRow
+from zo2core import IGNORE_INDEX
+
+
+def collate(rows: Sequence[TokenizedRow], *, pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Pad rows on the right into one batch.
+
+    Args:
+        rows: Rows of the batch, at least one.
+        pad_token_id: Token id at padded positions.
+
+    Returns:
+        `input_ids`, `attention_mask` (1 on tokens, 0 on padding) and `labels` (`IGNORE_INDEX` on prompts and padding), each
+        (batch, longest row), int64, on the CPU.
+    """
+    ids = [torch.tensor(row.input_ids, dtype=torch.int64) for row in rows]
+    input_ids = pad_sequence(ids, batch_first=True, padding_value=pad_token_id)
+    position = torch.arange(input_ids.shape[1])
+    tokens = position < torch.tensor([[len(row.input_ids)] for row in rows])
+    prompt = position < torch.tensor([[row.prompt_length] for row in rows])
+    labels = input_ids.masked_fill(prompt | ~tokens, IGNORE_INDEX)
+    return {"input_ids": input_ids, "attention_mask": tokens.to(torch.int64), "labels": labels}
+
+
+def training_batches(dataset: Dataset, *, batch_size: int, seed: int, first_step: int = 0) -> Iterator[list[TokenizedRow]]:
+    """Batches without end; each epoch takes every row once, in an order that depends on the seed and the epoch only.
+
+    Args:
+        dataset: Rows to draw from.
+        batch_size: Rows in a batch, at least 1.
+        seed: Any integer; no global random state is read or written.
+        first_step: Batches to skip, at least 0; the rest is what an iteration from 0 gives after that many.
+
+    Returns:
+        An endless iterator over batches of exactly `batch_size` rows: what an epoch leaves over, the next one fills up.
+
+    Raises:
+        OptionError: `batch_size` or `first_step` is out of range.
+    """
+    require_at_least("batch_size", batch_size, 1)
+    require_at_least("first_step", first_step, 0)
+    epoch, taken = divmod(first_step * batch_size, len(dataset))
+    orders = (_epoch_order(len(dataset), seed, number) for number in count(epoch))
+    indices = islice(chain.from_iterable(orders), taken, None)
+    return ([dataset[index] for index in islice(indices, batch_size)] for _ in count())
+
+
+def evaluation_batches(dataset: Dataset, *, batch_size: int) -> Iterator[list[TokenizedRow]]:
+    """Batches over the rows in file order, once; the last one may be smaller.
+
+    Args:
+        dataset: Rows to go through.
+        batch_size: Rows in a batch, at least 1.
+
+    Returns:
+        An iterator over batches.
+
+    Raises:
+        OptionError: `batch_size` is below 1.
+    """
+    require_at_least("batch_size", batch_size, 1)
+    return (list(dataset.rows[start : start + batch_size]) for start in range(0, len(dataset), batch_size))
+
+
+def _epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
+    # Hashed because Random takes the absolute value of an integer seed; sorted by draws because Python promises the
+    # sequence of random() across its versions, and not that of shuffle(). A resumed run may meet another version.
+    digest = hashlib.sha256(f"{seed} {epoch}".encode())
+    generator = Random(int(digest.hexdigest(), 16))  # noqa: S311 - an order of rows is no secret
+    return sorted(range(rows), key=lambda _: generator.random())

@@ -1,0 +1,121 @@
+"""The demo's task: is this line text of a docstring, or code? Its rows come from the source of Python's standard library.
+
+The question is put in a form that pre-training never reads, and its answers, letters, mean nothing before fine-tuning.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sysconfig
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from zo2core import DataError
+
+LABELS = (" a", " b")  # docstring text, code: letters mean nothing yet, so that an untrained answer is a guess
+QUESTION = "\nKind:"  # follows the line in question; pre-training never reads it
+
+_LENGTHS = range(20, 61)  # characters of a line in question
+_SKIPPED = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "encodings"}
+
+
+def source_texts(*, seed: int) -> Iterator[str]:
+    """Yield the source files of the standard library, in an order that depends on the seed; bytes not UTF-8 are left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    names: list[str] = []
+    for directory, children, files in os.walk(root):
+        children[:] = [child for child in children if child not in _SKIPPED]  # prunes the walk
+        paths = [Path(directory, file) for file in files if file.endswith(".py") and not file.startswith("_sysconfigdata")]
+        names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]  # not a link to nowhere
+    order = Random(seed)  # noqa: S311 - an order of files is no secret
+    for name in sorted(sorted(names), key=lambda _: order.random()):
+        yield (root / name).read_text(encoding="utf-8", errors="ignore")
+
+
+def pretraining_texts(files: Iterator[str], characters: int) -> list[str]:
+    """Take what pre-training reads from the files, and leave the rest to the task."""
+    texts: list[str] = []
+    size = 0
+    while size < characters:
+        text = next(files, None)
+        if text is None:
+            raise _too_little(f"{size} characters", f"{characters}")
+        texts.append(text.replace(QUESTION, "\n")[: characters - size])
+        size += len(texts[-1])
+    return texts
+
+
+def question_rows(files: Iterator[str], wanted: int, *, pairs_per_file: int, known: str) -> list[dict[str, str]]:
+    """Ask about lines that are not in the known text, as often for each label, from as many files as it takes.
+
+    Args:
+        files: Texts of source files; those used are taken from the iterator.
+        wanted: Rows to make, an even number.
+        pairs_per_file: Most pairs of a docstring's line and a statement that one file gives, so that no file dominates.
+        known: Text whose lines are left out.
+
+    Raises:
+        DataError: if the files do not have as many.
+    """
+    rows: list[dict[str, str]] = []
+    taken: set[str] = set()
+    for text in files:
+        pairs = zip(*(_fresh(lines, taken, known) for lines in _lines(text)), strict=False)
+        for pair in islice(pairs, pairs_per_file):
+            rows += [{"prompt": line + QUESTION, "completion": label} for line, label in zip(pair, LABELS, strict=True)]
+            taken.update(pair)
+        if len(rows) >= wanted:
+            return rows[:wanted]
+    raise _too_little(f"{len(rows)} rows", f"{wanted}")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read the objects of a JSONL file."""
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> Path:
+    """Write objects as a JSONL file, and return its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def _fresh(lines: Sequence[str], taken: set[str], known: str) -> Iterator[str]:
+    return (line for line in dict.fromkeys(lines) if len(line) in _LENGTHS and line not in taken and line not in known)
+
+
+def _lines(source: str) -> tuple[list[str], list[str]]:
+    """Lines of docstrings that start with a letter, and statements that fill a line."""
+    prose: list[str] = []
+    code: list[str] = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # about the escapes in somebody else's strings
+            warnings.simplefilter("ignore", DeprecationWarning)  # the same, before Python 3.12
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # templates and the like
+        return prose, code
+    lines = source.split("\n")  # as ast counts them; splitlines would also cut at form feeds
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            text = node.value.value if isinstance(node.value.value, str) else ""
+            prose += [line.strip() for line in text.splitlines() if line.strip()[:1].isalpha()]
+        elif isinstance(node, ast.stmt) and node.lineno == node.end_lineno:
+            code.append(lines[node.lineno - 1].encode()[node.col_offset : node.end_col_offset].decode())
+    return prose, code
+
+
+def _too_little(found: str, expected: str) -> DataError:
+    return DataError(
+        sysconfig.get_path("stdlib"),
+        found=f"{found} in the source files of the standard library",
+        expected=f"{expected}, for the demo to use",
+        remedy="use a Python that carries the sources of its standard library",
+    )
