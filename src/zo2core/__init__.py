@@ -19,6 +19,7 @@ from zo2core.errors import ScratchError as ScratchError
 from zo2core.errors import TraceError as TraceError
 from zo2core.errors import UnsupportedModelError as UnsupportedModelError
 from zo2core.errors import ZO2Error as ZO2Error
+from zo2core.errors import reason as reason
 from zo2core.estimators import MeZOSGD as MeZOSGD
 from zo2core.estimators import MultiQueryRGE as MultiQueryRGE
 from zo2core.journal import Journal as Journal

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from zo2adapters.models.checkpoint import companion_files
-from zo2core import CheckpointError
+from zo2core import CheckpointError, reason
 from zo2core.checkpoint import require_unused
 from zo2core.checkpoint.writer import new_directory, shard_names, write_index
 
@@ -191,7 +191,7 @@ def _copy_companions(source: Path, destination: Path) -> None:
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    found = error.strerror or str(error)
+    found = reason(error)
     return CheckpointError(path, found=found, expected="a readable file", remedy="get the checkpoint's files again")
 
 

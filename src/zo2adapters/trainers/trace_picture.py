@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from zo2core import MissingPackageError, OptionError, OutputError, TraceError
+from zo2core import MissingPackageError, OptionError, OutputError, TraceError, reason
 from zo2core.profiling.chrome_trace import Recording, Sweep, row_name
 from zo2core.profiling.timeline import Span, lane_uses
 from zo2core.types import COMPUTE, Lane, bound_seconds
@@ -117,7 +117,7 @@ def draw(recordings: Sequence[Recording], output: Path, *, step: int | None = No
     except OSError as error:
         raise OutputError(
             output,
-            found=error.strerror or str(error),
+            found=reason(error),
             expected="a file that can be written",
             remedy="choose another path, or free space",
         ) from error

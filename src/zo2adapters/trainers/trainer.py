@@ -19,7 +19,7 @@ from zo2adapters.models.footprint import activation_bytes, least_activation_byte
 from zo2adapters.tasks.rows import Dataset, collate, evaluation_batches, pad_token_id, read_dataset, training_batches
 from zo2adapters.trainers.options import Execution, TrainOptions, require_at_least
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
-from zo2core import DataError, EvaluationResult, Journal, OutputError, StepResult, ZOEngine
+from zo2core import DataError, EvaluationResult, Journal, OutputError, StepResult, ZOEngine, reason
 from zo2core.planning.host_budget import parse_size
 from zo2core.types import Batch
 
@@ -278,7 +278,7 @@ def _write(file: IO[bytes], record: dict[str, Any]) -> None:
     except OSError as error:
         raise OutputError(
             file.name,
-            found=error.strerror or str(error),
+            found=reason(error),
             expected="a file that can be written",
             remedy="free space and resume the run; nothing is lost, the journal is whole",
         ) from error
