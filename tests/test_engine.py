@@ -43,7 +43,7 @@ from zo2core import (
     ZOEngine,
 )
 from zo2core.sources.scratch import Scratch
-from zo2core.sweep.activation_offload import held_bytes
+from zo2core.sweep.activation_offload import storage_bytes
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
 
@@ -251,7 +251,7 @@ def test_as_many_batches_share_a_sweep_as_the_activation_budget_holds(base: Path
     many = [make_batch(40, [6, 2], seed=i) for i in range(7)]
     model = open_checkpoint(base)
     with ZOEngine(model, MEZO) as engine, torch.inference_mode():
-        held, running = held_bytes(model.embed(many[0])), model.forward_bytes(many[0])
+        held, running = storage_bytes(model.embed(many[0])), model.forward_bytes(many[0])
         assert engine.evaluate(many).sweeps == 1
     assert held >= 2 * 6 * 12 * 4  # a hidden state
     for fitting in (1, 2, 3, 6, 7, 8):

@@ -81,12 +81,13 @@ def traced_run(
 ) -> tuple[HFBlockModel, list[StepResult], Recording]:
     """Some steps, written back after each, and what their trace says."""
     model = open_checkpoint(base)
-    memory: dict[str, Any] = {}
+    timeline = Timeline()
+    memory: dict[str, Any] = {"timeline": timeline}
     if streamed:
-        source = StreamedSource(model.weights, model.layouts, device.host_memory, buckets=2, timeline=device.timeline)
-        memory = {"source": source}
+        source = StreamedSource(model.weights, model.layouts, device.host_memory, buckets=2, timeline=timeline)
+        memory |= {"source": source}
     else:
-        memory = {"scratch": path.parent / "scratch", "write_back_every": 1}
+        memory |= {"scratch": path.parent / "scratch", "write_back_every": 1}
     engine = ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3), device=device, scheduler=make, trace=Trace(path), **memory)
     with engine:
         results = [engine.step(BATCH) for _ in range(STEPS)]

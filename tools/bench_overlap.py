@@ -38,6 +38,7 @@ from zo2core import (
     StreamedSource,
     ZOEngine,
 )
+from zo2core.profiling.timeline import Timeline
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.scratch import Scratch
 from zo2core.types import Batch, StepResult
@@ -70,6 +71,7 @@ def on_a_bus(directory: Path, scheduler: type[SerialScheduler | OverlappedSchedu
 def from_disk(directory: Path, run: Path, *, serial: bool) -> ZOEngine:
     """An engine whose blocks come from the disk and go back to it at every step."""
     model, device, journal = open_checkpoint(directory), HostDevice(), Journal(run / "journal.jsonl")
+    timeline = Timeline()
     layouts = laid_out_as_on_disk(model.layouts, model.weights)
     source = StreamedSource(
         model.weights,
@@ -78,7 +80,7 @@ def from_disk(directory: Path, run: Path, *, serial: bool) -> ZOEngine:
         buckets=1 if serial else 4,
         scratch=Scratch(run, layouts, journal.chain),
         write_back_every=1,
-        timeline=device.timeline,
+        timeline=timeline,
     )
     return ZOEngine(
         model,
@@ -88,6 +90,7 @@ def from_disk(directory: Path, run: Path, *, serial: bool) -> ZOEngine:
         journal=journal,
         source=source,
         scheduler=SerialScheduler if serial else OverlappedScheduler,
+        timeline=timeline,
     )
 
 

@@ -40,7 +40,7 @@ from zo2core import (
 )
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.chrome_trace import Sweep
-from zo2core.profiling.timeline import Span
+from zo2core.profiling.timeline import Span, Timeline
 from zo2core.protocols import BlockSource, Device
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.scratch import Scratch
@@ -102,8 +102,9 @@ def _from_host(device: Device, model: HFBlockModel, variant: Variant, noise: Noi
     """Blocks in host memory, as far as they fit."""
     size = sum(whole_pages(layout.nbytes) for layout in model.layouts)
     source: BlockSource
+    timeline = Timeline()
     if fits := size <= host_memory:
-        source = PinnedSource(model.weights, model.layouts, device.host_memory, timeline=device.timeline)
+        source = PinnedSource(model.weights, model.layouts, device.host_memory, timeline=timeline)
     else:
         source = SharedSource(model.weights, model.layouts, device.host_memory, buckets=SHARED_BUCKETS)
     traffic = Traffic()
@@ -115,6 +116,7 @@ def _from_host(device: Device, model: HFBlockModel, variant: Variant, noise: Noi
         noise=noise(model.layouts, device.torch_device),
         device=device,
         trace=traffic,
+        timeline=timeline,
     )
     return Offloaded(engine, traffic, None if fits else SHARED_BUCKETS)
 
@@ -323,7 +325,7 @@ class Disk(_OnHost):
         run = Path(self._folder.name) / f"run-{self._made}"
         run.mkdir()
         device, journal = _CountedHost(self._usage), Journal(run / "journal.jsonl")
-        layouts = laid_out_as_on_disk(model.layouts, model.weights)
+        layouts, timeline = laid_out_as_on_disk(model.layouts, model.weights), Timeline()
         source = StreamedSource(
             model.weights,
             layouts,
@@ -331,7 +333,7 @@ class Disk(_OnHost):
             buckets=1 if variant is Variant.SERIAL else 3,
             scratch=Scratch(run, layouts, journal.chain),
             write_back_every=1,
-            timeline=device.timeline,
+            timeline=timeline,
         )
         traffic = Traffic()
         engine = ZOEngine(
@@ -343,6 +345,7 @@ class Disk(_OnHost):
             device=device,
             journal=journal,
             trace=traffic,
+            timeline=timeline,
         )
         return Offloaded(engine, traffic, None)
 

@@ -21,7 +21,8 @@ from zo2core.noise import choose_noise
 from zo2core.numbers import directions, learning_rate, probes, require_finite, require_finite_update
 from zo2core.planning.device_plan import Residency, choose_residency, require_auto
 from zo2core.planning.host_plan import Arrangement, arrange, check_lags
-from zo2core.profiling.chrome_trace import Recorder, Sweep, Trace
+from zo2core.profiling.chrome_trace import Sweep, Trace, TraceRecorder
+from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import (
     BlockModel,
     BlockSource,
@@ -33,7 +34,7 @@ from zo2core.protocols import (
     ZOEstimator,
 )
 from zo2core.schedulers import OverlappedScheduler
-from zo2core.sweep.activation_offload import ActivationMemory
+from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.evaluation_loop import evaluate, fill_sweeps
 from zo2core.sweep.microbatch import cut, joined_loss, labelled_tokens
 from zo2core.sweep.visitor import SegmentVisitor
@@ -52,7 +53,7 @@ class ZOEngine:
             evaluates and exports what a journal holds.
         source: Where segments live; by default a ``PinnedSource`` over the model's checkpoint, or a ``StreamedSource`` if
             that does not fit into ``memory``.
-        scheduler: Builds the scheduler from source and device; by default ``OverlappedScheduler``.
+        scheduler: Builds the scheduler from source, device and ``timeline=``; by default ``OverlappedScheduler``.
         noise: Draws z; by default what the journal was begun with, else ``SequentialNoise``, MeZO's numbers.
         device: "cpu", "cuda", "cuda:N" or a ``Device``.
         device_memory: Of a GPU, that may be used, in bytes or as a size ("8GiB"); "auto" takes what is free. What is left
@@ -70,6 +71,7 @@ class ZOEngine:
         write_back_every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" weighs the
             measured speeds of noise and disk; None never writes.
         trace: Takes down what every sweep did when.
+        timeline: Where the parts that are passed note what they do; by default a new one.
         snapshot_every: Bounds what a resumed run has to replay: ``write_back_every`` is at most this.
 
     Raises:
@@ -87,7 +89,7 @@ class ZOEngine:
         estimator: ZOEstimator | None,
         *,
         source: BlockSource | None = None,
-        scheduler: Callable[[BlockSource, Device], Scheduler] | None = None,
+        scheduler: Callable[..., Scheduler] | None = None,
         noise: NoiseGenerator | None = None,
         device: Device | str = "cpu",
         device_memory: int | str = "auto",
@@ -101,6 +103,7 @@ class ZOEngine:
         write_back_every: int | Literal["auto"] | None = "auto",
         snapshot_every: int | None = None,
         trace: Trace | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         if micro_batch_size is not None and micro_batch_size < 1:
             raise OptionError(
@@ -110,6 +113,7 @@ class ZOEngine:
         self._model = model
         self._estimator = estimator
         self._device = choose_device(device)
+        self._timeline = Timeline() if timeline is None else timeline
         self._journal = Journal() if journal is None else journal
         with contextlib.ExitStack() as undo:  # an engine that cannot be made closes its parts, as a made one does
             for part in (self._device, model.weights, self._journal, source):
@@ -160,7 +164,7 @@ class ZOEngine:
                     self._noise,
                     self._device.host_memory,
                     self._journal.chain,
-                    timeline=self._device.timeline,
+                    timeline=self._timeline,
                     scratch=scratch,
                     write_back_every=write_back_every,
                     snapshot_every=snapshot_every,
@@ -170,7 +174,7 @@ class ZOEngine:
             self._source = source
             if scheduler is None:
                 scheduler = partial(OverlappedScheduler, kept=0 if self.residency is None else self.residency.kept)
-            self._scheduler = scheduler(self._source, self._device)
+            self._scheduler = scheduler(self._source, self._device, timeline=self._timeline)
             keep_noise = self._device.in_place and (self.arrangement is None or self.arrangement.keep_noise)
             self._workspace = Workspace(model.layouts, self._device, self._noise, keep_noise=keep_noise)
             on_cpu = self._device.torch_device.type == "cpu"  # elsewhere one host thread issues the work of all
@@ -178,8 +182,10 @@ class ZOEngine:
             self._seed = seed
             self._micro_batch_size = micro_batch_size
             self._activation_bytes = room
-            self._activations = ActivationMemory(self._device, None if least_activation_bytes is None else room, waiting)
-            self._recorder = Recorder(self._device.timeline, trace)
+            self._activations = ActivationOffload(
+                self._device, None if least_activation_bytes is None else room, waiting, timeline=self._timeline
+            )
+            self._recorder = TraceRecorder(self._timeline, trace)
             self._settled = 0  # version at which what stays on the device was last brought back
             self._closed = self._busy = False
             model.bind(self._workspace.parameters())
@@ -378,6 +384,7 @@ class ZOEngine:
             forward=forward,
             zo_eps=1.0 if self._estimator is None else self._estimator.zo_eps,
             perturb_in_place=self._estimator is None or self._estimator.perturb_in_place,
+            timeline=self._timeline,
         )
 
     def _sweep(

@@ -18,8 +18,8 @@ from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, BlockSource, NoiseGenerator
 from zo2core.sources import PinnedSource, StreamedSource
 from zo2core.sources.loader import READERS, laid_out_as_on_disk
+from zo2core.sources.reading_order import READ_AHEAD
 from zo2core.sources.scratch import Scratch
-from zo2core.sources.streamed import READ_AHEAD
 from zo2core.sweep.work_buffer import noise_bytes, work_bytes
 from zo2core.types import BlockLayout
 

@@ -131,7 +131,7 @@ class Trace:
         )
 
 
-class Recorder:
+class TraceRecorder:
     """Takes a timeline down, sweep by sweep.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 
 from zo2core.errors import BatchError
 from zo2core.protocols import Forward
-from zo2core.sweep.activation_offload import held_bytes
+from zo2core.sweep.activation_offload import storage_bytes
 from zo2core.sweep.microbatch import cut, joined_loss, labelled_tokens
 from zo2core.types import Batch, EvaluationResult
 
@@ -35,7 +35,7 @@ def fill_sweeps(batches: Iterable[Batch], forward: Forward, allowed: int) -> Ite
     held = largest = 0
     for batch in batches:
         with torch.inference_mode():
-            own = held_bytes(forward.embed(batch))
+            own = storage_bytes(forward.embed(batch))
         running = forward.forward_bytes(batch)
         if group and held + own + max(largest, running) > allowed:
             yield group

@@ -20,8 +20,9 @@ from queue import SimpleQueue
 import torch
 
 from zo2core.kernels import perturb, walk
+from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import SEEDS_IN_TURN, BlockModel, CounterNoise, Device, Forward, NoiseGenerator, Store
-from zo2core.sweep.activation_offload import ActivationMemory
+from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.counter_perturber import Mover
 from zo2core.sweep.work_buffer import Cell, Workspace
 from zo2core.types import Batch, Evaluation, Lane, SegmentKind, Update
@@ -42,7 +43,7 @@ class SegmentVisitor:
     """Visits the segments for one sweep.
 
     Args:
-        device: Whose timeline takes down what is done.
+        device: Where forwards run.
         model: Runs the forwards.
         noise: Draws z.
         workspace: Memory; one sweep at a time may use it.
@@ -54,6 +55,7 @@ class SegmentVisitor:
         forward: Runs the forwards in the model's place.
         zo_eps: Perturbation scale.
         perturb_in_place: Evaluations walk from one to the next instead of each starting from the weights.
+        timeline: Every replay and every evaluation is noted there.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class SegmentVisitor:
         model: BlockModel,
         noise: NoiseGenerator,
         workspace: Workspace,
-        activations: ActivationMemory,
+        activations: ActivationOffload,
         worker: ThreadPoolExecutor | None,
         *,
         updates: Sequence[Update],
@@ -70,8 +72,10 @@ class SegmentVisitor:
         forward: Forward | None = None,
         zo_eps: float = 1.0,
         perturb_in_place: bool = True,
+        timeline: Timeline | None = None,
     ) -> None:
         self._device = device
+        self._timeline = Timeline() if timeline is None else timeline
         self._model = model
         self._runs: Forward = model if forward is None else forward
         self._noise = noise
@@ -107,7 +111,7 @@ class SegmentVisitor:
         """Bring a segment to the present version. See the contract."""
         begun = self._device.streams.mark()
         self._replay(index, store, version)
-        self._device.timeline.note(Lane.REPLAY, self._model.layouts[index].name, begun, self._device.streams.mark())
+        self._timeline.note(Lane.REPLAY, self._model.layouts[index].name, begun, self._device.streams.mark())
         return self._present
 
     def _replay(self, index: int, store: Store, version: int) -> None:
@@ -149,7 +153,7 @@ class SegmentVisitor:
             for stream in streams:
                 self._forward(index, stream)
             done = self._device.streams.mark()
-            self._device.timeline.note(Lane.EVALUATE, name, begun, done, track=track)
+            self._timeline.note(Lane.EVALUATE, name, begun, done, track=track)
             begun = done
         if self._model.layouts[index].kind is SegmentKind.BLOCK:
             del self._stores[index]
