@@ -15,6 +15,7 @@ import pytest
 import torch
 from test_waits import FOR_ACTIVATIONS, nothing, slow
 from threaded_device import ThreadedDevice, ThreadedStreams
+from torch.utils._pytree import register_pytree_node
 
 from zo2core import HostDevice
 from zo2core.profiling.timeline import Timeline
@@ -284,6 +285,32 @@ def test_tensors_come_back_as_they_were_shared_and_strided() -> None:
         base = torch.arange(24 + 100 * larger, dtype=torch.float64)
         activations = Named(base[:24].view(4, 6).t(), [mapping, base[5:7], *rest])
         memory.put(0, activations)
+    device.close()
+
+
+class Foreign:
+    """A container of another library, which told torch how to take it apart but not all that is in it."""
+
+    def __init__(self, tensor: torch.Tensor, *, fresh: bool = True) -> None:
+        self.tensor = tensor
+        self.fresh = fresh
+
+
+def test_objects_of_other_libraries_are_handed_through_as_they_are() -> None:
+    register_pytree_node(
+        Foreign, lambda foreign: ([foreign.tensor], None), lambda tensors, _: Foreign(list(tensors)[0], fresh=False)
+    )
+    cache, hidden = Foreign(torch.ones(3)), torch.arange(4.0)
+    device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
+    memory = ActivationOffload(device, 0)
+    memory.begin(1)
+    memory.admit(0, (hidden, {"cache": cache, "size": hidden.shape, "nothing": None}), lambda: 0)
+    tensor, others = memory.take(0)
+    assert torch.equal(tensor, hidden)
+    assert tensor is not hidden
+    assert others["cache"] is cache
+    assert (others["size"], others["nothing"]) == ((4,), None)
+    assert storage_bytes([hidden, cache]) == 16
     device.close()
 
 

@@ -84,7 +84,7 @@ def traced_run(
     timeline = Timeline()
     memory: dict[str, Any] = {"timeline": timeline}
     if streamed:
-        source = StreamedSource(model.weights, model.layouts, device.host_memory, buckets=2, timeline=timeline)
+        source = StreamedSource(model.weights, model.layouts, device.host_memory, buckets=1, timeline=timeline)
         memory |= {"source": source}
     else:
         memory |= {"scratch": path.parent / "scratch", "write_back_every": 1}
