@@ -15,10 +15,12 @@ import pytest
 import torch
 from test_waits import FOR_ACTIVATIONS, nothing, slow
 from threaded_device import ThreadedDevice, ThreadedStreams
+from torch.utils._pytree import register_pytree_node
 
 from zo2core import HostDevice
+from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Wait
-from zo2core.sweep.activation_offload import ROOMS, ActivationMemory, held_bytes
+from zo2core.sweep.activation_offload import ROOMS, ActivationOffload, storage_bytes
 from zo2core.types import Lane
 
 SEGMENTS = 4
@@ -56,7 +58,8 @@ class Sweeps:
         self.case = case
         self.streams = ThreadedStreams(delay, asynchronous=True, without=without)
         self.device = ThreadedDevice(self.streams)
-        self.memory = ActivationMemory(self.device, case.allowed)
+        self.timeline = Timeline()
+        self.memory = ActivationOffload(self.device, case.allowed, timeline=self.timeline)
         self.errors: list[str] = []
         fill = self.memory._fill
 
@@ -134,7 +137,7 @@ def test_streams_wait_only_if_they_must() -> None:
         sweeps = Sweeps(Case(streams=streams, allowed=(staying + 1 + rooms) * NBYTES))
         sweeps.run()
         assert sweeps.end() == []
-        names = {span.name for span in sweeps.device.timeline.take()}
+        names = {span.name for span in sweeps.timeline.take()}
         assert names == {f"stream {stream}" for stream in range(staying, streams)}
 
 
@@ -194,7 +197,7 @@ def test_a_room_that_grows_is_not_filled_while_its_memory_is_in_use() -> None:
         sleep(0.05)
         changed.append(bool(used.any()))
 
-    memory = ActivationMemory(device, 0)
+    memory = ActivationOffload(device, 0)
     memory.begin(3)
     for stream, numbers in enumerate((5, 8, 6)):
         memory.admit(stream, torch.ones(64 * numbers), lambda: 0)
@@ -213,7 +216,7 @@ def test_a_room_that_grows_is_not_filled_while_its_memory_is_in_use() -> None:
 def test_a_later_sweep_counts_the_rooms_that_are_there(streams: int, numbers: int) -> None:
     own = 64 * numbers
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
-    memory = ActivationMemory(device, allowed := 10 * 64)
+    memory = ActivationOffload(device, allowed := 10 * 64)
     memory.begin(2)
     for stream in range(2):
         memory.admit(stream, torch.zeros(4 * 64, dtype=torch.uint8), lambda: 64)
@@ -237,7 +240,7 @@ def test_transfers_and_forwards_overlap() -> None:
     sweeps = Sweeps(Case(upload=slow, offload=slow, forward=slow, streams=4))
     sweeps.run()
     assert sweeps.end() == []
-    spans = sweeps.device.timeline.take()
+    spans = sweeps.timeline.take()
     ups, downs = ([span for span in spans if span.lane is lane] for lane in (Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT))
     assert any(
         up.begun.seconds < down.done.seconds and down.begun.seconds < up.done.seconds for up in ups for down in downs
@@ -263,7 +266,7 @@ def test_tensors_come_back_as_they_were_shared_and_strided() -> None:
         ],
     )
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
-    memory = ActivationMemory(device, 0)
+    memory = ActivationOffload(device, 0)
     memory.begin(1)
     memory.admit(0, activations, lambda: 0)
     for larger in range(3):
@@ -285,18 +288,44 @@ def test_tensors_come_back_as_they_were_shared_and_strided() -> None:
     device.close()
 
 
+class Foreign:
+    """A container of another library, which told torch how to take it apart but not all that is in it."""
+
+    def __init__(self, tensor: torch.Tensor, *, fresh: bool = True) -> None:
+        self.tensor = tensor
+        self.fresh = fresh
+
+
+def test_objects_of_other_libraries_are_handed_through_as_they_are() -> None:
+    register_pytree_node(
+        Foreign, lambda foreign: ([foreign.tensor], None), lambda tensors, _: Foreign(next(iter(tensors)), fresh=False)
+    )
+    cache, hidden = Foreign(torch.ones(3)), torch.arange(4.0)
+    device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
+    memory = ActivationOffload(device, 0)
+    memory.begin(1)
+    memory.admit(0, (hidden, {"cache": cache, "size": hidden.shape, "nothing": None}), lambda: 0)
+    tensor, others = memory.take(0)
+    assert torch.equal(tensor, hidden)
+    assert tensor is not hidden
+    assert others["cache"] is cache
+    assert (others["size"], others["nothing"]) == ((4,), None)
+    assert storage_bytes([hidden, cache]) == 16
+    device.close()
+
+
 def test_where_the_device_is_the_host_everything_stays() -> None:
-    device = HostDevice()
-    memory = ActivationMemory(device, 0)
+    timeline = Timeline()
+    memory = ActivationOffload(HostDevice(), 0, timeline=timeline)
     memory.begin(1)
     tensor = torch.zeros(3)
     memory.admit(0, [tensor], lambda: 10**9)
     memory.prefetch(0)
     assert memory.take(0)[0] is tensor
     memory.drop(0)
-    assert device.timeline.take() == []
+    assert timeline.take() == []
 
 
 def test_bytes_are_those_of_the_storages() -> None:
     base = torch.zeros(10)
-    assert held_bytes({"a": base[:3], "b": [base[2:], (torch.zeros(1, dtype=torch.int64), "x")], "c": None}) == 48
+    assert storage_bytes({"a": base[:3], "b": [base[2:], (torch.zeros(1, dtype=torch.int64), "x")], "c": None}) == 48

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from paper_tables import MISPRINTED, TABLES, Figures, Row, Variant
 from paper_variants import AllocatingScheduler
 from threaded_device import ThreadedDevice, ThreadedStreams
 
-from zo2core import HostDevice, MeZOSGD, PinnedSource, ZOEngine
+from zo2core import HostDevice, MeZOSGD, PinnedSource, SequentialNoise, ZOEngine
 
 SMALL = ["--scale", "64", "--steps", "1", "--bus", "1e10"]
 Run = Callable[..., tuple[str, dict[str, Any]]]
@@ -182,9 +183,18 @@ def test_without_slot_reuse_every_block_has_memory_of_its_own() -> None:
     model, device = block_model(config, torch.float32), ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
     source = PinnedSource(model.weights, model.layouts, device.host_memory)
     ids = torch.arange(16)[None]
-    with ZOEngine(
-        model, MeZOSGD(lr=1e-6, zo_eps=1e-3), source=source, scheduler=AllocatingScheduler, device=device
-    ) as engine:
+    with (
+        closing(device),
+        closing(source),
+        ZOEngine.from_parts(
+            model,
+            MeZOSGD(lr=1e-6, zo_eps=1e-3),
+            source=source,
+            scheduler=AllocatingScheduler(source, device),
+            noise=SequentialNoise(model.layouts),
+            device=device,
+        ) as engine,
+    ):
         for _ in range(3):  # the second one allocates what replaying takes
             before = len(device.allocated)
             engine.step({"input_ids": ids, "labels": ids})

@@ -16,7 +16,7 @@ from zo2adapters.cli import main
 from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.tasks.generation import NextToken, Sampling, generate
 from zo2core import BatchError, MeZOSGD, OptionError, Replayer, ZOEngine
-from zo2core.sweep.activation_offload import held_bytes
+from zo2core.sweep.activation_offload import storage_bytes
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
 
@@ -104,7 +104,7 @@ def test_the_cache_takes_what_is_counted(tmp_path: Path) -> None:
         cache: Any = DynamicCache(config=model.config)
         with Replayer(model) as engine:
             list(engine.forwards([{"input_ids": torch.tensor([[1, 2, 3]] * 2)}], NextToken(model, cache)))
-        held = held_bytes([[layer.keys, layer.values] for layer in cache.layers])
+        held = storage_bytes([[layer.keys, layer.values] for layer in cache.layers])
         assert cache_bytes(model.config, 2, 3) == held
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zo2core import Evaluation, Journal, JournalError, Update
+from zo2core.io.record_log import RecordFile
 
 HEADER = {"base": "b", "noise": "n"}
 floats = st.floats(allow_nan=False, allow_infinity=False)
@@ -181,3 +184,28 @@ def test_a_reopened_journal_that_cannot_be_synced_vouches_for_nothing(
         with pytest.raises(JournalError, match="Input/output error"):
             journal.chain(3)
     assert journal.chain(3) is not None
+
+
+def test_a_file_has_one_writer_and_a_killed_one_lets_go_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    written(path)
+    code = f"""
+import sys, time
+from zo2core.io.record_log import RecordFile
+RecordFile({str(path)!r}).append({{"held": True}})
+print("held", flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        before = path.read_bytes()
+        with pytest.raises(OSError, match="a file that another engine writes"):
+            RecordFile(path).append({"mine": 1})
+        assert path.read_bytes() == before
+        other.kill()
+    file = RecordFile(path)
+    file.append({"mine": 1})
+    file.close()
+    assert len(path.read_bytes()) > len(before)
+    assert [found.name for found in tmp_path.iterdir()] == [path.name], "no other file is left"

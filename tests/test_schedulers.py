@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_sources import checkpoint, tensors
+from test_streamed import CountingWeights, layouts, settled
 from test_waits import CheckingSource
 from threaded_device import ThreadedDevice, ThreadedStreams
 
@@ -62,8 +64,8 @@ class RecordingSource:
     def write_back_every(self) -> int | None:
         return self.inner.write_back_every
 
-    def prefetch(self, index: int) -> bool:
-        return self.inner.prefetch(index)
+    def prefetch(self, order: Sequence[int]) -> int:
+        return self.inner.prefetch(order)
 
     def acquire(self, index: int) -> Bucket:
         assert index not in self.out
@@ -249,6 +251,73 @@ def test_a_sweep_may_visit_some_segments_only(make: Make, on: Callable[[], Devic
     assert source.out == set()
     device.close()
     source.close()
+
+
+@pytest.mark.parametrize(("buckets", "kept", "reads"), [(1, 6, 6), (3, 0, 12), (3, 6, 6), (3, 11, 0), (8, 6, 0)])
+def test_a_sweep_reads_the_blocks_that_neither_stay_on_the_device_nor_in_a_bucket(
+    buckets: int, kept: int, reads: int
+) -> None:
+    class AddingVisitor:
+        """Adds up to the present version, as replaying does, whatever version a segment comes at."""
+
+        def replay(self, index: int, store: Store, version: int) -> int:
+            assert store[0][-1].item() == index + version
+            store[0].add_(sweeps - version)
+            return sweeps
+
+        def evaluate(self, index: int, store: Store) -> None:
+            assert store[0][-1].item() == index + sweeps
+
+    weights, device, sweeps = CountingWeights(), threaded(), 1
+    source = StreamedSource(weights, layouts(blocks=12), HostDevice().host_memory, buckets=buckets)
+    scheduler, order = OverlappedScheduler(source, device, kept=kept), range(14)
+    scheduler.sweep(AddingVisitor(), order)
+    time.sleep(0.2)  # until what comes first in the next sweep is read ahead
+    before = weights.reads.total()
+    for _ in range(3):
+        sweeps += 1
+        scheduler.sweep(AddingVisitor(), order)
+    assert settled(lambda: weights.reads.total() >= before + 3 * reads)
+    time.sleep(0.05)
+    assert weights.reads.total() == before + 3 * reads
+    assert weights.reads[0] == weights.reads[13] == 1, "embedding and head stay"
+    for index in order:
+        with scheduler.replayed(AddingVisitor(), index) as bucket:
+            assert bucket.views[0][0].item() == index + sweeps
+    scheduler.settle()
+    device.close()
+    source.close()
+
+
+@every_device
+def test_the_source_is_told_what_is_acquired_next(on: Callable[[], Device], tmp_path: Path) -> None:
+    class ToldSource(RecordingSource):
+        told: Sequence[int] = ()
+        missed = 0
+
+        def prefetch(self, order: Sequence[int]) -> int:
+            assert len(set(order)) == len(order)
+            self.told = list(order)
+            return super().prefetch(order)
+
+        def acquire(self, index: int) -> Bucket:
+            self.missed += index != self.told[0]
+            self.told = self.told[1:]
+            return super().acquire(index)
+
+    for make in SCHEDULERS.values():
+        (tmp_path / f"{make}").mkdir()
+        device, source = on(), ToldSource(recording_source(tmp_path / f"{make}").inner)
+        scheduler = make(source, device)
+        for _ in range(3):
+            scheduler.sweep(RecordingVisitor(source), range(4))
+        for index in range(4):
+            with scheduler.replayed(RecordingVisitor(source), index):
+                pass
+        scheduler.settle()
+        assert source.missed == 0
+        device.close()
+        source.close()
 
 
 @pytest.mark.parametrize("kept", [-1, 3])

@@ -19,7 +19,7 @@ from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.scoring import LogLikelihood, Scored, score
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import BatchError, DataError, MeZOSGD, Replayer, ZOEngine
-from zo2core.sweep.activation_offload import held_bytes
+from zo2core.sweep.activation_offload import storage_bytes
 
 PROMPTS = [[3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
 CANDIDATES = [[[1], [2, 3]], [[4, 5, 6], [7], [8, 9]], [[1]]]
@@ -66,7 +66,7 @@ def test_a_thousand_examples_take_the_sweeps_that_the_budget_gives(
     batch = collate([TokenizedRow([3, 4, 8, 9], 3, 1)] * 16, pad_token_id=0)  # type: ignore[arg-type]
     forward = LogLikelihood(model)
     with Replayer(model), torch.inference_mode():
-        held, running = held_bytes(forward.embed(batch)), forward.forward_bytes(batch)
+        held, running = storage_bytes(forward.embed(batch)), forward.forward_bytes(batch)
     for fitting in (1, 10, 125):
         budget = fitting * held + running
         main(["evaluate", "--model", str(base), "--data", str(data), "--activation-memory", str(budget)])

@@ -150,9 +150,9 @@ def test_lost_bytes_are_read_again(make: Make, tmp_path: Path) -> None:
 def test_prefetching_changes_nothing_but_time(make: Make, tmp_path: Path) -> None:
     source = make(*checkpoint(tmp_path), tmp_path)
     for _ in range(3):
-        source.prefetch(2)
+        source.prefetch([2])
     assert torch.equal(contents(source, 2)["p3"], tensors()["p3"])
-    source.prefetch(2)
+    source.prefetch([2])
     assert torch.equal(contents(source, 2)["p3"], tensors()["p3"])
     source.close()
 
@@ -197,7 +197,7 @@ def test_a_failed_read_is_reported_by_acquire_and_can_be_repeated(make: Make, tm
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) - 4])  # the head's tensor loses its end
     source = make(weights, layouts, tmp_path)
-    source.prefetch(3)
+    source.prefetch([3])
     with pytest.raises(CheckpointError, match="p4"):
         source.acquire(3)
     path.write_bytes(whole)
@@ -237,7 +237,7 @@ def test_what_failed_ahead_of_its_need_is_read_once_more(make: Make, mended: boo
     whole, layouts = checkpoint(tmp_path)
     weights = BrokenWeights(whole)
     source = make(weights, layouts, tmp_path)
-    source.prefetch(3)
+    source.prefetch([3])
     assert weights.attempted.wait(10)
     weights.broken = not mended
     if not mended:

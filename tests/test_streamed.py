@@ -29,9 +29,9 @@ from zo2core.sources.scratch import Scratch
 BLOCKS = 6
 
 
-def layouts() -> tuple[BlockLayout, ...]:
-    specs = [ParameterSpec(f"p{i}", (1000 + i,), torch.float32, i, True) for i in range(BLOCKS + 2)]
-    kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * BLOCKS, SegmentKind.HEAD]
+def layouts(blocks: int = BLOCKS) -> tuple[BlockLayout, ...]:
+    specs = [ParameterSpec(f"p{i}", (1000 + i,), torch.float32, i, True) for i in range(blocks + 2)]
+    kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * blocks, SegmentKind.HEAD]
     return tuple(BlockLayout(spec.name, kind, (spec,)) for spec, kind in zip(specs, kinds, strict=True))
 
 
@@ -57,7 +57,7 @@ class CountingWeights:
         pass
 
 
-def settled(source: BlockSource, condition: Callable[[], bool], seconds: float = 10) -> bool:
+def settled(condition: Callable[[], bool], seconds: float = 10) -> bool:
     """Wait for what goes on in the background."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
@@ -66,6 +66,7 @@ def settled(source: BlockSource, condition: Callable[[], bool], seconds: float =
 
 
 def sweep(source: BlockSource, version: int) -> None:
+    source.prefetch(range(BLOCKS + 2))
     for index in range(BLOCKS + 2):
         bucket = source.acquire(index)
         assert bucket.views[0][0].item() == index + 100 * bucket.version
@@ -98,14 +99,57 @@ def test_it_allocates_its_buckets_and_no_more(buckets: int) -> None:
     source.close()
 
 
-def test_blocks_are_read_ahead_round_the_end_of_the_sweep() -> None:
+def test_blocks_are_read_ahead_along_the_order_and_round_its_end() -> None:
+    weights = CountingWeights()
+    source = make(weights, 3)
+    source.prefetch([5, 2, 6, 1])
+    source.release(source.acquire(5), 0)
+    assert settled(lambda: weights.reads[2] == 1 and weights.reads[6] == 1)
+    assert weights.reads[1] == 0, "two ahead, no more"
+    source.release(source.acquire(2), 0)
+    source.release(source.acquire(6), 0)
+    assert settled(lambda: weights.reads[1] == 1 and weights.reads[5] == 2), "the next round's first block"
+    assert weights.reads[3] == weights.reads[4] == 0, "what is not in the order is not needed"
+    source.close()
+
+
+def test_without_an_order_nothing_is_read_ahead() -> None:
     weights = CountingWeights()
     source = make(weights, 3)
     source.release(source.acquire(2), 0)
-    assert settled(source, lambda: weights.reads[3] == 1 and weights.reads[4] == 1)
-    assert weights.reads[5] == 0, "two ahead, no more"
-    source.release(source.acquire(BLOCKS), 0)
-    assert settled(source, lambda: weights.reads[1] == 1), "the next sweep's first block"
+    source.close()
+    assert weights.reads == {2: 1}
+
+
+def test_a_bucket_is_taken_from_the_block_that_comes_last_in_the_order() -> None:
+    weights = CountingWeights()
+    source = make(weights, 3)
+    for index in (1, 2, 3):
+        source.release(source.acquire(index), 0)
+    source.prefetch([3, 4, 1, 2])
+    assert settled(lambda: weights.reads[4] == 1)
+    assert source.prefetch([3, 4]) == source.prefetch([1]) + 1 == 2, "4 took the bucket of 2"
+    source.prefetch([3, 2, 1])  # 4 is not needed any more
+    assert settled(lambda: weights.reads[2] == 2)
+    assert source.prefetch([3, 2]) == source.prefetch([1]) + 1 == 2
+    source.close()
+    assert weights.reads == {1: 1, 2: 2, 3: 1, 4: 1}
+
+
+@pytest.mark.parametrize("buckets", [None, 3])
+def test_a_source_tells_how_many_segments_are_there(buckets: int | None) -> None:
+    weights = CountingWeights()
+    source: BlockSource = (
+        PinnedSource(weights, layouts(), HostDevice().host_memory) if buckets is None else make(weights, buckets)
+    )
+    for index in (0, 2):
+        source.release(source.acquire(index), 0)
+    weights.go.clear()
+    assert source.prefetch([2, 3, 0]) == 1, "the second one is still read"
+    assert source.prefetch([3, 2, 0]) == 0, "and nothing behind it counts"
+    weights.go.set()
+    assert settled(lambda: source.prefetch([2, 3, 0]) == 3)
+    assert source.prefetch([]) == 0
     source.close()
 
 
@@ -114,6 +158,7 @@ def test_more_buckets_keep_blocks_from_sweep_to_sweep() -> None:
     for buckets in (3, 4, 5, BLOCKS):
         weights = CountingWeights()
         source = make(weights, buckets)
+        source.prefetch(range(BLOCKS + 2))
         for _ in range(10):
             for index in range(BLOCKS + 2):
                 source.release(source.acquire(index), 0)
@@ -277,7 +322,7 @@ def test_a_block_is_not_reused_before_its_turn_to_be_written(tmp_path: Path, mon
 
     def slow(segment: int, data: torch.Tensor, version: int) -> None:
         assert go.wait(10)
-        settled(source, lambda: segment == 1 and weights.reads[2] > before, seconds=0.2)  # what must not happen
+        settled(lambda: segment == 1 and weights.reads[2] > before, seconds=0.2)  # what must not happen
         written[segment] = data.view(torch.float32)[0].item()
         write(segment, data, version)
 

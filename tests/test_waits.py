@@ -43,8 +43,8 @@ class CheckingSource:
     def expected(self, index: int, version: int) -> float:
         return 1000.0 * index + version
 
-    def prefetch(self, index: int) -> bool:
-        return True
+    def prefetch(self, order: Sequence[int]) -> int:
+        return len(order)
 
     def acquire(self, index: int) -> Bucket:
         layout, memory = self.layouts[index], self.memory[index]
@@ -172,12 +172,12 @@ def test_whatever_takes_long_nothing_breaks(seed: int, kept: int) -> None:
 def test_transfers_and_compute_overlap() -> None:
     """Each of three lanes takes equally long; were any two one after the other, their spans would not touch."""
     streams = ThreadedStreams(lambda lane, nbytes: SLOW, asynchronous=True)
-    device, source = ThreadedDevice(streams), CheckingSource()
-    scheduler = OverlappedScheduler(source, device)
+    device, source, timeline = ThreadedDevice(streams), CheckingSource(), Timeline()
+    scheduler = OverlappedScheduler(source, device, timeline=timeline)
     scheduler.sweep(IssuingVisitor(source, streams, Case(evaluate=slow), replays=True), range(BLOCKS + 2))
     scheduler.settle()
     device.close()
-    spans = device.timeline.take()
+    spans = timeline.take()
     uploads, offloads = ([s for s in spans if s.lane is lane] for lane in (Lane.UPLOAD, Lane.OFFLOAD))
     together = [
         (up.name, down.name)
@@ -213,13 +213,13 @@ def test_after_a_failed_replay_a_segment_comes_anew_once_its_memory_is_idle() ->
 
 def test_the_next_sweeps_first_block_comes_in_though_the_host_runs_ahead() -> None:
     streams = ThreadedStreams(lambda lane, nbytes: 0.0, asynchronous=True)
-    device, source = ThreadedDevice(streams), CheckingSource()
-    scheduler = OverlappedScheduler(source, device)
+    device, source, timeline = ThreadedDevice(streams), CheckingSource(), Timeline()
+    scheduler = OverlappedScheduler(source, device, timeline=timeline)
     for _ in range(2):  # from the second one on blocks go back as well
         scheduler.sweep(IssuingVisitor(source, streams, Case(evaluate=slow), replays=True), range(BLOCKS + 2))
     scheduler.settle()
     device.close()
-    uploads = [span.name for span in device.timeline.take() if span.lane is Lane.UPLOAD]
+    uploads = [span.name for span in timeline.take() if span.lane is Lane.UPLOAD]
     assert uploads.count("p1") == 3
 
 

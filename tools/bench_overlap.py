@@ -17,6 +17,8 @@ import os
 import platform
 import statistics
 import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +30,14 @@ from zo2adapters import open_checkpoint
 from zo2adapters.trainers.verification import random_batch
 from zo2core import (
     Distribution,
-    HostDevice,
-    Journal,
+    HostPlan,
     Lane,
+    MemoryPolicy,
     MeZOSGD,
-    OverlappedScheduler,
     PhiloxNoise,
-    SerialScheduler,
-    StreamedSource,
+    WriteBackPolicy,
     ZOEngine,
 )
-from zo2core.sources.loader import laid_out_as_on_disk
-from zo2core.sources.scratch import Scratch
 from zo2core.types import Batch, StepResult
 
 WARM_UP = 2  # steps
@@ -55,39 +53,29 @@ def estimator() -> MeZOSGD:
     return MeZOSGD(lr=1e-6, zo_eps=1e-3, perturb_in_place=False)
 
 
-def on_a_bus(directory: Path, scheduler: type[SerialScheduler | OverlappedScheduler], rate: float) -> ZOEngine:
+@contextmanager
+def on_a_bus(directory: Path, rate: float, *, overlap: bool) -> Iterator[ZOEngine]:
     """An engine whose device is behind a simulated bus of so many bytes a second, each way."""
-    streams = ThreadedStreams(lambda lane, nbytes: nbytes / rate, poison=False)
+    device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: nbytes / rate, poison=False))
+    noise = PhiloxNoise(Distribution.RADEMACHER)
+    with (
+        closing(device),
+        ZOEngine(open_checkpoint(directory), estimator(), noise=noise, device=device, overlap=overlap) as engine,
+    ):
+        yield engine
+
+
+def from_disk(directory: Path, run: Path, *, overlap: bool) -> ZOEngine:
+    """An engine whose blocks come from the disk and go back to it at every step."""
+    buckets = 4 if overlap else 1
     return ZOEngine(
         open_checkpoint(directory),
         estimator(),
         noise=PhiloxNoise(Distribution.RADEMACHER),
-        device=ThreadedDevice(streams),
-        scheduler=scheduler,
-    )
-
-
-def from_disk(directory: Path, run: Path, *, serial: bool) -> ZOEngine:
-    """An engine whose blocks come from the disk and go back to it at every step."""
-    model, device, journal = open_checkpoint(directory), HostDevice(), Journal(run / "journal.jsonl")
-    layouts = laid_out_as_on_disk(model.layouts, model.weights)
-    source = StreamedSource(
-        model.weights,
-        layouts,
-        device.host_memory,
-        buckets=1 if serial else 4,
-        scratch=Scratch(run, layouts, journal.chain),
-        write_back_every=1,
-        timeline=device.timeline,
-    )
-    return ZOEngine(
-        model,
-        estimator(),
-        noise=PhiloxNoise(Distribution.RADEMACHER),
-        device=device,
-        journal=journal,
-        source=source,
-        scheduler=SerialScheduler if serial else OverlappedScheduler,
+        journal=run / "journal.jsonl",
+        memory=MemoryPolicy(host=HostPlan((), budget=0, buckets=buckets, keep_noise=False)),
+        write_back=WriteBackPolicy(directory=run, every=1),
+        overlap=overlap,
     )
 
 
@@ -146,8 +134,8 @@ def bench_bus(geometry: str, rows: int, tokens: int, steps: int) -> dict[str, An
             compute = min(lanes_of(engine.step(batch))["compute"] for _ in range(WARM_UP + 3))
         rate = nbytes / compute
         with (
-            on_a_bus(directory, SerialScheduler, rate) as serial,
-            on_a_bus(directory, OverlappedScheduler, rate) as overlapped,
+            on_a_bus(directory, rate, overlap=False) as serial,
+            on_a_bus(directory, rate, overlap=True) as overlapped,
         ):
             measured = compare(serial, overlapped, batch, steps)
     return {
@@ -164,8 +152,8 @@ def bench_disk(directory: Path, rows: int, tokens: int, steps: int, folder: Path
     """Blocks from a checkpoint, and back to scratch."""
     with (
         tempfile.TemporaryDirectory(dir=folder) as runs,
-        from_disk(directory, Path(runs) / "serial", serial=True) as serial,
-        from_disk(directory, Path(runs) / "overlapped", serial=False) as overlapped,
+        from_disk(directory, Path(runs) / "serial", overlap=False) as serial,
+        from_disk(directory, Path(runs) / "overlapped", overlap=True) as overlapped,
     ):
         batch = random_batch(open_checkpoint(directory).config.vocab_size, rows, tokens, seed=0)
         measured = compare(serial, overlapped, batch, steps)

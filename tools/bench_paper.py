@@ -150,7 +150,7 @@ class Bench:
         offloaded = place.offload(model, variant, self._noise)
         if offloaded is None:
             return Missing("no such variant here: blocks are computed on in their buckets")
-        engine, traffic, shared = offloaded
+        engine, parts, traffic, shared = offloaded
         batch = batch_of(config.vocab_size, row.batch, tokens, place.torch_device)
 
         def step(seed: int) -> tuple[float, ...]:
@@ -159,7 +159,7 @@ class Bench:
                 engine.flush()  # a sweep of its own for the update
             return losses
 
-        with engine:
+        with parts, engine:
             seconds, losses = timed(place, step, WARM_UP)
             traffic.nbytes = dict.fromkeys(traffic.nbytes, 0)
             more, others = timed(place, lambda seed: step(seed + WARM_UP), self._steps)

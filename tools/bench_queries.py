@@ -17,6 +17,7 @@ import platform
 import statistics
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 from zo2adapters import open_checkpoint
 from zo2adapters.trainers.options import Optimization
 from zo2adapters.trainers.verification import random_batch
-from zo2core import CudaDevice, HostDevice, StreamedSource, ZOEngine
+from zo2core import CudaDevice, HostDevice, SequentialNoise, StreamedSource, ZOEngine
 from zo2core.planning.host_budget import parse_size
 from zo2core.protocols import TensorReader
 from zo2core.sources.loader import laid_out_as_on_disk
@@ -67,9 +68,15 @@ def step_seconds(options: argparse.Namespace, queries: int, batch: Batch, micro_
     source = StreamedSource(weights, laid_out_as_on_disk(model.layouts, weights), device.host_memory, buckets=BUCKETS)
     optimization = Optimization(lr=1e-6, queries=queries, exact_mezo=options.exact_mezo)
     noise = optimization.generator(model.layouts)
-    with ZOEngine(
-        model, optimization.estimator(2), noise=noise, source=source, device=device, micro_batch_size=micro_rows
-    ) as engine:
+    drawn = SequentialNoise(model.layouts, device.torch_device) if noise is None else noise
+    with (
+        closing(device),
+        closing(model.weights),
+        closing(source),
+        ZOEngine.from_parts(
+            model, optimization.estimator(2), source=source, device=device, noise=drawn, micro_batch_size=micro_rows
+        ) as engine,
+    ):
         engine.step(batch, seed=0)
         return engine.step(batch, seed=1).seconds
 

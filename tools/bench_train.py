@@ -25,7 +25,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.trainers.options import Noise, Optimization
 from zo2adapters.trainers.verification import random_batch
-from zo2core import ZOEngine
+from zo2core import MemoryPolicy, WriteBackPolicy, ZOEngine
 from zo2core.planning.host_budget import resident_memory
 
 
@@ -81,12 +81,11 @@ def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
         optimization.estimator(options.steps),
         noise=optimization.generator(model.layouts),
         journal=run / "journal.jsonl",
-        memory=options.memory,
-        activation_bytes=activation_bytes(model.config, options.rows, options.tokens),
-        scratch=None if options.evaluate_only or options.no_scratch else run,
+        memory=MemoryPolicy(host=options.memory, activations=activation_bytes(model.config, options.rows, options.tokens)),
+        write_back=None if options.evaluate_only or options.no_scratch else WriteBackPolicy(directory=run),
     ) as engine:
-        assert engine.arrangement is not None
-        measured["arranged"] = {"buckets": engine.arrangement.buckets, "keep_noise": engine.arrangement.keep_noise}
+        assert engine.host_plan is not None
+        measured["arranged"] = {"buckets": engine.host_plan.buckets, "keep_noise": engine.host_plan.keep_noise}
         if options.evaluate_only:
             result = engine.evaluate([batch])
             measured |= {"evaluation_seconds": result.seconds, "loss": result.loss}

@@ -105,9 +105,9 @@ class SharedSource:
         """Segments in visiting order."""
         return self._layouts
 
-    def prefetch(self, index: int) -> bool:
-        """There is nothing to fetch."""
-        return True
+    def prefetch(self, order: Sequence[int]) -> int:
+        """Nothing has to be fetched: all segments are there."""
+        return len(order)
 
     def acquire(self, index: int) -> Bucket:
         """Hand out a segment's own bucket, or the one that was free for longest."""

@@ -14,6 +14,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -40,7 +41,7 @@ from zo2core import (
 )
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.chrome_trace import Sweep
-from zo2core.profiling.timeline import Span
+from zo2core.profiling.timeline import Span, Timeline
 from zo2core.protocols import BlockSource, Device
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.scratch import Scratch
@@ -69,6 +70,7 @@ class Offloaded(NamedTuple):
     """An engine, ready to run."""
 
     engine: ZOEngine
+    parts: ExitStack  # what the engine is made of; to be closed after it
     traffic: Traffic
     shared_buckets: int | None  # that all blocks share; None: each has its own bytes
 
@@ -102,21 +104,26 @@ def _from_host(device: Device, model: HFBlockModel, variant: Variant, noise: Noi
     """Blocks in host memory, as far as they fit."""
     size = sum(whole_pages(layout.nbytes) for layout in model.layouts)
     source: BlockSource
+    timeline = Timeline()
     if fits := size <= host_memory:
-        source = PinnedSource(model.weights, model.layouts, device.host_memory, timeline=device.timeline)
+        source = PinnedSource(model.weights, model.layouts, device.host_memory, timeline=timeline)
     else:
         source = SharedSource(model.weights, model.layouts, device.host_memory, buckets=SHARED_BUCKETS)
+    parts = ExitStack()
+    for part in (model.weights, device, source):
+        parts.callback(part.close)
     traffic = Traffic()
-    engine = ZOEngine(
+    engine = ZOEngine.from_parts(
         model,
         MeZOSGD(lr=LR, zo_eps=ZO_EPS),
         source=source,
-        scheduler=SCHEDULERS[variant],
+        scheduler=SCHEDULERS[variant](source, device, timeline),
         noise=noise(model.layouts, device.torch_device),
         device=device,
         trace=traffic,
+        timeline=timeline,
     )
-    return Offloaded(engine, traffic, None if fits else SHARED_BUCKETS)
+    return Offloaded(engine, parts, traffic, None if fits else SHARED_BUCKETS)
 
 
 class Cuda:
@@ -323,7 +330,7 @@ class Disk(_OnHost):
         run = Path(self._folder.name) / f"run-{self._made}"
         run.mkdir()
         device, journal = _CountedHost(self._usage), Journal(run / "journal.jsonl")
-        layouts = laid_out_as_on_disk(model.layouts, model.weights)
+        layouts, timeline = laid_out_as_on_disk(model.layouts, model.weights), Timeline()
         source = StreamedSource(
             model.weights,
             layouts,
@@ -331,20 +338,24 @@ class Disk(_OnHost):
             buckets=1 if variant is Variant.SERIAL else 3,
             scratch=Scratch(run, layouts, journal.chain),
             write_back_every=1,
-            timeline=device.timeline,
+            timeline=timeline,
         )
+        parts = ExitStack()
+        for part in (model.weights, device, journal, source):
+            parts.callback(part.close)
         traffic = Traffic()
-        engine = ZOEngine(
+        engine = ZOEngine.from_parts(
             model,
             MeZOSGD(lr=LR, zo_eps=ZO_EPS),
             source=source,
-            scheduler=SCHEDULERS[variant],
+            scheduler=SCHEDULERS[variant](source, device, timeline),
             noise=noise(model.layouts, device.torch_device),
             device=device,
             journal=journal,
             trace=traffic,
+            timeline=timeline,
         )
-        return Offloaded(engine, traffic, None)
+        return Offloaded(engine, parts, traffic, None)
 
     def close(self) -> None:
         """Remove the checkpoint and what was written back."""

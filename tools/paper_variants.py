@@ -9,6 +9,7 @@ import torch
 from paper_tables import Variant
 
 from zo2core import Distribution, OverlappedScheduler, PhiloxNoise, SequentialNoise, SerialScheduler
+from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockSource, Device, NoiseGenerator, Scheduler
 from zo2core.types import BlockLayout
 
@@ -29,25 +30,30 @@ class AllocatingScheduler(OverlappedScheduler):
 
     def _bring(self, index: int) -> Any:
         if not self._device.in_place and index not in self._own:
-            place, nothing = self._free[0], torch.empty(0, dtype=torch.uint8)
-            for why, event in place.last_uses.items():
+            slot, nothing = self._free[0], torch.empty(0, dtype=torch.uint8)
+            for why, event in slot.last_uses.items():
                 self._device.streams.wait(event, why)
             self._release_arrived()
-            nbytes, place.memory, place.last_uses = len(place.memory), nothing, {}
+            nbytes, slot.memory, slot.last_uses = len(slot.memory), nothing, {}
             if self._device.torch_device.type == "cuda":
                 torch.cuda.empty_cache()
-            place.memory = self._device.empty(nbytes)
+            slot.memory = self._device.empty(nbytes)
         return super()._bring(index)
 
 
-def _all_kept(source: BlockSource, device: Device) -> OverlappedScheduler:
-    return OverlappedScheduler(source, device, kept=sum(not layout.resident for layout in source.layouts))
+def _all_kept(source: BlockSource, device: Device, timeline: Timeline) -> OverlappedScheduler:
+    blocks = sum(not layout.resident for layout in source.layouts)
+    return OverlappedScheduler(source, device, kept=blocks, timeline=timeline)
 
 
-SCHEDULERS: dict[Variant, Callable[[BlockSource, Device], Scheduler]] = {
-    Variant.FULL: OverlappedScheduler,  # keeps no block on the device, like the paper's
-    Variant.SERIAL: SerialScheduler,
-    Variant.ALLOCATING: AllocatingScheduler,
-    Variant.EAGER: OverlappedScheduler,
+def _overlapped(source: BlockSource, device: Device, timeline: Timeline) -> OverlappedScheduler:
+    return OverlappedScheduler(source, device, timeline=timeline)
+
+
+SCHEDULERS: dict[Variant, Callable[[BlockSource, Device, Timeline], Scheduler]] = {
+    Variant.FULL: _overlapped,  # keeps no block on the device, like the paper's
+    Variant.SERIAL: lambda source, device, timeline: SerialScheduler(source, device, timeline=timeline),
+    Variant.ALLOCATING: lambda source, device, timeline: AllocatingScheduler(source, device, timeline=timeline),
+    Variant.EAGER: _overlapped,
     Variant.RESIDENT: _all_kept,
 }

@@ -16,7 +16,6 @@ import psutil
 import torch
 
 from zo2core import HostDevice
-from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Transfer, Wait
 from zo2core.types import Event, Lane
 
@@ -24,7 +23,7 @@ TIMEOUT = 30.0  # seconds: nothing waits longer unless it waits for ever
 
 
 class ThreadEvent:
-    """Passed by a thread."""
+    """An event that a thread lets pass."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -32,21 +31,21 @@ class ThreadEvent:
 
     @property
     def passed(self) -> bool:
-        """Whether it has."""
+        """Whether it has passed."""
         return self._event.is_set()
 
     @property
     def seconds(self) -> float:
-        """When it did."""
+        """When it passed."""
         return self._seconds
 
     def set(self) -> None:
-        """Pass."""
+        """Let the event pass."""
         self._seconds = time.perf_counter()
         self._event.set()
 
     def block(self) -> None:
-        """Wait for it."""
+        """Wait until the event has passed."""
         if not self._event.wait(TIMEOUT):
             raise TimeoutError("an event that never passes")
 
@@ -55,10 +54,10 @@ class ThreadedStreams:
     """Queues of work as threads.
 
     Args:
-        delay: Lane and bytes to seconds that a copy takes beside the copying itself.
-        asynchronous: Compute goes to a thread, too; see ``compute``.
+        delay: Gives the seconds that a copy of so many bytes takes in a lane, beside the copying itself.
+        asynchronous: Whether compute goes to a thread, too; see ``compute``.
         without: Waits that are left out.
-        poison: Fill a copy's target before it is filled.
+        poison: Whether a copy's target is full of 255 until the copy is done.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class ThreadedStreams:
         self._lanes[Lane.REPLAY].submit(run)
 
     def mark(self) -> Event:
-        """An event behind the compute issued so far."""
+        """Return an event that passes after the compute issued so far."""
         event = ThreadEvent()
         if Lane.REPLAY in self._lanes:
             self._lanes[Lane.REPLAY].submit(event.set)
@@ -116,7 +115,7 @@ class ThreadedStreams:
         return event
 
     def order(self, event: Event, why: Wait) -> None:
-        """Compute waits."""
+        """Let compute wait. See the contract."""
         if why in self._without:
             return
         if Lane.REPLAY in self._lanes:
@@ -125,12 +124,12 @@ class ThreadedStreams:
             _block(event)
 
     def wait(self, event: Event, why: Wait) -> None:
-        """The host waits."""
+        """Let the host wait. See the contract."""
         if why not in self._without:
             _block(event)
 
     def drain(self) -> None:
-        """Wait for everything."""
+        """Wait for all work."""
         for lane in self._lanes.values():
             lane.shutdown()
 
@@ -139,7 +138,7 @@ class ThreadedDevice:
     """The CPU, as if it were behind a bus.
 
     Args:
-        streams: Its queues.
+        streams: Its queues of work.
     """
 
     in_place = False
@@ -147,25 +146,24 @@ class ThreadedDevice:
 
     def __init__(self, streams: ThreadedStreams) -> None:
         self.streams = streams
-        self.timeline = Timeline()
         self.allocated: list[int] = []  # bytes of device memory, one an allocation
         self._host = HostDevice()
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Ordinary memory."""
+        """Allocate ordinary memory."""
         return self._host.host_memory(nbytes)
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """The same, counted."""
+        """Allocate ordinary memory, and count it as the device's."""
         self.allocated.append(nbytes)
         return self._host.host_memory(nbytes)
 
     def free_memory(self) -> int:
-        """The system's."""
+        """Return what the system has."""
         return psutil.virtual_memory().available
 
     def close(self) -> None:
-        """Wait for everything."""
+        """Wait for all work."""
         self.streams.drain()
 
 

@@ -30,6 +30,7 @@ from zo2core.errors import ScratchError as ScratchError
 from zo2core.errors import TraceError as TraceError
 from zo2core.errors import UnsupportedModelError as UnsupportedModelError
 from zo2core.errors import ZO2Error as ZO2Error
+from zo2core.errors import reason as reason
 from zo2core.estimators import MeZOSGD as MeZOSGD
 from zo2core.estimators import MultiQueryRGE as MultiQueryRGE
 from zo2core.io.durable import make_directory as make_directory

@@ -29,7 +29,7 @@ from zo2core.schedulers import OverlappedScheduler, SerialScheduler
 from zo2core.sources import PinnedSource, StreamedSource
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.scratch import Scratch
-from zo2core.sweep.activation_offload import ActivationMemory
+from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout
 
@@ -45,7 +45,7 @@ class Parts(NamedTuple):
     source: BlockSource
     scheduler: Scheduler
     work_buffer: WorkBuffer
-    activations: ActivationMemory
+    activations: ActivationOffload
     activation_bytes: int  # that activations may take where forwards run
     worker: ThreadPoolExecutor | None  # the second thread; None where one host thread issues the work of a device
     host_plan: HostPlan | None  # None for passed parts
@@ -84,13 +84,12 @@ def build(
     Raises:
         ZO2Error: as ``ZOEngine`` says. What was opened is for ``opened`` to close.
     """
-    layouts = model.layouts
+    layouts, timeline = model.layouts, Timeline()
     trace = _open_trace(trace, opened)
     journal = _open_journal(journal, opened)
     if isinstance(device, str):
         device = choose_device(device)
         opened.callback(device.close)
-    timeline = device.timeline
     recorded = None if journal.header is None else journal.header.get("noise")
     of_choice = choose_noise(recorded, layouts, device.torch_device) if noise is None else noise
     device_plan = _plan_device(layouts, of_choice, device, memory, _most_directions(estimator, journal), overlap=overlap)
@@ -125,7 +124,11 @@ def build(
         raise
     opened.callback(source.close)
     kept = 0 if device_plan is None else device_plan.kept
-    scheduler = OverlappedScheduler(source, device, kept=kept) if overlap else SerialScheduler(source, device)
+    scheduler = (
+        OverlappedScheduler(source, device, kept=kept, timeline=timeline)
+        if overlap
+        else SerialScheduler(source, device, timeline=timeline)
+    )
     return Parts(
         journal=journal,
         trace=trace,
@@ -135,7 +138,9 @@ def build(
         source=source,
         scheduler=scheduler,
         work_buffer=WorkBuffer(layouts, device, of_choice, keep_noise=device.in_place and host_plan.keep_noise),
-        activations=ActivationMemory(device, None if memory.least_activations is None else room, waiting),
+        activations=ActivationOffload(
+            device, None if memory.least_activations is None else room, waiting, timeline=timeline
+        ),
         activation_bytes=room,
         worker=_start_worker(device, opened),
         host_plan=host_plan,
@@ -165,23 +170,24 @@ def adopt(
         JournalError: if the journal is of another run.
     """
     _require_same_segments(model, source)
+    timeline = Timeline() if timeline is None else timeline
     activation_bytes = parse_size(activations, option="activations")
     trace = _open_trace(trace, opened)
     journal = _open_journal(journal, opened)
     journal.begin(_header(model, noise, estimator, seed))
     if scheduler is None:
-        scheduler = OverlappedScheduler(source, device)
+        scheduler = OverlappedScheduler(source, device, timeline=timeline)
     opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
     return Parts(
         journal=journal,
         trace=trace,
-        timeline=device.timeline if timeline is None else timeline,
+        timeline=timeline,
         device=device,
         noise=noise,
         source=source,
         scheduler=scheduler,
         work_buffer=WorkBuffer(model.layouts, device, noise, keep_noise=device.in_place),
-        activations=ActivationMemory(device, None),
+        activations=ActivationOffload(device, None, timeline=timeline),
         activation_bytes=activation_bytes,
         worker=_start_worker(device, opened),
         host_plan=None,

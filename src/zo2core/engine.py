@@ -20,7 +20,7 @@ from zo2core.journal import Journal
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_plan import HostPlan
 from zo2core.planning.policies import ACTIVATIONS, MemoryPolicy, WriteBackPolicy
-from zo2core.profiling.chrome_trace import Recorder, Sweep, Trace
+from zo2core.profiling.chrome_trace import Sweep, Trace, TraceRecorder
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.sweep.evaluation_loop import evaluate, fill_sweeps
@@ -88,7 +88,7 @@ class Replayer:
             raise OptionError("micro_batch_size", found=found, expected="at least 1", remedy=remedy)
         with contextlib.ExitStack() as opened:
             self._model, self._parts = model, make_parts(opened)
-            self._recorder = Recorder(self._parts.timeline, self._parts.trace)
+            self._recorder = TraceRecorder(self._parts.timeline, self._parts.trace)
             opened.callback(self._recorder.close)
             model.bind(self._parts.work_buffer.parameters())
             self._opened = opened.pop_all()

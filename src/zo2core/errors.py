@@ -77,3 +77,8 @@ class BusyError(ZO2Error):
 
 class ClosedError(ZO2Error):
     """A closed engine or source was used."""
+
+
+def reason(error: Exception) -> str:
+    """Say why the system refused, in its own words and without the number and path that ``str`` would add."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zo2core.errors import JournalError, ZO2Error
+from zo2core.errors import JournalError, ZO2Error, reason
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
 from zo2core.types import Evaluation, ParameterSpec, Update
 
@@ -125,7 +125,7 @@ class Journal:
             except OSError as error:
                 raise JournalError(
                     self._name,
-                    found=error.strerror or str(error),
+                    found=reason(error),
                     expected="a file that can be synced",
                     remedy="mend the disk; blocks are written back only after the journal",
                 ) from error
@@ -146,7 +146,7 @@ class Journal:
                 self._file.retract()  # a record that is there but not synced would count for a resumed run
             raise JournalError(
                 self._name,
-                found=error.strerror or str(error),
+                found=reason(error),
                 expected="a file that can be written and synced",
                 remedy="free space or mend the disk; the step was not taken and can be repeated",
             ) from error
@@ -163,9 +163,7 @@ class Journal:
                 else:
                     self._take_update(record)
         except OSError as error:
-            raise JournalError(
-                path, found=error.strerror or str(error), expected="a readable journal", remedy="check the path"
-            ) from error
+            raise JournalError(path, found=reason(error), expected="a readable journal", remedy="check the path") from error
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError, ZO2Error) as error:
             line = error.line if isinstance(error, DamagedRecordError) else number
             raise JournalError(

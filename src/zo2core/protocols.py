@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from zo2core.profiling.timeline import Timeline
 from zo2core.types import Batch, BlockLayout, Bucket, Distribution, Evaluation, Event, Lane, ParameterSpec, Update
 
 Activations: TypeAlias = Any  # what a model hands from segment to segment; opaque to the core
@@ -20,7 +19,10 @@ Stores: TypeAlias = Mapping[int, Store]  # those of a segment and of the segment
 
 
 class BlockSource(Protocol):
-    """Where segments live between visits."""
+    """Where segments live between visits.
+
+    It brings in what it is told is needed next. Only the scheduler knows that: it alone knows what stays on the device.
+    """
 
     @property
     def layouts(self) -> Sequence[BlockLayout]:
@@ -28,17 +30,25 @@ class BlockSource(Protocol):
 
     @property
     def capacity(self) -> int:
-        """How many blocks can be acquired at a time; embedding and head always can, besides."""
+        """How many blocks can be acquired at a time. Embedding and head can always be acquired besides."""
 
     @property
     def write_back_every(self) -> int | None:
-        """How many versions ahead of its bytes on disk a released segment is written; None: never."""
+        """How many versions ahead of its bytes on disk a released segment is written. None: it is never written."""
 
-    def prefetch(self, index: int) -> bool:
-        """Start bringing a segment into its bucket and return at once. A hint: it may be left out or repeated.
+    def prefetch(self, order: Sequence[int]) -> int:
+        """Tell which segments are acquired next, and start bringing in as many as is useful. Returns at once.
+
+        Bytes that are needed soon displace bytes that are needed later. An order changes nothing but time: it may be left
+        out, be replaced by another one, or not be kept to.
+
+        Args:
+            order: Segments in the order in which they are acquired, each once; after the last one comes the first one again,
+                until another order is told. What is acquired now may be left out. What else is not listed is not needed.
 
         Returns:
-            Whether the bytes are there: ``acquire`` would not wait for a disk.
+            How many segments at the head of the order ``acquire`` would give without waiting for a disk. Those further on
+            than is read ahead do not count.
         """
 
     def acquire(self, index: int) -> Bucket:
@@ -54,8 +64,8 @@ class BlockSource(Protocol):
 
         Args:
             bucket: From ``acquire``.
-            version: Of the bytes that are in it now; ``None`` if they are lost (a visit failed half-way), so that the next
-                ``acquire`` has to start again from bytes whose version is known.
+            version: Of the bytes that are in it now. ``None`` if they are lost because a visit failed half-way: the next
+                ``acquire`` then starts again from bytes whose version is known.
         """
 
     def close(self) -> None:
@@ -69,18 +79,18 @@ class Visitor(Protocol):
         """Bring a segment to the present version. Its bytes are final for this sweep when this returns.
 
         Args:
-            index: Of the segment.
+            index: The segment's position in visiting order.
             store: Its parameters, changed in place.
-            version: Of ``store`` before.
+            version: Version of ``store`` before.
 
         Returns:
             The version after.
         """
 
     def evaluate(self, index: int, store: Store) -> None:
-        """Run the segment's forwards at the perturbed weights. ``store`` is read only.
+        """Run the segment's forwards at the perturbed weights. ``store`` is only read.
 
-        A resident segment's ``store`` must stay valid until the sweep has ended.
+        A resident segment's ``store`` stays valid until the sweep has ended.
         """
 
 
@@ -88,16 +98,19 @@ class Scheduler(Protocol):
     """In which order upload, compute and offload happen. All schedulers give the same bits."""
 
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
-        """Visit the segments once each, in this order.
+        """Visit the segments once each, in this order. The next sweep is expected to have the same order.
 
-        However it ends, every bucket has been released, but for what is brought in for the next sweep already.
+        However the sweep ends, every bucket has been released except those that were brought in for the next sweep already.
         """
 
     def replayed(self, visitor: Visitor, index: int) -> AbstractContextManager[Bucket]:
-        """Bring one segment to the present version, and its bytes to its bucket, which is released at the end."""
+        """Bring one segment to the present version, and its bytes to its bucket, which is released at the end.
+
+        The segments after it are expected to be asked for next.
+        """
 
     def settle(self) -> None:
-        """Give back all buckets, with all that is newer on the device in them. The next sweep may begin as ever."""
+        """Give back all buckets, after what is newer on the device was brought to them. Sweeps may follow as before."""
 
 
 class ZOEstimator(Protocol):
@@ -177,23 +190,23 @@ class CounterNoise(NoiseGenerator, Protocol):
 
 
 class Wait(Enum):
-    """Why something waits. Each name stands for one order that would be broken without it."""
+    """Why something waits. Each name stands for one order of work that would be broken without the wait."""
 
-    UPLOADED = "replay changes a slot: after the upload into it"
-    REPLAYED = "an offload reads a slot: after the replay in it"
-    OFFLOADED = "an upload overwrites a slot: after the offload of what was in it"
-    EVALUATED = "an upload overwrites a slot: after the forwards that read what was in it"
-    RETURNED = "a bucket is released: after the offload into it"
-    SENT = "a bucket is released: after the upload from it"
-    MADE = "activations go to the host: after the forward that made them"
-    AWAY = "activations come back: after they went to the host"
-    LEFT = "activations come into a room: after what was in it went to the host"
-    CAME = "a forward reads activations: after they came back"
-    READ = "activations come into a room: after the forward that read what was in it"
+    UPLOADED = "replay changes a slot only after the upload into it"
+    REPLAYED = "an offload reads a slot only after the replay in it"
+    OFFLOADED = "an upload overwrites a slot only after the offload of what was in it"
+    EVALUATED = "an upload overwrites a slot only after the forwards that read what was in it"
+    RETURNED = "a bucket is released only after the offload into it"
+    SENT = "a bucket is released only after the upload from it"
+    MADE = "activations go to the host only after the forward that made them"
+    AWAY = "activations come back only after they went to the host"
+    LEFT = "activations come into a room only after what was in it went to the host"
+    CAME = "a forward reads activations only after they came back"
+    READ = "activations come into a room only after the forward that read what was in it"
 
 
 class Transfer(NamedTuple):
-    """A copy in flight. Whoever holds it keeps both buffers alive."""
+    """A copy in flight. Whoever holds this object keeps both buffers alive."""
 
     target: torch.Tensor
     source: torch.Tensor
@@ -202,26 +215,26 @@ class Transfer(NamedTuple):
 
 
 class Streams(Protocol):
-    """A device's queues of work: compute, and one for each lane of copies, each in its own order."""
+    """A device's queues of work: one for compute and one for each lane of copies. Each queue keeps its own order."""
 
     def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]) -> Transfer:
         """Start a copy and return at once.
 
         Args:
-            lane: UPLOAD or OFFLOAD, or ACTIVATIONS_IN or ACTIVATIONS_OUT.
+            lane: UPLOAD, OFFLOAD, ACTIVATIONS_IN or ACTIVATIONS_OUT.
             target: uint8, 1-D.
-            source: As long.
-            after: What the copy waits for, on the device.
+            source: uint8, 1-D, as long as ``target``.
+            after: Events that the copy waits for, on the device, by the reason.
         """
 
     def mark(self) -> Event:
-        """An event that passes once all compute issued so far is done."""
+        """Return an event that passes once all compute issued so far is done."""
 
     def order(self, event: Event, why: Wait) -> None:
-        """Let compute issued from now on begin after an event. The host does not wait."""
+        """Let compute that is issued from now on begin after an event. The host does not wait."""
 
     def wait(self, event: Event, why: Wait) -> None:
-        """Block the host until an event has passed: the only method that does."""
+        """Block the host until an event has passed. No other method does."""
 
 
 class Device(Protocol):
@@ -229,19 +242,15 @@ class Device(Protocol):
 
     @property
     def torch_device(self) -> torch.device:
-        """Of activations and of the work buffer."""
+        """The device that activations and the work buffer are on."""
 
     @property
     def in_place(self) -> bool:
-        """Whether segments are computed on in their buckets: nothing is uploaded or offloaded."""
-
-    @property
-    def timeline(self) -> Timeline:
-        """Where everybody notes what was done when, by this device's events."""
+        """Whether segments are computed on in their buckets, so that nothing is uploaded or offloaded."""
 
     @property
     def streams(self) -> Streams:
-        """Its queues of work."""
+        """The device's queues of work."""
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """Allocate an exact-size, page-aligned uint8 arena in host memory, as fast to copy from as the device allows."""
@@ -250,7 +259,7 @@ class Device(Protocol):
         """Allocate uninitialised uint8 memory on the device."""
 
     def free_memory(self) -> int:
-        """Bytes that can still be allocated on the device."""
+        """Return how many bytes can still be allocated on the device."""
 
     def close(self) -> None:
         """Wait for work in flight and give all memory back. May be called twice."""
@@ -261,16 +270,19 @@ class TensorReader(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the base weights, by samples of them: tells two bases apart unless somebody takes pains."""
+        """A checksum over samples of the base weights. It tells two bases apart, but not one that was forged."""
 
     def page_offset(self, spec: ParameterSpec) -> int | None:
-        """Bytes from a page's start to a parameter on disk; None if it is not there as it is in memory."""
+        """Return how many bytes behind a page's start a parameter begins on disk.
+
+        None if its bytes on disk are not those it has in memory.
+        """
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         """Fill memory with a range of one parameter. May be called from several threads.
 
         Args:
-            parameter: Its name.
+            parameter: The parameter's name.
             out: 1-D, contiguous host memory of the parameter's dtype, as long as the range.
             start: The range's first element.
 

@@ -22,6 +22,7 @@ from zo2core import (
     TraceError,
     bound_seconds,
     lane_uses,
+    reason,
     row_name,
 )
 
@@ -127,7 +128,7 @@ def draw(recordings: Sequence[Recording], output: Path, *, step: int | None = No
     except OSError as error:
         raise OutputError(
             output,
-            found=error.strerror or str(error),
+            found=reason(error),
             expected="a file that can be written",
             remedy="choose another path, or free space",
         ) from error

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from zo2adapters.models.checkpoint import companion_files
-from zo2core import CheckpointError, new_directory, require_unused, shard_names, write_index
+from zo2core import CheckpointError, new_directory, reason, require_unused, shard_names, write_index
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
@@ -189,7 +189,7 @@ def _copy_companions(source: Path, destination: Path) -> None:
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    found = error.strerror or str(error)
+    found = reason(error)
     return CheckpointError(path, found=found, expected="a readable file", remedy="get the checkpoint's files again")
 
 

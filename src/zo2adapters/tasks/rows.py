@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.ranges import require_at_least
-from zo2core import DataError
+from zo2core import DataError, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, A
     except DataError as error:
         raise _at_line(error, path, line) from error.__cause__
     except OSError as error:
-        raise DataError(path, found=str(error.strerror), expected="a readable file", remedy="check the path") from error
+        raise DataError(path, found=reason(error), expected="a readable file", remedy="check the path") from error
     if empty:
         raise DataError(path, found="no rows", expected="a JSON object on each line", remedy="write at least one")
 

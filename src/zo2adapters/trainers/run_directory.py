@@ -22,7 +22,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from zo2adapters.trainers.options import TrainOptions
-from zo2core import DataError, OptionError, OutputError, Update, ZO2Error, make_directory, require_unused, sync_path
+from zo2core import DataError, OptionError, OutputError, Update, ZO2Error, make_directory, reason, require_unused, sync_path
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"
@@ -189,9 +189,7 @@ def _checksum(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise DataError(
-            path, found=error.strerror or str(error), expected="a readable file", remedy="check the path"
-        ) from error
+        raise DataError(path, found=reason(error), expected="a readable file", remedy="check the path") from error
 
 
 def _require_same_data(now: dict[str, str], then: dict[str, str]) -> None:
@@ -233,7 +231,7 @@ def _replace(path: Path, text: str) -> None:
 def _unwritable(path: Path, error: OSError) -> OutputError:
     return OutputError(
         path,
-        found=error.strerror or str(error),
+        found=reason(error),
         expected="a directory that can be written",
         remedy="free space or choose another directory",
     )

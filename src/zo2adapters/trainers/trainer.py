@@ -33,6 +33,7 @@ from zo2core import (
     ZOEngine,
     ZOEstimator,
     parse_size,
+    reason,
 )
 
 
@@ -284,7 +285,7 @@ def _write(file: IO[bytes], record: dict[str, Any]) -> None:
     except OSError as error:
         raise OutputError(
             file.name,
-            found=error.strerror or str(error),
+            found=reason(error),
             expected="a file that can be written",
             remedy="free space and resume the run; nothing is lost, the journal is whole",
         ) from error

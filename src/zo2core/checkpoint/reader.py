@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zo2core.errors import CheckpointError, ClosedError
+from zo2core.errors import CheckpointError, ClosedError, reason
 from zo2core.io.direct_file import PAGE, RangedFile, byte_view
 from zo2core.types import ParameterSpec
 
@@ -83,7 +83,7 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
             raw = file.read(length)
     except OSError as error:
         raise CheckpointError(
-            path, found=error.strerror or str(error), expected="a readable safetensors file", remedy="check the path"
+            path, found=reason(error), expected="a readable safetensors file", remedy="check the path"
         ) from error
     return _parse_entries(path, raw, data_start=8 + length, data_size=info.st_size - 8 - length)
 
@@ -193,9 +193,7 @@ def _parse_index(path: Path) -> dict[str, str]:
         weight_map = index["weight_map"]
         pairs = list(weight_map.items())
     except OSError as error:
-        raise CheckpointError(
-            path, found=error.strerror or str(error), expected="a readable index", remedy="check the file"
-        ) from error
+        raise CheckpointError(path, found=reason(error), expected="a readable index", remedy="check the file") from error
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise _malformed(path, f"no usable index ({error})", "a JSON object with a weight_map") from error
     for name, shard in pairs:

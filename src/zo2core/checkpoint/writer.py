@@ -17,7 +17,7 @@ from typing import IO
 import torch
 
 from zo2core.checkpoint.reader import INDEX_FILE, SINGLE_FILE
-from zo2core.errors import OutputError
+from zo2core.errors import OutputError, reason
 from zo2core.io.direct_file import byte_view
 from zo2core.io.durable import sync_path
 from zo2core.types import ParameterSpec
@@ -136,7 +136,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
     except OSError as error:
         raise OutputError(
             directory,
-            found=error.strerror or str(error),
+            found=reason(error),
             expected="a directory that can be written",
             remedy="free space or choose another directory",
         ) from error

@@ -1,4 +1,4 @@
-"""A device by its name."""
+"""The choice of a device by its name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from zo2core.protocols import Device
 
 
 def choose_device(device: Device | str) -> Device:
-    """The device of a name: "cpu", "cuda" or "cuda:N"; a device is taken as it is.
+    """Make the device that a name stands for: "cpu", "cuda" or "cuda:N". A device is returned as it is.
 
     Raises:
-        OptionError: for another name.
+        OptionError: for any other name.
         DeviceError: if there is no such device.
     """
     if not isinstance(device, str):

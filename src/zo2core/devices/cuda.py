@@ -1,4 +1,4 @@
-"""A CUDA GPU as compute device: the only module that knows streams, events and page-locking.
+"""A CUDA GPU as compute device. No other module knows of CUDA's streams, events and page-locking.
 
 Not yet run on a GPU.
 """
@@ -13,7 +13,6 @@ import torch
 
 from zo2core.errors import DeviceError
 from zo2core.io.page_memory import anonymous_memory
-from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Transfer, Wait
 from zo2core.types import Event, Lane
 
@@ -21,7 +20,7 @@ _TURN = 64 << 20  # bytes after which a copy engine may turn to another queue: a
 
 
 class _Clock:
-    """The host's clock, held against an event of the GPU once."""
+    """Tells the host's time of an event of the GPU: the two clocks are compared once, at the start."""
 
     def __init__(self) -> None:
         self.origin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -34,8 +33,8 @@ class CudaEvent:
     """A point in a stream.
 
     Args:
-        clock: Of the device.
-        stream: To record in, now.
+        clock: The device's clock.
+        stream: Where the event is recorded, now.
     """
 
     def __init__(self, clock: _Clock, stream: Any) -> None:
@@ -45,20 +44,20 @@ class CudaEvent:
 
     @property
     def passed(self) -> bool:
-        """Whether the stream has come here. Does not block."""
+        """Whether the stream has reached this point. Does not block."""
         return bool(self.recorded.query())
 
     @property
     def seconds(self) -> float:
-        """When it did."""
+        """When the stream reached it, on the clock of ``time.perf_counter``."""
         return self._clock.seconds + float(self._clock.origin.elapsed_time(self.recorded)) / 1e3  # from milliseconds
 
 
 class CudaStreams:
-    """Two queues of one GPU for copies, beside the one that torch computes in.
+    """Queues of one GPU for copies, one a lane, beside the queue that torch computes in.
 
     Args:
-        index: Of the GPU.
+        index: Number of the GPU.
     """
 
     def __init__(self, index: int) -> None:
@@ -71,18 +70,18 @@ class CudaStreams:
             self._clock = _Clock()
 
     def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]) -> Transfer:
-        """Start a copy from or to page-locked memory. See the contract."""
+        """Start a copy between page-locked memory and the GPU. See the contract."""
         stream = self._lanes[lane]
         for event in after.values():
             stream.wait_event(_recorded(event))
         begun = CudaEvent(self._clock, stream)
         with torch.cuda.stream(stream):
-            for some, other in zip(torch.split(target, _TURN), torch.split(source, _TURN), strict=True):
-                some.copy_(other, non_blocking=True)
+            for to, origin in zip(torch.split(target, _TURN), torch.split(source, _TURN), strict=True):
+                to.copy_(origin, non_blocking=True)
         return Transfer(target, source, begun, CudaEvent(self._clock, stream))
 
     def mark(self) -> Event:
-        """A point in the stream that torch computes in."""
+        """Record an event in the stream that torch computes in."""
         return CudaEvent(self._clock, torch.cuda.current_stream(self._index))
 
     def order(self, event: Event, why: Wait) -> None:
@@ -102,7 +101,7 @@ class CudaDevice:
     """Memory and queues of one GPU.
 
     Args:
-        index: Of the GPU.
+        index: Number of the GPU.
 
     Raises:
         DeviceError: if there is no such GPU.
@@ -118,7 +117,6 @@ class CudaDevice:
                 remedy="pass device='cpu', or install torch for CUDA",
             )
         self._torch_device = torch.device("cuda", index)
-        self._timeline = Timeline()
         self._streams = CudaStreams(index)
         self._registered: list[torch.Tensor] = []
 
@@ -129,17 +127,12 @@ class CudaDevice:
 
     @property
     def in_place(self) -> bool:
-        """Never: kernels do not reach into host memory."""
+        """Always false: kernels do not reach into host memory."""
         return False
 
     @property
-    def timeline(self) -> Timeline:
-        """What was done when, by the GPU's clock."""
-        return self._timeline
-
-    @property
     def streams(self) -> CudaStreams:
-        """Compute, uploads and offloads."""
+        """Queues for compute and for each lane of copies."""
         return self._streams
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
@@ -169,7 +162,7 @@ class CudaDevice:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._torch_device)
 
     def free_memory(self) -> int:
-        """What the driver has, and what torch keeps without using it."""
+        """Return what the driver has, and what torch keeps without using it."""
         free, _ = torch.cuda.mem_get_info(self._torch_device)
         kept = torch.cuda.memory_reserved(self._torch_device) - torch.cuda.memory_allocated(self._torch_device)
         return free + kept

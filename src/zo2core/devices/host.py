@@ -8,36 +8,35 @@ import psutil
 import torch
 
 from zo2core.io.page_memory import anonymous_memory
-from zo2core.profiling.timeline import Timeline, now
+from zo2core.profiling.timeline import now
 from zo2core.protocols import Transfer, Wait
 from zo2core.types import Event, Lane
 
 
 class HostStreams:
-    """The host does everything itself, at once: nothing is ever in flight."""
+    """The host does all work itself and at once, so that nothing is ever in flight."""
 
     def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]) -> Transfer:
-        """Copy. See the contract."""
+        """Copy now. See the contract."""
         begun = now()
         target.copy_(source)
         return Transfer(target, source, begun, now())
 
     def mark(self) -> Event:
-        """The present moment."""
+        """Return the present moment: all compute issued so far is done."""
         return now()
 
     def order(self, event: Event, why: Wait) -> None:
-        """Nothing: events have passed when they are made."""
+        """Do nothing: events have passed when they are made."""
 
     def wait(self, event: Event, why: Wait) -> None:
-        """Nothing: events have passed when they are made."""
+        """Do nothing: events have passed when they are made."""
 
 
 class HostDevice:
     """Computes on the buckets' own memory."""
 
     def __init__(self) -> None:
-        self._timeline = Timeline()
         self._streams = HostStreams()
 
     @property
@@ -47,30 +46,25 @@ class HostDevice:
 
     @property
     def in_place(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     @property
-    def timeline(self) -> Timeline:
-        """What was done when."""
-        return self._timeline
-
-    @property
     def streams(self) -> HostStreams:
-        """The host's own order of work."""
+        """The host's own order of work: one thing after the other."""
         return self._streams
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Allocate anonymous memory of exactly this size, page-aligned. Pages take room once they are touched."""
+        """Allocate page-aligned memory of exactly this size. A page takes room once it is touched."""
         return torch.frombuffer(anonymous_memory(nbytes), dtype=torch.uint8)[:nbytes]
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """The same as host memory: here they are one."""
+        """Allocate host memory: here it is the device's memory, too."""
         return self.host_memory(nbytes)
 
     def free_memory(self) -> int:
-        """What the system has."""
+        """Return what the system has."""
         return psutil.virtual_memory().available
 
     def close(self) -> None:
-        """Nothing: memory goes with its tensors."""
+        """Do nothing: memory goes with its tensors."""

@@ -7,13 +7,14 @@ torn last line is dropped, damage anywhere else is not.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from filelock import lock_descriptor
 
 from zo2core.io.durable import make_directory, sync_path
 
@@ -71,12 +72,18 @@ class RecordFile:
         self._failed = False
 
     def _open_alone(self) -> int:
+        """Open the file for writing and lock it: two writers would cut each other's records off.
+
+        The lock is on the file's own descriptor. It ends with the process, however that ends, and leaves no file behind that
+        a copied or a deleted run would have to bring along.
+        """
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two writers would cut each other's records off
-        except OSError as error:
+            if not lock_descriptor(descriptor, blocking=False):
+                raise OSError(errno.EAGAIN, "a file that another engine writes")
+        except BaseException:
             os.close(descriptor)
-            raise OSError(errno.EAGAIN, "a file that another engine writes") from error
+            raise
         return descriptor
 
     def settle(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from zo2core.devices import HostDevice
-from zo2core.errors import ScratchError
+from zo2core.errors import ScratchError, reason
 from zo2core.io.direct_file import RangedFile, byte_view
 from zo2core.kernels import apply, apply_drawing
 from zo2core.protocols import CounterNoise, NoiseGenerator, TensorReader
@@ -143,7 +143,7 @@ def write_bytes_per_second(directory: Path) -> float:
     except OSError as error:
         raise ScratchError(
             directory,
-            found=error.strerror or str(error),
+            found=reason(error),
             expected="a directory on a disk with room",
             remedy="choose another directory or free space",
         ) from error

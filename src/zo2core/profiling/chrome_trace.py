@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
-from zo2core.errors import OutputError, TraceError
+from zo2core.errors import OutputError, TraceError, reason
 from zo2core.profiling.timeline import Passed, Span, Timeline, lane_uses
 from zo2core.types import Lane, LaneUse
 
@@ -83,7 +83,7 @@ class Trace:
             self._file.writelines(f",\n{json.dumps(event)}" for event in events)
             self._file.flush()
         except OSError as error:
-            raise self._unwritable(error.strerror or str(error)) from error
+            raise self._unwritable(reason(error)) from error
 
     def close(self) -> None:
         """Complete the file. May be called twice.
@@ -98,7 +98,7 @@ class Trace:
             with file:
                 file.write("\n]\n")
         except OSError as error:
-            raise self._unwritable(error.strerror or str(error)) from error
+            raise self._unwritable(reason(error)) from error
 
     def __enter__(self) -> Self:
         return self
@@ -131,7 +131,7 @@ class Trace:
         )
 
 
-class Recorder:
+class TraceRecorder:
     """Takes a timeline down, sweep by sweep.
 
     Args:
@@ -224,9 +224,7 @@ def read_trace(path: Path) -> Recording:
                 track, nbytes = int(event["tid"]) % _TRACKS, int(event.get("args", {}).get("bytes", 0))
                 spans.append(Span(Lane(kind), name, Passed(begun), Passed(done), nbytes, track))
     except OSError as error:
-        raise TraceError(
-            path, found=error.strerror or str(error), expected="a readable file", remedy="check the path"
-        ) from error
+        raise TraceError(path, found=reason(error), expected="a readable file", remedy="check the path") from error
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise TraceError(
             path,

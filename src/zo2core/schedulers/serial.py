@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockSource, Device, Store, Visitor, Wait
 from zo2core.types import Bucket, Lane
 
@@ -17,11 +18,13 @@ class SerialScheduler:
     Args:
         source: Where segments come from. Belongs to the caller.
         device: Where they are computed on. Belongs to the caller.
+        timeline: Every transfer is noted there.
     """
 
-    def __init__(self, source: BlockSource, device: Device) -> None:
+    def __init__(self, source: BlockSource, device: Device, *, timeline: Timeline | None = None) -> None:
         self._source = source
         self._device = device
+        self._timeline = Timeline() if timeline is None else timeline
         self._layouts = source.layouts
         blocks = max((layout.nbytes for layout in self._layouts if not layout.resident), default=0)
         self._slot = None if device.in_place else device.empty(blocks)
@@ -34,6 +37,7 @@ class SerialScheduler:
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
         held: list[tuple[Bucket, int | None]] = []  # resident segments stay acquired until the sweep has ended
+        self._source.prefetch(order)
         try:
             for index in order:
                 bucket = self._source.acquire(index)
@@ -57,6 +61,7 @@ class SerialScheduler:
     @contextmanager
     def replayed(self, visitor: Visitor, index: int) -> Iterator[Bucket]:
         """Bring one segment to the present version, and its bytes to its bucket. See the contract."""
+        self._source.prefetch([*range(index, len(self._layouts)), *range(index)])
         bucket, version = self._source.acquire(index), None
         try:
             replayed = visitor.replay(index, self._upload(bucket), bucket.version)
@@ -68,7 +73,7 @@ class SerialScheduler:
             self._source.release(bucket, version)
 
     def settle(self) -> None:
-        """Nothing: no bucket is held between sweeps, and nothing newer is on the device."""
+        """Do nothing: no bucket is held between sweeps, and nothing newer is on the device."""
 
     def _upload(self, bucket: Bucket) -> Store:
         if self._device.in_place:
@@ -82,12 +87,12 @@ class SerialScheduler:
             self._copy(Lane.OFFLOAD, bucket, Wait.RETURNED)
 
     def _copy(self, lane: Lane, bucket: Bucket, why: Wait) -> None:
-        there, here = bucket.data, self._memory(bucket)
-        target, origin = (here, there) if lane is Lane.UPLOAD else (there, here)
+        on_host, on_device = bucket.data, self._memory(bucket)
+        target, origin = (on_device, on_host) if lane is Lane.UPLOAD else (on_host, on_device)
         streams = self._device.streams
         transfer = streams.copy(lane, target, origin, {Wait.REPLAYED: streams.mark()})
         name = self._layouts[bucket.segment].name
-        self._device.timeline.note(lane, name, transfer.begun, transfer.done, origin.numel())
+        self._timeline.note(lane, name, transfer.begun, transfer.done, origin.numel())
         streams.wait(transfer.done, why)
 
     def _memory(self, bucket: Bucket) -> torch.Tensor:

@@ -12,6 +12,7 @@ from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import TensorReader
 from zo2core.sources.loader import Loading, SegmentLoader, portions
+from zo2core.sources.reading_order import ReadingOrder
 from zo2core.sources.scratch import Scratch
 from zo2core.sources.writeback import WriteBack
 from zo2core.types import BlockLayout, Bucket
@@ -26,10 +27,10 @@ class PinnedSource:
         weights: The base checkpoint. Belongs to the caller.
         layouts: Segments in visiting order.
         host_memory: Allocates the arena: ``Device.host_memory``.
-        scratch: Where segments were written back to, and are again; belongs to this source.
+        scratch: Files that segments were written back to, and are again. They belong to this source.
         write_back_every: A segment is written back once it is this many versions ahead of its bytes on disk: a snapshot
             that bounds what a resumed run has to replay. None never writes.
-        timeline: Takes down every read and write: ``Device.timeline``.
+        timeline: Every read and write is noted there.
 
     Raises:
         OptionError: if ``write_back_every`` is out of its range.
@@ -56,6 +57,7 @@ class PinnedSource:
         self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, scratch, timeline)
         self._loading: dict[int, Loading] = {}
         self._filled: set[int] = set()
+        self._order = ReadingOrder(self._layouts)
         self._lock = threading.Lock()
 
     @property
@@ -65,34 +67,44 @@ class PinnedSource:
 
     @property
     def capacity(self) -> int:
-        """All blocks at a time."""
+        """All blocks, and embedding and head besides."""
         return len(self._layouts)
 
     @property
     def write_back_every(self) -> int | None:
-        """Versions that a segment may be ahead of its bytes on disk; None: it is never written."""
+        """Versions that a segment may be ahead of its bytes on disk. None: it is never written."""
         return self._write_back.every
 
-    def prefetch(self, index: int) -> bool:
-        """Start reading a segment that was not read yet. See the contract."""
+    def prefetch(self, order: Sequence[int]) -> int:
+        """Read ahead along this order from now on, where segments were not read yet. See the contract."""
         with self._lock:
-            if self._loader is None:
-                raise ClosedError("PinnedSource", found="a closed source", expected="an open one", remedy="open it again")
-            if index not in self._filled and index not in self._loading:
-                self._loading[index] = self._loader.load(index, self._pages[index], self._buckets[index].views)
-            there = index in self._filled or self._loading[index].done()
-        return there and not self._write_back.busy(index)
+            self._require_open()
+            self._order.follow(order)
+            self._read_ahead()
+            ready = 0
+            for segment in self._order.ahead():
+                is_read = segment in self._filled or self._loading[segment].done()
+                if not is_read or self._write_back.busy(segment):
+                    break
+                ready += 1
+            return ready
 
     def acquire(self, index: int) -> Bucket:
         """Wait until a segment is read. See the contract."""
-        ahead = index in self._loading
-        self.prefetch(index)
+        with self._lock:
+            self._require_open()
+            ahead = index in self._loading
+            self._start_reading(index)
+            self._order.acquired(index)
+            self._read_ahead()
         self._write_back.wait(index)
         self._write_back.check()
         if index in self._loading:
             loading = self._loading.pop(index)
-            if ahead and loading.failed():  # then, when nobody needed it; what counts is whether it fails now
-                self.prefetch(index)
+            if ahead and loading.failed():  # nobody needed it then; what counts is whether it fails now
+                with self._lock:
+                    self._require_open()
+                    self._start_reading(index)
                 loading = self._loading.pop(index)
             loading.wait()
             self._filled.add(index)
@@ -100,7 +112,7 @@ class PinnedSource:
         return self._buckets[index]
 
     def release(self, bucket: Bucket, version: int | None) -> None:
-        """Note the bytes' version. Lost bytes are read anew."""
+        """Note the version of the bytes. Bytes that are lost are read anew."""
         index = bucket.segment
         if version is None:
             self._filled.discard(index)
@@ -118,3 +130,16 @@ class PinnedSource:
         self._loading.clear()
         self._buckets.clear()
         self._pages.clear()
+
+    def _read_ahead(self) -> None:
+        for segment in self._order.ahead():
+            self._start_reading(segment)
+
+    def _start_reading(self, segment: int) -> None:
+        assert self._loader is not None
+        if segment not in self._filled and segment not in self._loading:
+            self._loading[segment] = self._loader.load(segment, self._pages[segment], self._buckets[segment].views)
+
+    def _require_open(self) -> None:
+        if self._loader is None:
+            raise ClosedError("PinnedSource", found="a closed source", expected="an open one", remedy="open it again")

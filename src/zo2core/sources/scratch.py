@@ -10,14 +10,13 @@ carries the journal's checksum at its version; bytes of another run, or of updat
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from zo2core.errors import ScratchError
+from zo2core.errors import ScratchError, reason
 from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
 from zo2core.io.durable import make_directory, sync_path
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
@@ -27,11 +26,11 @@ DATA = "scratch.bin"
 MANIFEST = "scratch.jsonl"
 
 
-class _Place(NamedTuple):
-    """Where a segment's bytes are."""
+class _Written(NamedTuple):
+    """What was written back of one segment."""
 
-    slot: int
-    version: int
+    slot: int  # of the file
+    version: int  # of the bytes in it
 
 
 class Scratch:
@@ -56,7 +55,7 @@ class Scratch:
         self._free: list[set[int]] = []  # segment -> slots it may use next; one set for all blocks
         self._lay_out(layouts)
         self.nbytes = scratch_bytes(layouts)
-        self._places: dict[int, _Place] = {}
+        self._written: dict[int, _Written] = {}
         try:
             make_directory(directory)
             self._manifest = self._open_manifest()
@@ -66,7 +65,7 @@ class Scratch:
 
     def version(self, segment: int) -> int:
         """Version of a segment's bytes here; 0 if there are none, and the base's count."""
-        place = self._places.get(segment)
+        place = self._written.get(segment)
         return 0 if place is None else place.version
 
     def read(self, segment: int, out: torch.Tensor, start: int = 0) -> None:
@@ -81,7 +80,7 @@ class Scratch:
             ScratchError: if they cannot be read.
         """
         try:
-            self._data.read_into(self._offsets[self._places[segment].slot] + start, byte_view(out))
+            self._data.read_into(self._offsets[self._written[segment].slot] + start, byte_view(out))
         except (OSError, EOFError) as error:
             raise self._failed(error) from error
 
@@ -108,9 +107,9 @@ class Scratch:
         except OSError as error:
             raise self._failed(error) from error
         self._free[segment].discard(slot)
-        if segment in self._places:
-            self._free[segment].add(self._places[segment].slot)
-        self._places[segment] = _Place(slot, version)
+        if segment in self._written:
+            self._free[segment].add(self._written[segment].slot)
+        self._written[segment] = _Written(slot, version)
 
     def close(self) -> None:
         """Close the files. May be called twice."""
@@ -149,10 +148,10 @@ class Scratch:
         for segment, record in found.items():
             there = self._offsets[record["slot"]] + self._sizes[segment] <= size
             if there and self._chain(record["version"]) == record["chain"]:
-                self._places[segment] = _Place(record["slot"], record["version"])
+                self._written[segment] = _Written(record["slot"], record["version"])
                 self._free[segment].discard(record["slot"])
         partial = path.with_suffix(".partial")
-        live = [found[segment] for segment in sorted(self._places)]
+        live = [found[segment] for segment in sorted(self._written)]
         # Durable before any slot is written: an older manifest that came back would name slots for other bytes.
         partial.write_bytes(b"".join(to_line(record) for record in [header, *live]))
         sync_path(partial)
@@ -163,7 +162,7 @@ class Scratch:
     def _failed(self, error: OSError | EOFError) -> ScratchError:
         return ScratchError(
             self.directory / DATA,
-            found=(isinstance(error, OSError) and os.strerror(error.errno or 0)) or str(error),
+            found=reason(error),
             expected=f"a disk that holds {self.nbytes / 1e9:.1f} GB of written-back blocks",
             remedy="free space or mend the disk and resume the run; nothing is lost, the journal is whole",
         )

@@ -1,15 +1,16 @@
 """A ring of a few buckets over a checkpoint on disk: a model of any size in bounded memory.
 
-Blocks are read ahead along the sweep's order, which goes round: after the last block comes the first one of the next sweep.
-A bucket is reused for the block that is needed soonest, in place of the one that is needed latest; buckets beyond what
-reading ahead takes so come to keep blocks from sweep to sweep. Changed bytes are dropped and made again by replay, or
-written back once they lag. Embedding and head stay in buckets of their own.
+Blocks are read ahead along the order that the scheduler tells. A bucket is reused for a block that is needed soon, in place
+of the block that is needed last; buckets beyond those that reading ahead takes come to keep blocks from sweep to sweep.
+Changed bytes are dropped and made again by replay, or written back once they lag. Embedding and head have buckets of their
+own and stay in them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -18,23 +19,54 @@ from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import TensorReader
 from zo2core.sources.loader import Loading, SegmentLoader, portions
+from zo2core.sources.reading_order import NEVER, READ_AHEAD, ReadingOrder
 from zo2core.sources.scratch import Scratch
 from zo2core.sources.writeback import WriteBack
 from zo2core.types import BlockLayout, Bucket
 
-READ_AHEAD = 2  # blocks: one is ready while the next one comes
+_NO_READS = Loading((), version=0)
 
 
-class _Slot:
-    """Memory for one block, and what is in it."""
+class _Empty(NamedTuple):
+    """Nothing of use is in the memory."""
+
+    reads: Loading  # nobody waits for them any more, but they may still go on
+
+
+class _Ahead(NamedTuple):
+    """A segment is read ahead of its need; nobody has acquired it."""
+
+    segment: int
+    loading: Loading
+
+
+class _Acquired(NamedTuple):
+    """The memory belongs to whoever acquired the segment, or is waiting for it."""
+
+    segment: int
+
+
+class _Kept(NamedTuple):
+    """A segment was released and is still there; it may be on its way to the disk."""
+
+    segment: int
+    version: int
+
+
+_State: TypeAlias = _Empty | _Ahead | _Acquired | _Kept
+
+
+class _BucketMemory:
+    """Memory for one segment, and what is in it."""
 
     def __init__(self, pages: torch.Tensor) -> None:
         self.pages = pages
-        self.segment: int | None = None  # None: nothing of use
-        self.version = 0
-        self.loading: Loading | None = None
-        self.held = False  # by whoever acquired it
+        self.state: _State = _Empty(_NO_READS)
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def holds(self, segment: int) -> bool:
+        """Whether a segment's bytes are here, or on their way."""
+        return not isinstance(self.state, _Empty) and self.state.segment == segment
 
     def views(self, segment: int, layout: BlockLayout) -> tuple[torch.Tensor, ...]:
         """Views of a segment's parameters, made once."""
@@ -50,12 +82,12 @@ class StreamedSource:
         weights: The base checkpoint; only ever read. Belongs to the caller.
         layouts: Segments in visiting order.
         host_memory: Allocates the arena: ``Device.host_memory``.
-        buckets: For blocks, at least 1; embedding and head have one each besides. 3 read ahead as far as it helps; more
-            keep blocks in memory from sweep to sweep.
-        scratch: Where blocks were written back to, and are again; belongs to this source.
+        buckets: Number of buckets for blocks, at least 1. Embedding and head have one each besides. With 3 buckets blocks
+            are read ahead as far as it helps; more buckets keep blocks in memory from sweep to sweep.
+        scratch: Files that blocks were written back to, and are again. They belong to this source.
         write_back_every: A block is written back once it is this many versions ahead of its bytes on disk; in between it is
             read again and replayed. None never writes.
-        timeline: Takes down every read and write: ``Device.timeline``.
+        timeline: Every read and write is noted there.
 
     Raises:
         OptionError: if an option is out of its range.
@@ -76,15 +108,13 @@ class StreamedSource:
             raise OptionError("buckets", found=repr(buckets), expected="at least 1", remedy="leave it at its default")
         self._layouts = tuple(layouts)
         self._write_back = WriteBack(self._layouts, scratch, write_back_every, timeline)
-        self._blocks = [index for index, layout in enumerate(self._layouts) if not layout.resident]
+        blocks = [whole_pages(layout.nbytes) for layout in self._layouts if not layout.resident]
         sizes = [whole_pages(layout.nbytes) for layout in self._layouts if layout.resident]
-        largest = max((whole_pages(self._layouts[index].nbytes) for index in self._blocks), default=0)
-        count = min(buckets, len(self._blocks))
-        sizes += [largest] * count
+        sizes += [max(blocks, default=0)] * min(buckets, len(blocks))
         memory = iter(portions(host_memory(sum(sizes)), sizes))
-        self._resident = {index: _Slot(next(memory)) for index, layout in enumerate(self._layouts) if layout.resident}
-        self._ring = [_Slot(pages) for pages in memory]
-        self._at = 0  # position among the blocks of the one acquired last
+        self._resident = {i: _BucketMemory(next(memory)) for i, layout in enumerate(self._layouts) if layout.resident}
+        self._ring = [_BucketMemory(pages) for pages in memory]
+        self._order = ReadingOrder(self._layouts)
         self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, scratch, timeline)
         self._lock = threading.RLock()
 
@@ -95,25 +125,21 @@ class StreamedSource:
 
     @property
     def capacity(self) -> int:
-        """As many blocks at a time as there are buckets for them."""
+        """The number of buckets for blocks."""
         return len(self._ring)
 
     @property
     def write_back_every(self) -> int | None:
-        """Versions that a segment may be ahead of its bytes on disk; None: it is never written."""
+        """Versions that a segment may be ahead of its bytes on disk. None: it is never written."""
         return self._write_back.every
 
-    def prefetch(self, index: int) -> bool:
-        """Start reading a segment if that costs none that is needed sooner. See the contract."""
+    def prefetch(self, order: Sequence[int]) -> int:
+        """Read ahead along this order from now on. See the contract."""
         with self._lock:
             self._require_open()
-            slot = self._find(index)
-            if slot is None:
-                slot = self._resident.get(index) or self._reusable(sooner_than=self._distance(index))
-                if slot is not None:
-                    self._load(index, slot)
-            there = slot is not None and (slot.loading is None or slot.loading.done())
-        return there and not self._write_back.busy(index)
+            self._order.follow(order)
+            self._read_ahead()
+            return self._ready()
 
     def acquire(self, index: int) -> Bucket:
         """Wait until a segment is read. See the contract."""
@@ -121,45 +147,33 @@ class StreamedSource:
         with self._lock:
             self._require_open()
             self._write_back.check()
-            slot = self._find(index)
-            assert slot is None or not slot.held, "a segment is acquired once at a time"
-            if index not in self._resident:
-                self._at = self._blocks.index(index)
-            if slot is not None:
-                slot.held = True
-        ahead = slot is not None
-        slot = self._emptied(index) if slot is None else slot
-        try:
-            with self._lock:
-                self._require_open()
-                if not ahead:
-                    self._load(index, slot)
+            memory = self._find(index) or self._needed_last(index)
+            before = memory.state
+            assert not isinstance(before, _Acquired), "a segment is acquired once at a time"
+            memory.state = _Acquired(index)  # from here on nobody else reads the segment, or into this memory
+            self._order.acquired(index)
+        # The lock is free while this thread waits: the writing thread takes it between two writes.
+        if isinstance(before, _Kept) and before.segment == index:
             self._read_ahead()
-            if slot.loading is not None:
-                if ahead and slot.loading.failed():  # then, when nobody needed it; what counts is whether it fails now
-                    with self._lock:
-                        self._require_open()
-                        self._load(index, slot)
-                slot.loading.wait()
-        except BaseException:
-            slot.segment, slot.held = None, False  # reads may go on if the wait was interrupted: whoever reuses it waits
-            raise
-        if slot.loading is not None:
-            slot.version, slot.loading = slot.loading.version, None
+            version = before.version
+        elif isinstance(before, _Ahead) and before.segment == index:
+            version = self._wait_for_reads(index, memory, before.loading)
+        else:
+            self._vacate(memory, before)
+            version = self._wait_for_reads(index, memory, None)
         layout = self._layouts[index]
-        return Bucket(index, slot.pages[: layout.nbytes], slot.views(index, layout), slot.version)
+        return Bucket(index, memory.pages[: layout.nbytes], memory.views(index, layout), version)
 
     def release(self, bucket: Bucket, version: int | None) -> None:
         """Give a bucket back: to be written, kept for a while, or reused."""
         with self._lock:
-            slot = self._find(bucket.segment)
-            assert slot is not None, "released what was not acquired"
-            slot.held = False
+            memory = self._find(bucket.segment)
+            assert memory is not None, "released what was not acquired"
             if version is None:
-                slot.segment = None
+                memory.state = _Empty(_NO_READS)
             else:
-                slot.version = version
-                pages = slot.pages[: whole_pages(self._layouts[bucket.segment].nbytes)]
+                memory.state = _Kept(bucket.segment, version)
+                pages = memory.pages[: whole_pages(self._layouts[bucket.segment].nbytes)]
                 self._write_back.start_if_due(bucket.segment, pages, version, then=self._read_ahead)
             self._read_ahead()
 
@@ -173,61 +187,100 @@ class StreamedSource:
         self._ring.clear()
         self._resident.clear()
 
-    def _find(self, index: int) -> _Slot | None:
-        slots = [self._resident[index]] if index in self._resident else self._ring
-        return next((slot for slot in slots if slot.segment == index), None)
-
-    def _distance(self, index: int) -> int:
-        """How many visits until a block is needed, from the one acquired last."""
-        return (self._blocks.index(index) - self._at) % len(self._blocks)
-
-    def _lateness(self, slot: _Slot) -> int:
-        """How many visits until a bucket's bytes are needed again; more than all if they are of no use."""
-        if slot.segment is None:
-            return len(self._blocks) + 1
-        # The block acquired last, once released, is the one needed last: a whole sweep from now.
-        return self._distance(slot.segment) or len(self._blocks)
+    def _find(self, segment: int) -> _BucketMemory | None:
+        memories = [self._resident[segment]] if segment in self._resident else self._ring
+        return next((memory for memory in memories if memory.holds(segment)), None)
 
     def _read_ahead(self) -> None:
+        """Start reading what comes next, as far as that costs nothing that is needed sooner."""
         with self._lock:
             if self._loader is None:
                 return
-            for ahead in range(1, 1 + READ_AHEAD):
-                self.prefetch(self._blocks[(self._at + ahead) % len(self._blocks)])
+            for segment in self._order.ahead():
+                if self._find(segment) is None and (memory := self._reusable(segment)) is not None:
+                    memory.state = _Ahead(segment, self._load(segment, memory))
 
-    def _reusable(self, sooner_than: int) -> _Slot | None:
-        """The bucket whose block is needed last, if that is later than a given one and nothing is going on in it."""
-        best, latest = None, sooner_than
-        for slot in self._ring:
-            if slot.held or (slot.loading is not None and not slot.loading.done()):
-                continue
-            if slot.segment is None:
-                return slot
-            lateness = self._lateness(slot)
-            if lateness > latest and not self._write_back.busy(slot.segment):
-                best, latest = slot, lateness
+    def _ready(self) -> int:
+        """How many of the segments that come next can be acquired without a wait for the disk."""
+        ready = 0
+        for segment in self._order.ahead():
+            memory = self._find(segment)
+            if memory is None or (isinstance(memory.state, _Ahead) and not memory.state.loading.done()):
+                break
+            if self._write_back.busy(segment):
+                break
+            ready += 1
+        return ready
+
+    def _reusable(self, segment: int) -> _BucketMemory | None:
+        """The memory to read a segment into: its own, or the one of the block that is needed last and later than this one.
+
+        Memory that is read into, written from or acquired is not reusable.
+        """
+        if segment in self._resident:
+            own = self._resident[segment]
+            return own if isinstance(own.state, _Empty) and own.state.reads.done() else None
+        best, latest = None, self._order.rank(segment)
+        for memory in self._ring:
+            state = memory.state
+            if isinstance(state, _Empty):
+                if state.reads.done():
+                    return memory
+            elif isinstance(state, _Kept) or (isinstance(state, _Ahead) and state.loading.done()):
+                rank = self._order.rank(state.segment)
+                if rank > latest and not self._write_back.busy(state.segment):
+                    best, latest = memory, rank
         return best
 
-    def _emptied(self, index: int) -> _Slot:
-        """A bucket for a segment that is needed now, taken: whatever went on in it has ended."""
-        with self._lock:
-            slot = self._resident.get(index) or max((each for each in self._ring if not each.held), key=self._lateness)
-            displaced, slot.segment, slot.held = slot.segment, index, True  # nobody loads it into another one meanwhile
-        # The lock is free while waiting: the writing thread takes it between two writes.
-        try:
-            if slot.loading is not None:
-                slot.loading.settle()
-            if displaced is not None:
-                self._write_back.wait(displaced)
-        except BaseException:
-            slot.segment, slot.held = displaced, False  # interrupted: its bytes may still be on their way to the disk
-            raise
-        return slot
+    def _needed_last(self, segment: int) -> _BucketMemory:
+        """The memory for a segment that is needed now: its own, or that of the block that is needed last of all."""
 
-    def _load(self, index: int, slot: _Slot) -> None:
-        assert self._loader is not None
-        slot.segment = index
-        slot.loading = self._loader.load(index, slot.pages, slot.views(index, self._layouts[index]))
+        def rank(memory: _BucketMemory) -> int:
+            return NEVER + 1 if isinstance(memory.state, _Empty) else self._order.rank(memory.state.segment)
+
+        if segment in self._resident:
+            return self._resident[segment]
+        return max((memory for memory in self._ring if not isinstance(memory.state, _Acquired)), key=rank)
+
+    def _vacate(self, memory: _BucketMemory, before: _State) -> None:
+        """Wait until reads into memory, and writes from it, have ended; whatever was in it is given up."""
+        try:
+            if isinstance(before, _Empty):
+                before.reads.settle()
+            elif isinstance(before, _Ahead):
+                before.loading.settle()
+            else:
+                self._write_back.wait(before.segment)
+        except BaseException:
+            memory.state = before  # the wait was interrupted: bytes may still be on their way to the disk
+            raise
+
+    def _wait_for_reads(self, segment: int, memory: _BucketMemory, ahead: Loading | None) -> int:
+        """Wait until an acquired segment is read; return the version of its bytes.
+
+        Args:
+            segment: Which one.
+            memory: Its memory.
+            ahead: Reads that began before the segment was needed; None where they have to begin now.
+        """
+        loading = _NO_READS if ahead is None else ahead
+        try:
+            if ahead is None:
+                loading = self._load(segment, memory)
+            self._read_ahead()
+            if ahead is not None and ahead.failed():  # nobody needed it then; what counts is whether it fails now
+                loading = self._load(segment, memory)
+            loading.wait()
+        except BaseException:
+            memory.state = _Empty(loading)  # reads may go on if the wait was interrupted
+            raise
+        return loading.version
+
+    def _load(self, segment: int, memory: _BucketMemory) -> Loading:
+        with self._lock:
+            self._require_open()
+            assert self._loader is not None
+            return self._loader.load(segment, memory.pages, memory.views(segment, self._layouts[segment]))
 
     def _require_open(self) -> None:
         if self._loader is None:

@@ -14,7 +14,7 @@ import torch
 
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Forward, Store, Streams
-from zo2core.sweep.activation_offload import ActivationMemory
+from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.perturber import Perturber
 from zo2core.types import Batch, BlockLayout, Evaluation, Lane, SegmentKind
 
@@ -42,7 +42,7 @@ class SegmentVisitor:
         perturber: Perturber,
         groups: Sequence[tuple[Evaluation | None, Sequence[Batch]]],
         *,
-        activations: ActivationMemory,
+        activations: ActivationOffload,
         streams: Streams,
         timeline: Timeline,
     ) -> None:

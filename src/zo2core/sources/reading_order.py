@@ -1,0 +1,48 @@
+"""The order in which segments are needed, as the scheduler told it, and how far along it a source reads ahead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from zo2core.types import BlockLayout
+
+READ_AHEAD = 2  # blocks: one is ready while the next one comes. More would displace blocks that are kept for later
+NEVER = sys.maxsize  # the rank of a segment that is not needed
+
+
+class ReadingOrder:
+    """A round of segments, from the one that is needed next to the one that is needed last.
+
+    Args:
+        layouts: Segments in visiting order.
+    """
+
+    def __init__(self, layouts: Sequence[BlockLayout]) -> None:
+        self._layouts = layouts
+        self._ranks: dict[int, int] = {}  # segment to rank, in ascending order of the ranks
+        self._end = 0  # above all ranks
+
+    def follow(self, order: Sequence[int]) -> None:
+        """Replace the order by another one."""
+        self._ranks = {segment: rank for rank, segment in enumerate(order)}
+        self._end = len(order)
+
+    def acquired(self, segment: int) -> None:
+        """Move a segment to the end of the round: the next time it is needed is after all others."""
+        if self._ranks.pop(segment, None) is not None:
+            self._ranks[segment] = self._end
+            self._end += 1
+
+    def rank(self, segment: int) -> int:
+        """Return a number that is the higher the later a segment is needed, or ``NEVER``."""
+        return self._ranks.get(segment, NEVER)
+
+    def ahead(self) -> Iterator[int]:
+        """Yield what is worth reading ahead: the next blocks, and embedding and head where they stand among them."""
+        blocks = 0
+        for segment in self._ranks:
+            blocks += not self._layouts[segment].resident
+            if blocks > READ_AHEAD:
+                return
+            yield segment
