@@ -1,6 +1,6 @@
 """Policies in, parts out: the one place where the parts of a run are chosen, measured for and opened.
 
-What a caller passes stays the caller's. What is opened here is handed to an ``ExitStack`` at once, so that a run that is
+What a caller passes stays the caller's. What is opened here is put on an ``ExitStack`` at once, so that a run that is
 refused half-way leaves nothing open, and an engine that was made closes exactly this.
 """
 
@@ -30,6 +30,7 @@ from zo2core.sources import PinnedSource, StreamedSource
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.scratch import Scratch
 from zo2core.sweep.activation_offload import ActivationOffload
+from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout
 
@@ -37,6 +38,8 @@ from zo2core.types import BlockLayout
 class Parts(NamedTuple):
     """What a run is made of."""
 
+    opened: ExitStack  # closes what was opened for the run, and nothing that a caller passed
+    micro_batch_size: int | None  # rows; None: batches run whole
     journal: Journal
     trace: Trace | None
     timeline: Timeline
@@ -55,12 +58,12 @@ class Parts(NamedTuple):
 def build(
     model: BlockModel,
     estimator: ZOEstimator | None,
-    opened: ExitStack,
     *,
     journal: Journal | Path | str | None,
     device: Device | str,
     noise: NoiseGenerator | None,
     memory: MemoryPolicy,
+    micro_batch_size: int | None,
     trace: Trace | Path | str | None,
     overlap: bool,
     seed: int = 0,
@@ -71,87 +74,94 @@ def build(
     Args:
         model: Whose segments.
         estimator: None for a run that takes no steps.
-        opened: Is handed everything that has to be closed.
         journal: A journal, or the path of one; it is begun, or checked to be of this run.
         device: A device, or the name of one.
         noise: None takes what the journal was begun with, else MeZO's.
         memory: Sizes, or plans.
+        micro_batch_size: Rows of a micro-batch; None: batches run whole.
         trace: A trace, or the path of a new one.
         overlap: Whether transfers and disk overlap with compute.
         seed: Of the run.
         write_back: None never writes.
 
     Raises:
-        ZO2Error: as ``ZOEngine`` says. What was opened is for ``opened`` to close.
+        ZO2Error: as ``ZOEngine`` says. What was opened is closed then.
     """
-    layouts, timeline = model.layouts, Timeline()
-    trace = _open_trace(trace, opened)
-    journal = _open_journal(journal, opened)
-    if isinstance(device, str):
-        device = choose_device(device)
-        opened.callback(device.close)
-    recorded = None if journal.header is None else journal.header.get("noise")
-    of_choice = choose_noise(recorded, layouts, device.torch_device) if noise is None else noise
-    device_plan = _plan_device(layouts, of_choice, device, memory, _most_directions(estimator, journal), overlap=overlap)
-    room = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
-    waiting = memory.activation_bytes if room < memory.activation_bytes else 0
-    streamed = laid_out_as_on_disk(layouts, model.weights)
-    host_plan = memory.host
-    if not isinstance(host_plan, HostPlan):
-        host_plan = plan_host(
-            layouts,
-            streamed,
-            memory=host_plan,
-            activation_bytes=memory.activation_bytes if device.in_place else waiting,
-            compute_on_host=device.torch_device.type == "cpu",
-            may_keep_noise=not isinstance(of_choice, CounterNoise),
+    with ExitStack() as opened:
+        require_rows(micro_batch_size)
+        layouts, timeline = model.layouts, Timeline()
+        trace = _open_trace(trace, opened)
+        journal = _open_journal(journal, opened)
+        if isinstance(device, str):
+            device = choose_device(device)
+            opened.callback(device.close)
+        recorded = None if journal.header is None else journal.header.get("noise")
+        of_choice = choose_noise(recorded, layouts, device.torch_device) if noise is None else noise
+        device_plan = _plan_device(layouts, of_choice, device, memory, _most_directions(estimator, journal), overlap=overlap)
+        room = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
+        waiting = memory.activation_bytes if room < memory.activation_bytes else 0
+        streamed = laid_out_as_on_disk(layouts, model.weights)
+        host_plan = memory.host
+        if not isinstance(host_plan, HostPlan):
+            host_plan = plan_host(
+                layouts,
+                streamed,
+                memory=host_plan,
+                activation_bytes=memory.activation_bytes if device.in_place else waiting,
+                compute_on_host=device.torch_device.type == "cpu",
+                may_keep_noise=not isinstance(of_choice, CounterNoise),
+            )
+        if noise is None:
+            of_choice = choose_noise(recorded, layouts, device.torch_device, memory=max(host_plan.spare, 0))
+        journal.begin(_header(model, of_choice, estimator, seed))
+        used = layouts if host_plan.buckets is None else streamed
+        scratch, every = _open_scratch(write_back, used, of_choice, journal, estimator, resident=host_plan.buckets is None)
+        source: BlockSource
+        try:
+            options: Any = {"scratch": scratch, "write_back_every": every, "timeline": timeline}
+            if host_plan.buckets is None:
+                source = PinnedSource(model.weights, used, device.host_memory, **options)
+            else:
+                source = StreamedSource(model.weights, used, device.host_memory, buckets=host_plan.buckets, **options)
+        except BaseException:
+            if scratch is not None:
+                scratch.close()
+            raise
+        opened.callback(source.close)
+        kept = 0 if device_plan is None else device_plan.kept
+        scheduler = (
+            OverlappedScheduler(source, device, kept=kept, timeline=timeline)
+            if overlap
+            else SerialScheduler(source, device, timeline=timeline)
         )
-    if noise is None:
-        of_choice = choose_noise(recorded, layouts, device.torch_device, memory=max(host_plan.spare, 0))
-    journal.begin(_header(model, of_choice, estimator, seed))
-    used = layouts if host_plan.buckets is None else streamed
-    scratch, every = _open_scratch(write_back, used, of_choice, journal, estimator, resident=host_plan.buckets is None)
-    source: BlockSource
-    try:
-        options: Any = {"scratch": scratch, "write_back_every": every, "timeline": timeline}
-        if host_plan.buckets is None:
-            source = PinnedSource(model.weights, used, device.host_memory, **options)
-        else:
-            source = StreamedSource(model.weights, used, device.host_memory, buckets=host_plan.buckets, **options)
-    except BaseException:
-        if scratch is not None:
-            scratch.close()
-        raise
-    opened.callback(source.close)
-    kept = 0 if device_plan is None else device_plan.kept
-    scheduler = (
-        OverlappedScheduler(source, device, kept=kept, timeline=timeline)
-        if overlap
-        else SerialScheduler(source, device, timeline=timeline)
-    )
-    return Parts(
-        journal=journal,
-        trace=trace,
-        timeline=timeline,
-        device=device,
-        noise=of_choice,
-        source=source,
-        scheduler=scheduler,
-        work_buffer=WorkBuffer(layouts, device, of_choice, keep_noise=device.in_place and host_plan.keep_noise),
-        activations=ActivationOffload(
-            device, None if memory.least_activations is None else room, waiting, timeline=timeline
-        ),
-        activation_bytes=room,
-        worker=_start_worker(device, opened),
-        host_plan=host_plan,
-        device_plan=device_plan,
-    )
+        keep_noise = device.in_place and host_plan.keep_noise
+        work_buffer = WorkBuffer(layouts, device, of_choice, keep_noise=keep_noise)
+        worker = _start_worker(device, opened)
+        model.bind(work_buffer.parameters())
+        return Parts(
+            opened=opened.pop_all(),
+            micro_batch_size=micro_batch_size,
+            journal=journal,
+            trace=trace,
+            timeline=timeline,
+            device=device,
+            noise=of_choice,
+            source=source,
+            scheduler=scheduler,
+            work_buffer=work_buffer,
+            activations=ActivationOffload(
+                device, None if memory.least_activations is None else room, waiting, timeline=timeline
+            ),
+            activation_bytes=room,
+            worker=worker,
+            host_plan=host_plan,
+            device_plan=device_plan,
+        )
 
 
 def adopt(
     model: BlockModel,
     estimator: ZOEstimator,
-    opened: ExitStack,
     *,
     source: BlockSource,
     scheduler: Scheduler | None,
@@ -160,6 +170,7 @@ def adopt(
     journal: Journal | Path | str | None,
     seed: int,
     activations: int | str,
+    micro_batch_size: int | None,
     trace: Trace | Path | str | None,
     timeline: Timeline | None,
 ) -> Parts:
@@ -169,30 +180,37 @@ def adopt(
         OptionError: if the source holds other segments than the model has.
         JournalError: if the journal is of another run.
     """
-    _require_same_segments(model, source)
-    timeline = Timeline() if timeline is None else timeline
-    activation_bytes = parse_size(activations, option="activations")
-    trace = _open_trace(trace, opened)
-    journal = _open_journal(journal, opened)
-    journal.begin(_header(model, noise, estimator, seed))
-    if scheduler is None:
-        scheduler = OverlappedScheduler(source, device, timeline=timeline)
-    opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
-    return Parts(
-        journal=journal,
-        trace=trace,
-        timeline=timeline,
-        device=device,
-        noise=noise,
-        source=source,
-        scheduler=scheduler,
-        work_buffer=WorkBuffer(model.layouts, device, noise, keep_noise=device.in_place),
-        activations=ActivationOffload(device, None, timeline=timeline),
-        activation_bytes=activation_bytes,
-        worker=_start_worker(device, opened),
-        host_plan=None,
-        device_plan=None,
-    )
+    with ExitStack() as opened:
+        require_rows(micro_batch_size)
+        _require_same_segments(model, source)
+        timeline = Timeline() if timeline is None else timeline
+        activation_bytes = parse_size(activations, option="activations")
+        trace = _open_trace(trace, opened)
+        journal = _open_journal(journal, opened)
+        journal.begin(_header(model, noise, estimator, seed))
+        if scheduler is None:
+            scheduler = OverlappedScheduler(source, device, timeline=timeline)
+        opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
+        work_buffer = WorkBuffer(model.layouts, device, noise, keep_noise=device.in_place)
+        worker = _start_worker(device, opened)
+        model.bind(work_buffer.parameters())
+        return Parts(
+            opened=opened.pop_all(),
+            micro_batch_size=micro_batch_size,
+            journal=journal,
+            trace=trace,
+            timeline=timeline,
+            device=device,
+            noise=noise,
+            source=source,
+            scheduler=scheduler,
+            work_buffer=work_buffer,
+            activations=ActivationOffload(device, None, timeline=timeline),
+            activation_bytes=activation_bytes,
+            worker=worker,
+            host_plan=None,
+            device_plan=None,
+        )
 
 
 def _open_journal(journal: Journal | Path | str | None, opened: ExitStack) -> Journal:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,7 +13,7 @@ import torch
 
 from zo2core.build import Parts, adopt, build
 from zo2core.checkpoint import require_unused, write_checkpoint
-from zo2core.errors import BusyError, ClosedError, OptionError
+from zo2core.errors import BusyError, ClosedError
 from zo2core.estimators import direction_seeds, learning_rate
 from zo2core.journal import Journal
 from zo2core.planning.device_plan import DevicePlan
@@ -70,29 +69,26 @@ class Replayer:
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
     ) -> None:
-        self._assemble(
+        self._take(
             model,
-            partial(
-                build, model, None, journal=journal, device=device, noise=noise, memory=memory, trace=trace, overlap=overlap
+            build(
+                model,
+                None,
+                journal=journal,
+                device=device,
+                noise=noise,
+                memory=memory,
+                micro_batch_size=micro_batch_size,
+                trace=trace,
+                overlap=overlap,
             ),
-            micro_batch_size,
         )
         self._closes_checkpoint = True
 
-    def _assemble(
-        self, model: BlockModel, make_parts: Callable[[contextlib.ExitStack], Parts], micro_batch_size: int | None
-    ) -> None:
-        """Take parts, and bind the model to the work buffer."""
-        if micro_batch_size is not None and micro_batch_size < 1:
-            found, remedy = repr(micro_batch_size), "leave it out for no splitting"
-            raise OptionError("micro_batch_size", found=found, expected="at least 1", remedy=remedy)
-        with contextlib.ExitStack() as opened:
-            self._model, self._parts = model, make_parts(opened)
-            self._recorder = TraceRecorder(self._parts.timeline, self._parts.trace)
-            opened.callback(self._recorder.close)
-            model.bind(self._parts.work_buffer.parameters())
-            self._opened = opened.pop_all()
-        self._micro_batch_size = micro_batch_size
+    def _take(self, model: BlockModel, parts: Parts) -> None:
+        self._model, self._parts = model, parts
+        self._recorder = TraceRecorder(parts.timeline, parts.trace)
+        parts.opened.callback(self._recorder.close)
         self._closed = self._busy = self._closes_checkpoint = False
 
     @property
@@ -128,7 +124,7 @@ class Replayer:
             BatchError: if the model cannot take a batch, or there is none.
         """
         self._require_open()
-        return evaluate(self.forwards, batches, self._micro_batch_size)
+        return evaluate(self.forwards, batches, self._parts.micro_batch_size)
 
     def forwards(self, batches: Iterable[Batch], forward: Forward | None = None) -> Iterator[list[torch.Tensor]]:
         """Run the present weights, unperturbed, with as many batches a sweep as activations may take memory.
@@ -195,7 +191,7 @@ class Replayer:
         """Stop all work and close what the engine opened. May be called twice."""
         self._closed = True
         try:
-            self._opened.close()
+            self._parts.opened.close()
         finally:
             if self._closes_checkpoint:
                 self._model.weights.close()  # last: until then somebody may read
@@ -299,22 +295,21 @@ class ZOEngine(Replayer):
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
     ) -> None:
-        self._assemble(
+        self._take(
             model,
-            partial(
-                build,
+            build(
                 model,
                 estimator,
                 journal=journal,
                 device=device,
                 noise=noise,
                 memory=memory,
+                micro_batch_size=micro_batch_size,
                 trace=trace,
                 overlap=overlap,
                 seed=seed,
                 write_back=write_back,
             ),
-            micro_batch_size,
         )
         self._closes_checkpoint = True
         self._train(estimator, seed)
@@ -357,10 +352,9 @@ class ZOEngine(Replayer):
             JournalError, OutputError: as in the constructor.
         """
         engine = cls.__new__(cls)
-        engine._assemble(
+        engine._take(
             model,
-            partial(
-                adopt,
+            adopt(
                 model,
                 estimator,
                 source=source,
@@ -370,10 +364,10 @@ class ZOEngine(Replayer):
                 journal=journal,
                 seed=seed,
                 activations=activations,
+                micro_batch_size=micro_batch_size,
                 trace=trace,
                 timeline=timeline,
             ),
-            micro_batch_size,
         )
         engine._train(estimator, seed)
         return engine
@@ -416,7 +410,7 @@ class ZOEngine(Replayer):
         for evaluation in evaluations:
             evaluation.validated()
         self._settle(step)
-        micro_batches = split_rows(batch, self._micro_batch_size)
+        micro_batches = split_rows(batch, self._parts.micro_batch_size)
         tokens = [labelled_tokens(micro_batch) for micro_batch in micro_batches] if len(micro_batches) > 1 else [1]
         prepared = [self._model.prepared(self._on_device(micro_batch)) for micro_batch in micro_batches]
         outputs = self._sweep([(evaluation, prepared) for evaluation in evaluations])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zo2core.errors import OptionError
 from zo2core.types import Batch
 
 IGNORE_INDEX = -100  # label of a token without loss, as in torch and Hugging Face
@@ -30,6 +31,18 @@ def predicted(labels: torch.Tensor) -> torch.Tensor:
 def labelled_tokens(batch: Batch) -> int:
     """Count the tokens that the loss of a batch is averaged over; a batch without labels has none."""
     return int(predicted(batch["labels"]).sum().item()) if "labels" in batch else 0
+
+
+def require_rows(rows: int | None) -> None:
+    """Refuse a size of micro-batches that is not at least one row; None is no size.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    if rows is not None and rows < 1:
+        raise OptionError(
+            "micro_batch_size", found=repr(rows), expected="at least 1", remedy="leave it out for no splitting"
+        )
 
 
 def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
