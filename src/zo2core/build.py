@@ -138,8 +138,11 @@ def build(
         work_buffer = WorkBuffer(layouts, device, of_choice, keep_noise=keep_noise)
         worker = _start_worker(device, opened)
         model.bind(work_buffer.parameters())
+        closing = ExitStack()  # of a run that was refused the checkpoint stays open
+        closing.callback(model.weights.close)  # last: until then somebody may read
+        closing.enter_context(opened.pop_all())
         return Parts(
-            opened=opened.pop_all(),
+            opened=closing,
             micro_batch_size=micro_batch_size,
             journal=journal,
             trace=trace,

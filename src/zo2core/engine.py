@@ -13,7 +13,6 @@ import torch
 
 from zo2core.build import Parts, adopt, build
 from zo2core.checkpoint import require_unused, write_checkpoint
-from zo2core.errors import BusyError, ClosedError
 from zo2core.estimators import direction_seeds, learning_rate
 from zo2core.journal import Journal
 from zo2core.planning.device_plan import DevicePlan
@@ -23,6 +22,7 @@ from zo2core.profiling.chrome_trace import Sweep, Trace, TraceRecorder
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.sweep.evaluation_loop import evaluate, fill_sweeps
+from zo2core.sweep.exclusive_use import ExclusiveUse
 from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
 from zo2core.sweep.perturber import choose_perturber
 from zo2core.sweep.visitor import SegmentVisitor
@@ -83,13 +83,12 @@ class Replayer:
                 overlap=overlap,
             ),
         )
-        self._closes_checkpoint = True
 
     def _take(self, model: BlockModel, parts: Parts) -> None:
         self._model, self._parts = model, parts
         self._recorder = TraceRecorder(parts.timeline, parts.trace)
         parts.opened.callback(self._recorder.close)
-        self._closed = self._busy = self._closes_checkpoint = False
+        self._use = ExclusiveUse(type(self).__name__)
 
     @property
     def version(self) -> int:
@@ -123,7 +122,7 @@ class Replayer:
         Raises:
             BatchError: if the model cannot take a batch, or there is none.
         """
-        self._require_open()
+        self._use.require_open()
         return evaluate(self.forwards, batches, self._parts.micro_batch_size)
 
     def forwards(self, batches: Iterable[Batch], forward: Forward | None = None) -> Iterator[list[torch.Tensor]]:
@@ -139,11 +138,11 @@ class Replayer:
         Raises:
             BatchError: if the model cannot take a batch.
         """
-        self._require_open()
+        self._use.require_open()
         forward = self._model if forward is None else forward
         prepared = (forward.prepared(self._on_device(batch)) for batch in batches)
         for group in fill_sweeps(prepared, forward, self._parts.activation_bytes - self._parts.activations.room_bytes):
-            self._require_open()
+            self._use.require_open()
             began = time.perf_counter()
             [outputs] = self._sweep([(None, group)], forward)
             self._recorder.ended(Sweep("evaluation", began, time.perf_counter()))
@@ -151,7 +150,7 @@ class Replayer:
 
     def flush(self) -> None:
         """Bring every segment to the present version."""
-        self._require_open()
+        self._use.require_open()
         began = time.perf_counter()
         self._sweep([])
         self._recorder.ended(Sweep("flush", began, time.perf_counter()))
@@ -163,8 +162,8 @@ class Replayer:
             Name, and a tensor of its shape and dtype on the CPU. The tensor is a view that is valid until the next one is
             asked for; copy it to keep it, and do not change it.
         """
-        self._require_open()
-        with self._alone():
+        self._use.require_open()
+        with self._use.begun():
             visitor = self._visitor([])
             for index, layout in enumerate(self._model.layouts):
                 with self._parts.scheduler.replayed(visitor, index) as bucket:
@@ -181,7 +180,7 @@ class Replayer:
         Raises:
             OutputError: if the directory is in use or cannot be written.
         """
-        self._require_open()
+        self._use.require_open()
         require_unused(Path(directory))
         specs = [spec for layout in self._model.layouts for spec in layout.parameters]
         with contextlib.closing(self.parameters_now()) as tensors:  # lets go of its bucket, also when writing fails
@@ -189,12 +188,8 @@ class Replayer:
 
     def close(self) -> None:
         """Stop all work and close what the engine opened. May be called twice."""
-        self._closed = True
-        try:
-            self._parts.opened.close()
-        finally:
-            if self._closes_checkpoint:
-                self._model.weights.close()  # last: until then somebody may read
+        self._use.close()
+        self._parts.opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -208,7 +203,7 @@ class Replayer:
         """Visit all segments once; return what the head gave, a list an evaluation."""
         visitor = self._visitor(groups, forward)
         try:
-            with self._alone():
+            with self._use.begun():
                 self._parts.scheduler.sweep(visitor, range(len(self._model.layouts)))
         finally:
             visitor.finish()
@@ -235,26 +230,6 @@ class Replayer:
     def _on_device(self, batch: Batch) -> Batch:
         return {key: value.to(self._parts.device.torch_device) for key, value in batch.items()}
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        if self._busy:
-            raise BusyError(
-                type(self).__name__,
-                found="an iteration over parameters_now() that has not ended",
-                expected="one use at a time",
-                remedy="exhaust the iterator or close() it first",
-            )
-        self._busy = True
-        try:
-            yield
-        finally:
-            self._busy = False
-
-    def _require_open(self) -> None:
-        if self._closed:
-            name = type(self).__name__
-            raise ClosedError(name, found=f"a closed {name}", expected="an open one", remedy="build a new one")
-
 
 class ZOEngine(Replayer):
     """Zeroth-order fine-tuning, segment by segment: a ``Replayer`` that also takes steps.
@@ -262,18 +237,13 @@ class ZOEngine(Replayer):
     Args:
         model: Cut into embedding, blocks and head; of an adapter, or your own.
         estimator: What to evaluate, and what the losses say about the weights.
-        device: "cpu", "cuda", "cuda:N" or a ``Device``.
+        device, memory, micro_batch_size, overlap, trace: as for ``Replayer``.
         noise: Draws z; by default what the journal was begun with, else ``SequentialNoise``, MeZO's numbers.
         journal: Updates so far and to come: a journal, or the path of one, which is made if it is not there. None keeps the
             updates in memory. A journal with updates continues its run.
         seed: Of the run: each step's directions depend on it and on the step only.
-        memory: How much memory the process may take.
         write_back: Whether changed segments are written to disk. Without, blocks are never written, and a resumed run
             replays the whole journal.
-        micro_batch_size: Rows of the micro-batches into which a batch is split; every segment serves all of them in its one
-            visit. None: batches run whole.
-        overlap: False does one thing after the other, to compare with; the bits are the same.
-        trace: Takes down what every sweep did when: a trace, or the path of a new one.
 
     Raises:
         OptionError, MemoryBudgetError, JournalError, CheckpointError, DeviceError, OutputError: as ``Replayer`` says.
@@ -311,7 +281,6 @@ class ZOEngine(Replayer):
                 write_back=write_back,
             ),
         )
-        self._closes_checkpoint = True
         self._train(estimator, seed)
 
     @classmethod
@@ -340,11 +309,11 @@ class ZOEngine(Replayer):
             device: Where they are computed on.
             noise: Draws z.
             scheduler: Of this source and this device; by default an ``OverlappedScheduler``.
-            journal: Updates so far and to come.
-            seed: Of the run.
+            journal: As the constructor takes it.
+            seed: As the constructor takes it.
             activations: Bytes, or a size, that an evaluation's activations may take at a time.
-            micro_batch_size: Rows of a micro-batch.
-            trace: Takes down what every sweep did when.
+            micro_batch_size: As the constructor takes it.
+            trace: As the constructor takes it.
             timeline: What the parts note their work in, if they do: the engine takes the spans from it.
 
         Raises:
@@ -403,7 +372,7 @@ class ZOEngine(Replayer):
             In all these cases the step was not taken: weights and journal are as before.
             OutputError: if the trace cannot be written; the step was taken.
         """
-        self._require_open()
+        self._use.require_open()
         began, step = time.perf_counter(), self.version
         lr = learning_rate(self._estimator, step)
         evaluations = self._estimator.evaluations(step, direction_seeds(self._seed, step, seed))
