@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -69,20 +69,18 @@ class Replayer:
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
     ) -> None:
-        self._take(
+        parts = build(
             model,
-            build(
-                model,
-                None,
-                journal=journal,
-                device=device,
-                noise=noise,
-                memory=memory,
-                micro_batch_size=micro_batch_size,
-                trace=trace,
-                overlap=overlap,
-            ),
+            None,
+            journal=journal,
+            device=device,
+            noise=noise,
+            memory=memory,
+            micro_batch_size=micro_batch_size,
+            trace=trace,
+            overlap=overlap,
         )
+        self._take(model, parts)
 
     def _take(self, model: BlockModel, parts: Parts) -> None:
         self._model, self._parts = model, parts
@@ -102,12 +100,12 @@ class Replayer:
 
     @property
     def host_plan(self) -> HostPlan | None:
-        """What the run takes of host memory; None for a source that was passed."""
+        """What the run takes of host memory; None for passed parts."""
         return self._parts.host_plan
 
     @property
     def device_plan(self) -> DevicePlan | None:
-        """What the run takes of the device's memory; None where that is host memory, and for a scheduler that was passed."""
+        """What the run takes of the device's memory; None where that is host memory, and for passed parts."""
         return self._parts.device_plan
 
     def evaluate(self, batches: Iterable[Batch]) -> EvaluationResult:
@@ -183,7 +181,7 @@ class Replayer:
         self._use.require_open()
         require_unused(Path(directory))
         specs = [spec for layout in self._model.layouts for spec in layout.parameters]
-        with contextlib.closing(self.parameters_now()) as tensors:  # lets go of its bucket, also when writing fails
+        with closing(self.parameters_now()) as tensors:  # lets go of its bucket, also when writing fails
             write_checkpoint(Path(directory), specs, tensors, self._model.companions)
 
     def close(self) -> None:
@@ -246,8 +244,7 @@ class ZOEngine(Replayer):
             replays the whole journal.
 
     Raises:
-        OptionError, MemoryBudgetError, JournalError, CheckpointError, DeviceError, OutputError: as ``Replayer`` says.
-        ScratchError: if the directory of ``write_back`` cannot be written to.
+        ZO2Error: as ``Replayer`` says; ScratchError if the directory of ``write_back`` cannot be written to.
     """
 
     def __init__(
@@ -265,22 +262,20 @@ class ZOEngine(Replayer):
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
     ) -> None:
-        self._take(
+        parts = build(
             model,
-            build(
-                model,
-                estimator,
-                journal=journal,
-                device=device,
-                noise=noise,
-                memory=memory,
-                micro_batch_size=micro_batch_size,
-                trace=trace,
-                overlap=overlap,
-                seed=seed,
-                write_back=write_back,
-            ),
+            estimator,
+            journal=journal,
+            device=device,
+            noise=noise,
+            memory=memory,
+            micro_batch_size=micro_batch_size,
+            trace=trace,
+            overlap=overlap,
+            seed=seed,
+            write_back=write_back,
         )
+        self._take(model, parts)
         self._train(estimator, seed)
 
     @classmethod
@@ -320,24 +315,22 @@ class ZOEngine(Replayer):
             OptionError: if the source holds other segments than the model has, or an option is out of its range.
             JournalError, OutputError: as in the constructor.
         """
-        engine = cls.__new__(cls)
-        engine._take(
+        parts = adopt(
             model,
-            adopt(
-                model,
-                estimator,
-                source=source,
-                scheduler=scheduler,
-                device=device,
-                noise=noise,
-                journal=journal,
-                seed=seed,
-                activations=activations,
-                micro_batch_size=micro_batch_size,
-                trace=trace,
-                timeline=timeline,
-            ),
+            estimator,
+            source=source,
+            scheduler=scheduler,
+            device=device,
+            noise=noise,
+            journal=journal,
+            seed=seed,
+            activations=activations,
+            micro_batch_size=micro_batch_size,
+            trace=trace,
+            timeline=timeline,
         )
+        engine = cls.__new__(cls)
+        engine._take(model, parts)
         engine._train(estimator, seed)
         return engine
 
