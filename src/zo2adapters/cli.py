@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ COMMANDS: dict[str, Place] = {
         "zo2adapters.commands.generate",
         "Generate",
         "Continue prompts with a model, or a run at any of its steps. Slow: each token takes a pass over all blocks.",
-        (_MODEL, "zo2adapters.tasks.generation"),
+        (_MODEL, "zo2adapters.tasks.generation", "zo2adapters.trainers.base_check"),
     ),
     "export": Place(
         "zo2adapters.commands.export",
@@ -219,10 +220,10 @@ def _misunderstood(name: str, said: str) -> ZO2Error:
     """What tyro says in a box of many lines, in one."""
     from zo2core import OptionError
 
-    lines = [line.strip("│╭╮╰╯ \t") for line in said.splitlines()]
-    lines = [line for line in lines[1:] if line]
-    rule = next((place for place, line in enumerate(lines) if not line.strip("─")), len(lines))
-    found = " ".join(lines[:rule]).rstrip(".:")
+    lines = [line.strip("│╭╮╰╯ \t") for line in said.splitlines()[1:]]  # the first one is the box's title
+    lines = list(itertools.dropwhile(lambda line: not line.strip("─-"), lines))
+    said_first = itertools.takewhile(lambda line: line.strip("─-") and line != "Got errors:", filter(None, lines))
+    found = " ".join(said_first).rstrip(".:")
     return OptionError("command line", found=found, expected=f"the options of zo2 {name}", remedy=f"see zo2 {name} --help")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from zo2core import OptionError
 
 LARGEST = 2**63 - 1  # of a whole number: what seeds, sizes and torch take
@@ -32,6 +30,4 @@ def require_between(option: str, value: int, least: int, most: int) -> None:
 
 def shown(value: int) -> str:
     """A whole number in a few characters. Python refuses to write one of thousands of digits."""
-    if abs(value) < 10**24:
-        return str(value)
-    return f"a number of about {int(math.log10(abs(value))) + 1} digits"
+    return str(value) if abs(value) < 10**24 else "a number of more than 24 digits"

@@ -57,7 +57,7 @@ class Evaluate(AtStep):
             result = evaluate_dataset(
                 engine, dataset, batch_size=self.batching.batch_size, pad=pad_token_id(tokenizer), progress=bar.update
             )
-        _require_finite([result.loss], model, at)
+            _require_finite([result.loss], model, at)
         print(
             f"loss {result.loss:.6f}, perplexity {perplexity(result.loss):.4f}, {result.tokens} tokens, "
             f"{len(dataset)} rows, {result.sweeps} sweeps"
@@ -78,7 +78,7 @@ class Evaluate(AtStep):
                 pad_token_id=pad,
                 progress=bar.update,
             )
-        _require_finite([value for values in scored.log_likelihoods for value in values], model, at)
+            _require_finite([value for values in scored.log_likelihoods for value in values], model, at)
         shares = []
         for by_length in (False, True):
             chosen = scored.choices(by_length=by_length)

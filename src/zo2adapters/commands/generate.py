@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.ranges import LARGEST, require_between
-from zo2core import OptionError
+from zo2core import NonFiniteLossError, OptionError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class Generate(AtStep):
         from zo2adapters.models.footprint import activation_bytes, cache_bytes
         from zo2adapters.tasks.generation import Sampling, generate, require_lengths
         from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
+        from zo2adapters.trainers.base_check import require_finite_base
 
         require_between("seed", self.seed, -LARGEST, LARGEST)
         drawn = Sampling(temperature=self.temperature, top_p=self.top_p, seed=self.seed) if self.temperature else None
@@ -62,9 +63,13 @@ class Generate(AtStep):
                 eos_token_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
                 pad_token_id=pad_token_id(tokenizer),
             )
-            for step in tqdm(made, total=self.max_new_tokens, unit="token", file=sys.stderr):
-                for continuation, token in zip(continued, step, strict=True):
-                    continuation += [] if token is None else [token]
+            try:
+                for step in tqdm(made, total=self.max_new_tokens, unit="token", file=sys.stderr):
+                    for continuation, token in zip(continued, step, strict=True):
+                        continuation += [] if token is None else [token]
+            except NonFiniteLossError:
+                require_finite_base(model, at.base())
+                raise
         for text, ids, new in zip(self.prompt, prompts, continued, strict=True):
             whole, prefix = (tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ([*ids, *new], ids))
             print(text + str(whole)[len(str(prefix)) :])

@@ -107,13 +107,20 @@ class Trainer:
         return lines
 
     def divergence(self) -> str | None:
-        """Say if the steps made the model worse than it was, in a line; None if they did not."""
-        losses = [update.losses[0] for update in self.engine.journal.updates]
+        """Say if the steps left nothing of the model, in a line; None if they did not.
+
+        Directions are independent and of unit variance, so weights have moved by the root of the sum of squares. Of weights
+        below 1 that moved by more than 1 nothing is left, whatever the loss has come to.
+        """
+        updates = self.engine.journal.updates
+        moved = math.sqrt(sum((update.lr * grad) ** 2 for update in updates for grad in update.projected_grads))
+        losses = [update.losses[0] for update in updates]
         share = max(len(losses) // 10, 1)
         first, last = fmean(losses[:share]), fmean(losses[-share:])
-        if last <= 2 * first + 1:
+        if moved <= 1 and last <= 2 * first + 1:
             return None
-        return f"the loss rose from {first:.4g} to {last:.4g}: the steps were too large; lower --lr"
+        went = f"each weight moved by {moved:.2g}, the loss from {first:.4g} to {last:.4g}"
+        return f"{went}: the steps were too large for a model to survive; lower --lr"
 
     def storage(self) -> str:
         """Where the weights live, in words."""

@@ -70,24 +70,6 @@ def verify(
     """
     model = open_checkpoint(directory, dtype=dtype)
     _require_fit(model, batch_size, tokens)
-    try:
-        return _compared(directory, model, lr, zo_eps, weight_decay, steps, batch_size, tokens, seed)
-    except NonFiniteLossError:
-        require_finite_base(model, directory)
-        raise
-
-
-def _compared(
-    directory: Path,
-    model: HFBlockModel,
-    lr: float,
-    zo_eps: float,
-    weight_decay: float,
-    steps: int,
-    batch_size: int,
-    tokens: int,
-    seed: int,
-) -> Comparison:
     stored = model.layouts[0].parameters[0].dtype
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=stored, trust_remote_code=False)
     mono = MonolithicMeZO(whole, lr=lr, zo_eps=zo_eps, weight_decay=weight_decay)
@@ -95,7 +77,12 @@ def _compared(
     with ZOEngine(model, MeZOSGD(lr=lr, zo_eps=zo_eps, weight_decay=weight_decay)) as engine:
         for step in range(steps):
             batch = random_batch(model.config.vocab_size, batch_size, tokens, seed=seed + step)
-            ours, theirs = engine.step(batch, seed=seed + step), mono.step(batch, seed + step)
+            try:
+                ours = engine.step(batch, seed=seed + step)
+            except NonFiniteLossError:
+                require_finite_base(model, directory)
+                raise
+            theirs = mono.step(batch, seed + step)
             pairs = [(f"loss {i}", a, b) for i, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True))]
             pairs.append(("projected gradient", ours.projected_grads[0], theirs.projected_grads[0]))
             for name, a, b in pairs:
