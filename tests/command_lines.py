@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+import torch
 from models import WORDS, save_model, save_tokenizer, small_config
 
-from zo2adapters.cli import main
+from zo2adapters.cli import COMMANDS, main
 
+SECONDS = 120  # a command takes a fraction of them
 ROWS = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:8] for other in WORDS[8:]]
 
 
@@ -70,11 +76,85 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **more}
 
 
-def run_apart(*arguments: object, **options: Any) -> Ended:
-    """Run a command in a process of its own."""
-    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "timeout": 120, **options}
-    done = subprocess.run(command(*arguments), text=True, env=environment(), check=False, **given)
-    return Ended(done.returncode, done.stdout or "", done.stderr or "")
+class Apart:
+    """A process that has imported everything, and forks one for each command: with signals and limits of its own.
+
+    Used by one test at a time: what a command became is read before the next one starts.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._out, self._err = folder / "out", folder / "err"
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+        )
+        self.pid = 0
+
+    def start(self, *arguments: object, patch: str = "", out: str | None = None) -> Self:
+        """Start a command.
+
+        Args:
+            arguments: The command line.
+            patch: Python to run in the process beforehand.
+            out: File that standard output goes to; by default it is kept.
+        """
+        assert self._process.stdin is not None
+        told = {"arguments": [str(argument) for argument in arguments], "patch": patch}
+        told |= {"out": out or str(self._out), "err": str(self._err)}
+        self._out.touch()
+        self._process.stdin.write(json.dumps(told) + "\n")
+        self._process.stdin.flush()
+        self.pid = int(self._answer())
+        return self
+
+    def finish(self) -> Ended:
+        """Wait for the command."""
+        status = int(self._answer())
+        return Ended(status, self._out.read_text(), self._err.read_text())
+
+    def run(self, *arguments: object, **options: Any) -> Ended:
+        """Start a command and wait for it."""
+        return self.start(*arguments, **options).finish()
+
+    def send(self, number: int) -> None:
+        """Send the command a signal."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait(SECONDS)
+        self._process.stdout.close()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the server is gone"
+        return line
+
+
+def serve() -> None:
+    """Fork a process for each line of standard input; answer its number, and then its status."""
+    torch.set_num_threads(1)
+    for place in COMMANDS.values():
+        for module in (place.module, *place.needs):
+            importlib.import_module(module)
+    assert threading.active_count() == 1, "a forked process has no threads but the one that forked"
+    for line in sys.stdin:
+        told = json.loads(line)
+        worker = os.fork()
+        if worker == 0:
+            for path, descriptor in ((told["out"], 1), (told["err"], 2)):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+            sys.argv = ["zo2", *told["arguments"]]
+            signal.alarm(SECONDS)  # ends what hangs
+            exec(told["patch"], {})
+            main()
+            sys.exit()  # as a process of its own ends, with all that Python does then
+        print(worker, flush=True)
+        _, status = os.waitpid(worker, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
 
 
 def make_place(folder: Path, *, layers: int = 2) -> Path:
@@ -89,3 +169,7 @@ def make_place(folder: Path, *, layers: int = 2) -> Path:
 
 def write_rows(path: Path, rows: Sequence[object]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    serve()
