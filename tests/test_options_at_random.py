@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -25,7 +26,9 @@ DTYPES = ["auto", "float32", "bfloat16", "float16", "float64", "int8", ""]
 DEVICES = ["cpu", "cuda:99", "gpu", ""]
 FLAG = None  # an option that takes no value
 
-BATCHING: dict[str, list[Any] | None] = {
+Choices = dict[str, list[Any] | None]  # the values of an option
+
+BATCHING: Choices = {
     "batch-size": WHOLE,
     "micro-batch-size": WHOLE,
     "loss-chunk": WHOLE,
@@ -43,7 +46,7 @@ PATHS = [
 ]
 DATA = ["{place}/rows.jsonl", "{place}/choices.jsonl", *PATHS]
 MODELS = ["{place}/base", *PATHS]
-STEP: dict[str, list[Any] | None] = {
+STEP: Choices = {
     "model": MODELS,
     "journal": ["{place}/run/journal.jsonl", *PATHS],
     "run": ["{place}/run", *PATHS],
@@ -55,7 +58,7 @@ STEP: dict[str, list[Any] | None] = {
 }
 OUTPUTS = ["{place}/new", "{place}/deep/new", *PATHS]
 
-OPTIONS: dict[str, dict[str, list[Any] | None]] = {
+OPTIONS: dict[str, Choices] = {
     "train": {
         **BATCHING,
         "model": MODELS,
@@ -106,6 +109,19 @@ OPTIONS: dict[str, dict[str, list[Any] | None]] = {
         "weight-decay": REAL,
         "seed": WHOLE,
     },
+    "plan": {
+        **BATCHING,
+        "model": MODELS,
+        "dtype": DTYPES,
+        "memory": SIZES,
+        "scratch": PATHS,
+        "device-memory": SIZES,
+        "bus": SIZES,
+        "json": FLAG,
+        "noise": ["mezo", "gaussian", "rademacher", "white"],
+        "exact-mezo": FLAG,
+        "queries": WHOLE,
+    },
     "journal": {"last": WHOLE, "": ["{place}/run", *PATHS]},
     "timeline": {"": ["{place}/trace.json", *PATHS], "output": ["{place}/picture.png", *OUTPUTS], "step": WHOLE},
     "convert": {"model": MODELS, "output": OUTPUTS},
@@ -119,6 +135,7 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "generate": {"model": "{place}/base", "prompt": "the cat", "max-new-tokens": "2"},
     "export": {"run": "{place}/run", "output": "{place}/new"},
     "verify": {"model": "{place}/base", "tokens": "5", "steps": "1"},
+    "plan": {"model": "{place}/base", "batch-size": "3"},
     "journal": {"": "{place}/run"},
     "timeline": {"": "{place}/trace.json", "output": "{place}/picture.png"},
     "convert": {"model": "{place}/base", "output": "{place}/new"},
@@ -128,8 +145,6 @@ DEFAULTS: dict[str, dict[str, str]] = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import os
-
     folder = make_place(tmp_path_factory.mktemp("random"))
     given = ["--model", folder / "base", "--data", folder / "rows.jsonl", "--output", folder / "run"]
     assert run_here("train", *given, "--steps", 4, "--batch-size", 3, "--trace", folder / "trace.json").status == 0
@@ -169,9 +184,7 @@ def command_lines(draw: st.DrawFn, name: str) -> list[str]:
 
 
 def snapshot(place: Path) -> dict[str, int]:
-    return {
-        str(path.relative_to(place)): path.lstat().st_size for path in place.rglob("*") if "__pycache__" not in path.parts
-    }
+    return {str(path.relative_to(place)): path.lstat().st_size for path in place.rglob("*")}
 
 
 def restore(place: Path) -> None:
