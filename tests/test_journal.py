@@ -190,9 +190,10 @@ def test_a_file_has_one_writer_and_a_killed_one_lets_go_of_it(tmp_path: Path) ->
     path = tmp_path / "journal.jsonl"
     written(path)
     code = f"""
-import sys, time
+import pathlib, time
 from zo2core.io.record_log import RecordFile
-RecordFile({str(path)!r}).append({{"held": True}})
+file = RecordFile(pathlib.Path({str(path)!r}))
+file.append({{"held": True}})
 print("held", flush=True)
 time.sleep(60)
 """
