@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zo2core.devices import choose_device
-from zo2core.errors import OptionError
+from zo2core.errors import JournalError, OptionError
 from zo2core.estimators import direction_seeds
 from zo2core.journal import Journal, digest
 from zo2core.noise import choose_noise
@@ -33,6 +33,7 @@ from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout
+from zo2core.updates import seeds_of
 
 
 class Parts(NamedTuple):
@@ -72,7 +73,7 @@ def build(
     """Choose and open the parts of a run.
 
     Args:
-        model: Whose segments.
+        model: The model to run.
         estimator: None for a run that takes no steps.
         journal: A journal, or the path of one; it is begun, or checked to be of this run.
         device: A device, or the name of one.
@@ -90,8 +91,14 @@ def build(
     with ExitStack() as opened:
         require_rows(micro_batch_size)
         layouts, timeline = model.layouts, Timeline()
+        opened.callback(model.weights.close)  # last: until then somebody may read
         trace = _open_trace(trace, opened)
+        replayed = estimator is None and journal is not None
         journal = _open_journal(journal, opened)
+        if replayed and journal.header is None:
+            raise JournalError(
+                journal.name, found="no journal", expected="one that a run has begun", remedy="check the path"
+            )
         if isinstance(device, str):
             device = choose_device(device)
             opened.callback(device.close)
@@ -137,12 +144,11 @@ def build(
         keep_noise = device.in_place and host_plan.keep_noise
         work_buffer = WorkBuffer(layouts, device, of_choice, keep_noise=keep_noise)
         worker = _start_worker(device, opened)
+        least = memory.least_activations
+        activations = ActivationOffload(device, None if least is None else room, waiting, timeline=timeline)
         model.bind(work_buffer.parameters())
-        closing = ExitStack()  # of a run that was refused the checkpoint stays open
-        closing.callback(model.weights.close)  # last: until then somebody may read
-        closing.enter_context(opened.pop_all())
         return Parts(
-            opened=closing,
+            opened=opened.pop_all(),
             micro_batch_size=micro_batch_size,
             journal=journal,
             trace=trace,
@@ -152,9 +158,7 @@ def build(
             source=source,
             scheduler=scheduler,
             work_buffer=work_buffer,
-            activations=ActivationOffload(
-                device, None if memory.least_activations is None else room, waiting, timeline=timeline
-            ),
+            activations=activations,
             activation_bytes=room,
             worker=worker,
             host_plan=host_plan,
@@ -196,6 +200,7 @@ def adopt(
         opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
         work_buffer = WorkBuffer(model.layouts, device, noise, keep_noise=device.in_place)
         worker = _start_worker(device, opened)
+        offload = ActivationOffload(device, None, timeline=timeline)
         model.bind(work_buffer.parameters())
         return Parts(
             opened=opened.pop_all(),
@@ -208,7 +213,7 @@ def adopt(
             source=source,
             scheduler=scheduler,
             work_buffer=work_buffer,
-            activations=ActivationOffload(device, None, timeline=timeline),
+            activations=offload,
             activation_bytes=activation_bytes,
             worker=worker,
             host_plan=None,
@@ -243,7 +248,7 @@ def _start_worker(device: Device, opened: ExitStack) -> ThreadPoolExecutor | Non
 
 
 def _header(model: BlockModel, noise: NoiseGenerator, estimator: ZOEstimator | None, seed: int) -> Mapping[str, Any]:
-    """What a journal says of the run it belongs to. None says nothing: it fits whatever the journal has."""
+    """What a journal says of the run it belongs to. A value of None matches whatever the journal has."""
     return {
         "base": model.weights.fingerprint,
         "parameters": digest(spec for layout in model.layouts for spec in layout.parameters),
@@ -255,8 +260,8 @@ def _header(model: BlockModel, noise: NoiseGenerator, estimator: ZOEstimator | N
 
 def _require_same_segments(model: BlockModel, source: BlockSource) -> None:
     """Refuse a source of another model: its bytes would be taken for this one's."""
-    ours = [(layout.kind, layout.parameters) for layout in model.layouts]
-    theirs = [(layout.kind, layout.parameters) for layout in source.layouts]
+    ours = [(layout.kind, layout.parameters, layout.borrowed) for layout in model.layouts]
+    theirs = [(layout.kind, layout.parameters, layout.borrowed) for layout in source.layouts]
     if ours != theirs:
         raise OptionError(
             "source",
@@ -306,7 +311,7 @@ def _plan_device(
 
 def _most_directions(estimator: ZOEstimator | None, journal: Journal) -> int:
     """The most directions that a step probes, of those to come and of those taken."""
-    taken = max((len(update.seeds) for update in journal.updates), default=1)
+    taken = max((len(seeds_of(update)) for update in journal.updates), default=1)
     if estimator is None:
         return taken
     evaluations = estimator.evaluations(0, direction_seeds(0, 0, None))

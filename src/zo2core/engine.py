@@ -23,7 +23,7 @@ from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.sweep.evaluation_loop import evaluate, fill_sweeps
 from zo2core.sweep.exclusive_use import ExclusiveUse
-from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
+from zo2core.sweep.microbatch import combined_loss, labelled_tokens, require_tensors, split_rows
 from zo2core.sweep.perturber import choose_perturber
 from zo2core.sweep.visitor import SegmentVisitor
 from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult
@@ -35,12 +35,12 @@ Groups = Sequence[tuple[Evaluation | None, Sequence[Batch]]]  # what a sweep eva
 class Replayer:
     """A model at the version that a journal ends with: evaluated, looked at and exported, never trained.
 
-    What the caller passes stays the caller's; what the replayer opens (paths, devices by name) it closes. The model's
-    checkpoint is closed with it. One replayer or engine at a time uses a model.
+    What the caller passes stays the caller's; what the replayer opens (paths, devices by name) it closes, and with it the
+    model's checkpoint. One replayer or engine at a time uses a model: the last one made has bound its modules.
 
     Args:
         model: Cut into embedding, blocks and head; of an adapter, or your own.
-        journal: The updates to replay: a journal, or the path of one. None is the base checkpoint as it is.
+        journal: The updates to replay: a journal that was begun, or the path of one. None is the base checkpoint as it is.
         device: "cpu", "cuda", "cuda:N" or a ``Device``.
         noise: Draws z; by default the generator that the journal was begun with.
         memory: How much memory the process may take.
@@ -53,8 +53,7 @@ class Replayer:
         MemoryBudgetError: if not even the smallest plan fits into the memory there is.
         JournalError: if the journal belongs to another base checkpoint, other parameters or other noise.
         CheckpointError: if the checkpoint cannot be read.
-        DeviceError: if the device is not there, or has not the memory.
-        OutputError: if the trace cannot be made.
+        DeviceError, OutputError: if the device is not there or too small, or the trace cannot be made.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Replayer:
     def _take(self, model: BlockModel, parts: Parts) -> None:
         self._model, self._parts = model, parts
         self._recorder = TraceRecorder(parts.timeline, parts.trace)
-        parts.opened.callback(self._recorder.close)
+        parts.opened.callback(self._recorder.flush)
         self._use = ExclusiveUse(type(self).__name__)
 
     @property
@@ -141,17 +140,15 @@ class Replayer:
         prepared = (forward.prepared(self._on_device(batch)) for batch in batches)
         for group in fill_sweeps(prepared, forward, self._parts.activation_bytes - self._parts.activations.room_bytes):
             self._use.require_open()
-            began = time.perf_counter()
-            [outputs] = self._sweep([(None, group)], forward)
-            self._recorder.ended(Sweep("evaluation", began, time.perf_counter()))
+            with self._recorder.sweep("evaluation"):
+                [outputs] = self._sweep([(None, group)], forward)
             yield outputs
 
     def flush(self) -> None:
-        """Bring every segment to the present version."""
+        """Bring every segment to the present version. What reaches the disk is up to the write-back policy."""
         self._use.require_open()
-        began = time.perf_counter()
-        self._sweep([])
-        self._recorder.ended(Sweep("flush", began, time.perf_counter()))
+        with self._recorder.sweep("flush"):
+            self._sweep([])
 
     def parameters_now(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield every parameter at the present version, one at a time, in visiting order.
@@ -163,11 +160,14 @@ class Replayer:
         self._use.require_open()
         with self._use.begun():
             visitor = self._visitor([])
-            for index, layout in enumerate(self._model.layouts):
-                with self._parts.scheduler.replayed(visitor, index) as bucket:
-                    for spec, view in zip(layout.parameters, bucket.views, strict=True):
-                        yield spec.name, view.view(spec.shape)
-            self._parts.noise.retain(visitor.seeds)
+            try:
+                for index, layout in enumerate(self._model.layouts):
+                    with self._parts.scheduler.replayed(visitor, index) as bucket:
+                        for spec, view in zip(layout.parameters, bucket.views, strict=True):
+                            yield spec.name, view.view(spec.shape)
+            finally:
+                self._parts.noise.retain(visitor.seeds)
+                self._recorder.flush()
 
     def export(self, directory: Path | str) -> None:
         """Write the model at the present version: a directory that ``from_pretrained`` loads.
@@ -198,14 +198,17 @@ class Replayer:
         self.close()
 
     def _sweep(self, groups: Groups, forward: Forward | None = None) -> list[list[torch.Tensor]]:
-        """Visit all segments once; return what the head gave, a list an evaluation."""
-        visitor = self._visitor(groups, forward)
-        try:
-            with self._use.begun():
+        """Visit all segments once. Returns what the head gave, a list an evaluation."""
+        with self._use.begun():
+            visitor = self._visitor(groups, forward)
+            try:
                 self._parts.scheduler.sweep(visitor, range(len(self._model.layouts)))
-        finally:
-            visitor.finish()
-            self._parts.noise.retain(visitor.seeds)
+            except BaseException:
+                self._recorder.flush()  # what it moved is not the next step's
+                raise
+            finally:
+                visitor.finish()
+                self._parts.noise.retain(visitor.seeds)
         return visitor.outputs
 
     def _visitor(self, groups: Groups, forward: Forward | None = None) -> SegmentVisitor:
@@ -226,6 +229,7 @@ class Replayer:
         return 1.0, True
 
     def _on_device(self, batch: Batch) -> Batch:
+        require_tensors(batch)
         return {key: value.to(self._parts.device.torch_device) for key, value in batch.items()}
 
 
@@ -244,7 +248,7 @@ class ZOEngine(Replayer):
             replays the whole journal.
 
     Raises:
-        ZO2Error: as ``Replayer`` says; ScratchError if the directory of ``write_back`` cannot be written to.
+        ZO2Error: as ``Replayer`` says, and if the directory of ``write_back`` cannot be written to.
     """
 
     def __init__(
@@ -362,8 +366,8 @@ class ZOEngine(Replayer):
             OptionError: if the learning rate of this step, or the seed, is out of its range.
             JournalError: if the record cannot be written.
             CheckpointError, ScratchError: if a block cannot be read, or could not be written back.
-            In all these cases the step was not taken: weights and journal are as before.
-            OutputError: if the trace cannot be written; the step was taken.
+            BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
+            In all these cases the step was not taken. OutputError, if the trace cannot be written, comes after the step.
         """
         self._use.require_open()
         began, step = time.perf_counter(), self.version
@@ -381,8 +385,8 @@ class ZOEngine(Replayer):
             evaluation.require_finite(loss, step=step)
         update = self._estimator.update(step, evaluations, losses, lr).validated()
         self._parts.journal.append(update)
-        done = time.perf_counter()
-        return StepResult.of(update, done - began, self._recorder.ended(Sweep.of_step(step, began, done)))
+        sweep = Sweep.of_step(step, began, time.perf_counter())
+        return StepResult.of(update, sweep.done - began, self._recorder.ended(sweep))
 
     def _perturbation(self) -> tuple[float, bool]:
         return self._estimator.zo_eps, self._estimator.perturb_in_place
@@ -391,5 +395,6 @@ class ZOEngine(Replayer):
         """Bring back what stays on the device, now and then, so that it can be written back at the last step's version."""
         every = self.write_back_every
         if every is not None and step > self._settled + every:
-            self._parts.scheduler.settle()
+            with self._use.begun():
+                self._parts.scheduler.settle()
             self._settled = step - 1

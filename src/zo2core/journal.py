@@ -1,7 +1,7 @@
 """The journal: an append-only list of updates. With the base checkpoint it is the weights of every step.
 
-On disk it is a file of checksummed records (``records.py``): the first is the header (format version, what the run was made
-of), each further one an update. Floats are written so that reading gives the same bits.
+On disk it is a file of checksummed records (``io/record_log.py``): the first is the header (format version, what the run
+was made of), each further one an update. Floats are written so that reading gives the same bits.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ class Journal:
         self._updates: list[Update] = []
         self._chain: list[int] = [0]  # version -> checksum over header and updates up to it
         self._file = None if path is None else self._open(Path(path))
+
+    @property
+    def name(self) -> str:
+        """Its path, for errors; of a journal in memory a word."""
+        return self._name
 
     @property
     def header(self) -> Header | None:

@@ -291,7 +291,7 @@ class TensorReader(Protocol):
         """
 
     def close(self) -> None:
-        """Give descriptors back. May be called twice."""
+        """Give descriptors back. Whoever reads afterwards opens the files again."""
 
 
 class Forward(Protocol):

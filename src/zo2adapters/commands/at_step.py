@@ -77,12 +77,14 @@ class AtStep:
         Raises:
             JournalError: if there is no journal, or it does not fit the base or the step.
         """
-        journal = Journal(self.journal)
-        if self.journal is not None and journal.header is None:
+        journal = None if self.journal is None else Journal(self.journal)
+        if journal is not None and journal.header is None:
             raise JournalError(self.journal, found="no journal", expected="a run's journal.jsonl", remedy="check the path")
+        if self.at is not None:
+            journal = (Journal() if journal is None else journal).until(self.at)
         return Replayer(
             model,
-            journal if self.at is None else journal.until(self.at),
+            journal,
             memory=MemoryPolicy(host=self.memory, device=self.device_memory, activations=activation_bytes),
             device=self.device,
             micro_batch_size=micro_batch_size,

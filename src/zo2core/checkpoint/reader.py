@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zo2core.errors import CheckpointError, ClosedError, reason
+from zo2core.errors import CheckpointError, reason
 from zo2core.io.direct_file import PAGE, RangedFile, byte_view
 from zo2core.types import ParameterSpec
 
@@ -236,7 +236,6 @@ class SafetensorsReader:
         self._entries = dict(entries)
         self._files: dict[Path, RangedFile] = {}
         self._lock = threading.Lock()
-        self._closed = False
 
     @property
     def fingerprint(self) -> str:
@@ -276,7 +275,6 @@ class SafetensorsReader:
 
         Raises:
             CheckpointError: if the file cannot be read or ends early.
-            ClosedError: after ``close``.
         """
         entry = self._entries[parameter]
         dtype = check_float(entry)
@@ -291,17 +289,14 @@ class SafetensorsReader:
             piece.copy_(part)
 
     def close(self) -> None:
-        """Close the shards. May be called twice."""
+        """Close the shards. Whoever reads afterwards opens them again."""
         with self._lock:
-            self._closed = True
             files, self._files = self._files, {}
         for file in files.values():
             file.close()
 
     def _file(self, path: Path) -> RangedFile:
         with self._lock:
-            if self._closed:
-                raise ClosedError(path, found="a closed checkpoint", expected="an open one", remedy="open it again")
             if path not in self._files:
                 self._files[path] = RangedFile(path)
             return self._files[path]

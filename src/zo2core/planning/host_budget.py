@@ -67,7 +67,7 @@ def _control_group_rooms(root: Path) -> Iterator[int]:
 
 
 def _rooms(top: Path, path: str, limit_name: str, usage_name: str, cache_names: tuple[str, ...]) -> Iterator[int]:
-    """Rooms in a group and in all above it. A container may not see its path: then the top counts."""
+    """Yield the bytes that each limit leaves, from this group to the root; of a container that sees no path, the top's."""
     group = top / path.lstrip("/")
     groups = [group, *group.parents] if group.is_dir() else [top]
     for each in groups:

@@ -29,7 +29,7 @@ class MemoryPolicy:
             streams at work take, while the others wait in host memory. None: all have to be on the device.
 
     Raises:
-        OptionError: if a size is none.
+        OptionError: if a value is not a size.
     """
 
     host: int | str | HostPlan = "auto"
@@ -62,7 +62,7 @@ class WriteBackPolicy:
     Args:
         directory: Directory of the scratch file. Together with the journal's file it is what a later engine goes on from.
         every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" weighs the measured speeds
-            of noise and disk; None reads what was written there before, and writes nothing.
+            of noise and disk; None reads what was written there before, and writes only as ``snapshot_every`` says.
         snapshot_every: Bounds what a resumed run has to replay: a segment is written at least this often.
 
     Raises:

@@ -15,7 +15,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -154,14 +156,24 @@ class TraceRecorder:
             self._trace.add(spans, sweep)
         return lane_uses(spans, begun=sweep.begun, done=sweep.done)
 
-    def close(self) -> None:
-        """Take down what is left. May be called twice.
+    @contextmanager
+    def sweep(self, name: str) -> Iterator[None]:
+        """Take down what is done meanwhile, however it ends, so that no later step counts it as its own."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.ended(Sweep(name, begun, time.perf_counter()))
+
+    def flush(self) -> None:
+        """Take down what was done outside of sweeps, so that no sweep counts it as its own.
 
         Raises:
             OutputError: if the trace cannot be written.
         """
+        spans = self._timeline.take()
         if self._trace is not None:
-            self._trace.add(self._timeline.take())
+            self._trace.add(spans)
 
 
 @dataclass(frozen=True)
@@ -272,5 +284,5 @@ def _microseconds(seconds: float) -> float:
 
 
 def _seconds(microseconds: float) -> float:
-    """So rounded that what ends where something else begins does so after the way through a file, too."""
+    """Convert to seconds, rounded so that times that were equal when they were written are equal when they are read."""
     return round(float(microseconds), _DIGITS) / 1e6

@@ -42,7 +42,7 @@ class Timeline:
     """Spans, noted from any thread.
 
     Args:
-        capacity: Spans that are kept; the oldest of more are dropped, so that nobody has to take them.
+        capacity: Spans that are kept. Where nobody takes them the oldest half is dropped.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
@@ -115,7 +115,7 @@ def lane_uses(spans: Iterable[Span], *, begun: float = float("-inf"), done: floa
     """Each lane's busy time, work at once counted once, and its bytes.
 
     Args:
-        spans: All bytes of each count.
+        spans: The bytes of every span count, also of one outside the stretch of time.
         begun: Seconds on the events' clock; work before that is not in the busy time.
         done: The same for work after that.
     """
