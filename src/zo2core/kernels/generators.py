@@ -108,10 +108,10 @@ def agrees(dtype: torch.dtype) -> bool:
     for seed in _SEEDS:
         theirs, ours = TorchGenerator(seed, torch.device("cpu")), CompiledGenerator(seed)
         for size in _SIZES:
-            expected, found = torch.empty(2, size, dtype=dtype)
+            expected, drawn = torch.empty(2, size, dtype=dtype)
             theirs.fill(expected)
-            ours.fill(found)
+            ours.fill(drawn)
             bits = _BITS[dtype.itemsize]
-            if not torch.equal(found.view(bits), expected.view(bits)):
+            if not torch.equal(drawn.view(bits), expected.view(bits)):
                 return False
     return True

@@ -194,21 +194,22 @@ class Recording:
             TraceError: if there is none.
         """
         steps = [sweep for sweep in self.sweeps if sweep.name.startswith(_STEP)]
-        found = steps or list(self.sweeps) if step is None else [each for each in steps if each.name == f"{_STEP}{step}"]
-        if not found:
-            there = f"{steps[0].name} to {steps[-1].name}" if steps else f"{len(self.sweeps)} sweeps, none of a step"
+        of_step = [sweep for sweep in steps if sweep.name == f"{_STEP}{step}"]
+        candidates = steps or list(self.sweeps) if step is None else of_step
+        if not candidates:
+            held = f"{steps[0].name} to {steps[-1].name}" if steps else f"{len(self.sweeps)} sweeps, none of a step"
             raise TraceError(
                 self.path,
-                found=there,
+                found=held,
                 expected="a sweep" if step is None else f"{_STEP}{step}",
                 remedy="choose another step, or leave it out to see the last one",
             )
-        return found[-1]
+        return candidates[-1]
 
     def within(self, sweep: Sweep) -> list[Span]:
         """The spans that a sweep's time has a part of, in order."""
-        found = [span for span in self.spans if span.begun.seconds < sweep.done and span.done.seconds > sweep.begun]
-        return sorted(found, key=lambda span: span.begun.seconds)
+        spans = [span for span in self.spans if span.begun.seconds < sweep.done and span.done.seconds > sweep.begun]
+        return sorted(spans, key=lambda span: span.begun.seconds)
 
 
 def read_trace(path: Path) -> Recording:
