@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -51,7 +51,7 @@ class Replayer:
     Raises:
         OptionError: if an option is out of its range, or nothing would heed it.
         MemoryBudgetError: if not even the smallest plan fits into the memory there is.
-        JournalError: if the journal belongs to another base checkpoint, other parameters or other noise.
+        JournalError: if the journal belongs to another base checkpoint, another model or other noise.
         CheckpointError: if the checkpoint cannot be read.
         DeviceError: if the device is not there, or has not the memory.
         OutputError: if the trace cannot be made.
@@ -242,6 +242,8 @@ class ZOEngine(Replayer):
         seed: Of the run: each step's directions depend on it and on the step only.
         write_back: Whether changed segments are written to disk. Without, blocks are never written, and a resumed run
             replays the whole journal.
+        provenance: What of the caller's decides the run, as JSON values: data, tokenizer, options. The journal keeps it; a
+            run that goes on with other values is refused. None says nothing.
 
     Raises:
         ZO2Error: as ``Replayer`` says; ScratchError if the directory of ``write_back`` cannot be written to.
@@ -261,6 +263,7 @@ class ZOEngine(Replayer):
         micro_batch_size: int | None = None,
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
+        provenance: Mapping[str, Any] | None = None,
     ) -> None:
         parts = build(
             model,
@@ -274,6 +277,7 @@ class ZOEngine(Replayer):
             overlap=overlap,
             seed=seed,
             write_back=write_back,
+            provenance=provenance,
         )
         self._take(model, parts)
         self._train(estimator, seed)
@@ -294,6 +298,7 @@ class ZOEngine(Replayer):
         micro_batch_size: int | None = None,
         trace: Trace | Path | str | None = None,
         timeline: Timeline | None = None,
+        provenance: Mapping[str, Any] | None = None,
     ) -> Self:
         """An engine of parts that the caller made. They stay the caller's: nothing closes them, not even a refusal.
 
@@ -310,6 +315,7 @@ class ZOEngine(Replayer):
             micro_batch_size: As the constructor takes it.
             trace: As the constructor takes it.
             timeline: What the parts note their work in, if they do: the engine takes the spans from it.
+            provenance: As the constructor takes it.
 
         Raises:
             OptionError: if the source holds other segments than the model has, or an option is out of its range.
@@ -328,6 +334,7 @@ class ZOEngine(Replayer):
             micro_batch_size=micro_batch_size,
             trace=trace,
             timeline=timeline,
+            provenance=provenance,
         )
         engine = cls.__new__(cls)
         engine._take(model, parts)
@@ -360,7 +367,7 @@ class ZOEngine(Replayer):
             BatchError: if the model cannot take the batch.
             NonFiniteLossError: if a loss or a projected gradient is not finite.
             OptionError: if the learning rate of this step, or the seed, is out of its range.
-            JournalError: if the record cannot be written.
+            JournalError: if the record cannot be written, or is none that the weights can bear.
             CheckpointError, ScratchError: if a block cannot be read, or could not be written back.
             In all these cases the step was not taken: weights and journal are as before.
             OutputError: if the trace cannot be written; the step was taken.
