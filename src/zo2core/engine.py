@@ -240,10 +240,8 @@ class ZOEngine(Replayer):
         journal: Updates so far and to come: a journal, or the path of one, which is made if it is not there. None keeps the
             updates in memory. A journal with updates continues its run.
         seed: Of the run: each step's directions depend on it and on the step only.
-        write_back: Whether changed segments are written to disk. Without, blocks are never written, and a resumed run
-            replays the whole journal.
-        provenance: What of the caller's decides the run, as JSON values: data, tokenizer, options. The journal keeps it; a
-            run that goes on with other values is refused. None says nothing.
+        write_back: When changed segments are written to disk. None: never; a resumed run replays the whole journal.
+        provenance: What of the caller's decides the run, as JSON values: the journal keeps it and refuses another one.
 
     Raises:
         ZO2Error: as ``Replayer`` says; ScratchError if the directory of ``write_back`` cannot be written to.
@@ -314,8 +312,8 @@ class ZOEngine(Replayer):
             activations: Bytes, or a size, that an evaluation's activations may take at a time.
             micro_batch_size: As the constructor takes it.
             trace: As the constructor takes it.
-            timeline: What the parts note their work in, if they do: the engine takes the spans from it.
             provenance: As the constructor takes it.
+            timeline: What the parts note their work in, if they do: the engine takes the spans from it.
 
         Raises:
             OptionError: if the source holds other segments than the model has, or an option is out of its range.

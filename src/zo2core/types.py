@@ -236,7 +236,7 @@ class Update:
         bounded += [("shift * zo_eps", shift * self.zo_eps) for _, shift in self.evaluations]
         for name, value in [*bounded, ("lr * weight_decay", self.lr * self.weight_decay)]:
             if not abs(value) <= LARGEST:
-                return f"{name} {value}", f"a number from -{LARGEST:.4g} to {LARGEST:.4g}"
+                return f"{name} {value:.6g}", f"a number from -{LARGEST:.4g} to {LARGEST:.4g}"
         return None
 
     def _contradiction_of_lengths(self) -> tuple[str, str] | None:

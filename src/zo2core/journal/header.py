@@ -38,9 +38,7 @@ def completed(header: Header) -> Header:
     Raises:
         TypeError, ValueError, RecursionError: if a value is none of JSON.
     """
-    header = {"format": FORMAT, **json.loads(json.dumps(header, allow_nan=False))}
-    require_header(header)
-    return header
+    return {"format": FORMAT, **json.loads(json.dumps(dict(header), allow_nan=False))}
 
 
 def json_object(name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:

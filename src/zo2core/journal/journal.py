@@ -93,13 +93,14 @@ class Journal:
                 "model" or "provenance" where the journal is of an earlier version and lacks it.
 
         Raises:
-            TypeError, ValueError, RecursionError: if a value is none of JSON.
+            TypeError, ValueError, RecursionError: if a value is none of JSON, or of another type than such a key has.
             JournalError: if the journal was begun with another header (each difference is spelled out), or the file cannot
                 be written.
         """
         header = completed(header)
         if self._header is None:
             header = {key: value for key, value in header.items() if value is not None}
+            require_header(header)
             self._write(header)
             self._take_header(header)
             return
@@ -256,8 +257,8 @@ class Journal:
                 self._take(record)
             except ImpossibleRecordError as error:
                 raise _damaged(path, line, error.found, error.expected) from error
-            except RecursionError as error:
-                raise _damaged(path, line, "a value nested too deep", f"a record of format {FORMAT}") from error
+            except (ValueError, RecursionError) as error:  # infinity, as json reads 1e999; a value nested too deep
+                raise _damaged(path, line, f"a value that JSON lacks ({error})", f"a record of format {FORMAT}") from error
         file.loaded.clear()
         self._torn = bool(file.torn)
         if self._header is None and not may_begin_a_journal(file.torn):  # it would be written over
