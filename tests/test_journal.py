@@ -217,10 +217,11 @@ def test_a_file_has_one_writer_and_a_killed_one_lets_go_of_it(tmp_path: Path) ->
     path = tmp_path / "journal.jsonl"
     written(path)
     code = f"""
-import sys, time
+import time
 from pathlib import Path
 from zo2core.io.record_log import RecordFile
-RecordFile(Path({str(path)!r})).append({{"held": True}})
+file = RecordFile(Path({str(path)!r}))
+file.append({{"held": True}})
 print("held", flush=True)
 time.sleep(60)
 """

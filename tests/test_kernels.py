@@ -177,7 +177,7 @@ def test_a_program_is_coded_once_for_a_device_and_let_go_with_it(then: Perturb |
     assert coded.instructions[:, 1].tolist() == ([0, 1] if then is None else [0, 1, 1])
     expected = [[-1.0, 0.0, 0.0], [math.inf, 0.1, 0.2], [0.3, 1e-3, 0.0]][: len(kinds)]
     assert torch.equal(coded.scalars[:, 2:], torch.tensor(expected, dtype=torch.float64).float())
-    memory = weakref.ref(coded.instructions.untyped_storage())
+    memory = weakref.ref(coded.instructions)
     del coded, program
     assert memory() is None, "nobody else keeps it"
 
