@@ -26,6 +26,7 @@ from zo2core import (
     PhiloxNoise,
     PinnedSource,
     Replayer,
+    ScratchError,
     SerialScheduler,
     Trace,
     WriteBackPolicy,
@@ -108,6 +109,20 @@ def test_after_a_refusal_the_callers_parts_and_the_model_are_of_use(base: Path, 
             engine.step(BATCH)
         assert not device.closed
         journal.append(MEZO.update(1, MEZO.evaluations(1, iter([3])), [torch.tensor(1.0), torch.tensor(2.0)], 1.0))
+
+
+def test_a_run_that_is_refused_binds_no_later_one(base: Path, tmp_path: Path) -> None:
+    path, nowhere = tmp_path / "journal.jsonl", tmp_path / "file" / "run"
+    (tmp_path / "file").write_text("in the way")
+    for journal in (path, Journal(path)):
+        with pytest.raises(ScratchError):
+            ZOEngine(open_checkpoint(base), MEZO, journal=journal, write_back=WriteBackPolicy(directory=nowhere, every=1))
+        assert not path.exists()
+        with ZOEngine(open_checkpoint(base), MeZOSGD(lr=5e-3, zo_eps=1e-3), journal=journal) as engine:
+            engine.step(BATCH)
+        if isinstance(journal, Journal):
+            journal.close()
+        path.unlink()
 
 
 def test_parts_stay_the_callers(base: Path) -> None:

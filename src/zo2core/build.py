@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError
 from zo2core.estimators import direction_seeds
-from zo2core.journal import Journal, digest
+from zo2core.journal import Journal, digest, json_object
 from zo2core.noise import choose_noise
 from zo2core.planning.autotune import replay_seconds, write_back_interval, write_bytes_per_second
 from zo2core.planning.device_plan import DevicePlan, plan_device_memory
@@ -69,6 +70,7 @@ def build(
     overlap: bool,
     seed: int = 0,
     write_back: WriteBackPolicy | None = None,
+    provenance: Mapping[str, Any] | None = None,
 ) -> Parts:
     """Choose and open the parts of a run.
 
@@ -84,6 +86,7 @@ def build(
         overlap: Whether transfers and disk overlap with compute.
         seed: Of the run.
         write_back: None never writes.
+        provenance: What of the caller's decides the run, as JSON values; None says nothing.
 
     Raises:
         ZO2Error: as ``ZOEngine`` says. What was opened is closed then.
@@ -102,7 +105,7 @@ def build(
         if isinstance(device, str):
             device = choose_device(device)
             opened.callback(device.close)
-        recorded = None if journal.header is None else journal.header.get("noise")
+        recorded = journal.noise
         of_choice = choose_noise(recorded, layouts, device.torch_device) if noise is None else noise
         device_plan = _plan_device(layouts, of_choice, device, memory, _most_directions(estimator, journal), overlap=overlap)
         room = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
@@ -120,7 +123,8 @@ def build(
             )
         if noise is None:
             of_choice = choose_noise(recorded, layouts, device.torch_device, memory=max(host_plan.spare, 0))
-        journal.begin(_header(model, of_choice, estimator, seed))
+        opened.push(partial(_withdraw_if_refused, journal))
+        journal.begin(_header(model, of_choice, estimator, seed, provenance))
         used = layouts if host_plan.buckets is None else streamed
         scratch, every = _open_scratch(write_back, used, of_choice, journal, estimator, resident=host_plan.buckets is None)
         source: BlockSource
@@ -180,11 +184,12 @@ def adopt(
     micro_batch_size: int | None,
     trace: Trace | Path | str | None,
     timeline: Timeline | None,
+    provenance: Mapping[str, Any] | None,
 ) -> Parts:
     """Take parts that the caller made, as ``ZOEngine.from_parts`` says.
 
     Raises:
-        OptionError: if the source holds other segments than the model has.
+        OptionError: if the source holds other segments than the model has, or ``provenance`` is none of JSON.
         JournalError: if the journal is of another run.
     """
     with ExitStack() as opened:
@@ -194,7 +199,8 @@ def adopt(
         activation_bytes = parse_size(activations, option="activations")
         trace = _open_trace(trace, opened)
         journal = _open_journal(journal, opened)
-        journal.begin(_header(model, noise, estimator, seed))
+        opened.push(partial(_withdraw_if_refused, journal))
+        journal.begin(_header(model, noise, estimator, seed, provenance))
         if scheduler is None:
             scheduler = OverlappedScheduler(source, device, timeline=timeline)
         opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
@@ -239,6 +245,13 @@ def _open_trace(trace: Trace | Path | str | None, opened: ExitStack) -> Trace | 
     return made
 
 
+def _withdraw_if_refused(journal: Journal, kind: type[BaseException] | None, *_: object) -> None:
+    """What a run that is refused began must not bind the next one, which may have other options."""
+    if kind is not None:
+        with suppress(OSError):
+            journal.withdraw()
+
+
 def _start_worker(device: Device, opened: ExitStack) -> ThreadPoolExecutor | None:
     if device.torch_device.type != "cpu":
         return None
@@ -247,7 +260,13 @@ def _start_worker(device: Device, opened: ExitStack) -> ThreadPoolExecutor | Non
     return worker
 
 
-def _header(model: BlockModel, noise: NoiseGenerator, estimator: ZOEstimator | None, seed: int) -> Mapping[str, Any]:
+def _header(
+    model: BlockModel,
+    noise: NoiseGenerator,
+    estimator: ZOEstimator | None,
+    seed: int,
+    provenance: Mapping[str, Any] | None,
+) -> Mapping[str, Any]:
     """What a journal says of the run it belongs to. A value of None matches whatever the journal has."""
     return {
         "base": model.weights.fingerprint,
@@ -255,6 +274,8 @@ def _header(model: BlockModel, noise: NoiseGenerator, estimator: ZOEstimator | N
         "noise": noise.name,
         "estimator": None if estimator is None else estimator.options,
         "seed": None if estimator is None else seed,
+        "model": json_object("model.description", model.description),
+        "provenance": None if provenance is None else json_object("provenance", provenance),
     }
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -51,7 +50,7 @@ class Replayer:
     Raises:
         OptionError: if an option is out of its range, or nothing would heed it.
         MemoryBudgetError: if not even the smallest plan fits into the memory there is.
-        JournalError: if the journal belongs to another base checkpoint, other parameters or other noise.
+        JournalError: if the journal belongs to another base checkpoint, another model or other noise.
         CheckpointError: if the checkpoint cannot be read.
         DeviceError, OutputError: if the device is not there or too small, or the trace cannot be made.
     """
@@ -192,9 +191,7 @@ class Replayer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _sweep(self, groups: Groups, forward: Forward | None = None) -> list[list[torch.Tensor]]:
@@ -244,8 +241,8 @@ class ZOEngine(Replayer):
         journal: Updates so far and to come: a journal, or the path of one, which is made if it is not there. None keeps the
             updates in memory. A journal with updates continues its run.
         seed: Of the run: each step's directions depend on it and on the step only.
-        write_back: Whether changed segments are written to disk. Without, blocks are never written, and a resumed run
-            replays the whole journal.
+        write_back: When changed segments are written to disk. None: never; a resumed run replays the whole journal.
+        provenance: What of the caller's decides the run, as JSON values: the journal keeps it and refuses another one.
 
     Raises:
         ZO2Error: as ``Replayer`` says, and if the directory of ``write_back`` cannot be written to.
@@ -265,6 +262,7 @@ class ZOEngine(Replayer):
         micro_batch_size: int | None = None,
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
+        provenance: Mapping[str, Any] | None = None,
     ) -> None:
         parts = build(
             model,
@@ -278,6 +276,7 @@ class ZOEngine(Replayer):
             overlap=overlap,
             seed=seed,
             write_back=write_back,
+            provenance=provenance,
         )
         self._take(model, parts)
         self._train(estimator, seed)
@@ -298,6 +297,7 @@ class ZOEngine(Replayer):
         micro_batch_size: int | None = None,
         trace: Trace | Path | str | None = None,
         timeline: Timeline | None = None,
+        provenance: Mapping[str, Any] | None = None,
     ) -> Self:
         """An engine of parts that the caller made. They stay the caller's: nothing closes them, not even a refusal.
 
@@ -313,6 +313,7 @@ class ZOEngine(Replayer):
             activations: Bytes, or a size, that an evaluation's activations may take at a time.
             micro_batch_size: As the constructor takes it.
             trace: As the constructor takes it.
+            provenance: As the constructor takes it.
             timeline: What the parts note their work in, if they do: the engine takes the spans from it.
 
         Raises:
@@ -332,6 +333,7 @@ class ZOEngine(Replayer):
             micro_batch_size=micro_batch_size,
             trace=trace,
             timeline=timeline,
+            provenance=provenance,
         )
         engine = cls.__new__(cls)
         engine._take(model, parts)
@@ -364,7 +366,7 @@ class ZOEngine(Replayer):
             BatchError: if the model cannot take the batch.
             NonFiniteLossError: if a loss or a projected gradient is not finite.
             OptionError: if the learning rate of this step, or the seed, is out of its range.
-            JournalError: if the record cannot be written.
+            JournalError: if the record cannot be written, or is none that the weights can bear.
             CheckpointError, ScratchError: if a block cannot be read, or could not be written back.
             BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
             In all these cases the step was not taken. OutputError, if the trace cannot be written, comes after the step.
@@ -372,9 +374,8 @@ class ZOEngine(Replayer):
         self._use.require_open()
         began, step = time.perf_counter(), self.version
         lr = learning_rate(self._estimator, step)
-        evaluations = self._estimator.evaluations(step, direction_seeds(self._seed, step, seed))
-        for evaluation in evaluations:
-            evaluation.validated()
+        listed = self._estimator.evaluations(step, direction_seeds(self._seed, step, seed))
+        evaluations = tuple(evaluation.validated() for evaluation in listed)
         self._settle(step)
         micro_batches = split_rows(batch, self._parts.micro_batch_size)
         tokens = [labelled_tokens(micro_batch) for micro_batch in micro_batches] if len(micro_batches) > 1 else [1]

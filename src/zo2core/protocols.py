@@ -340,6 +340,10 @@ class BlockModel(Forward, Protocol):
         """The base checkpoint."""
 
     @property
+    def description(self) -> Mapping[str, Any]:
+        """What beside the weights decides the forwards, as JSON values, for the journal: a config, say."""
+
+    @property
     def companions(self) -> Mapping[str, Path | bytes]:
         """Files an exported model needs beside its weights: name to content, or to the file to copy."""
 
