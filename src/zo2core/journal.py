@@ -38,6 +38,7 @@ class Journal:
         self._name = "journal" if path is None else str(path)
         self._header: Header | None = None
         self._updates: list[Update] = []
+        self._base_digests: dict[str, str] = {}
         self._chain: list[int] = [0]  # version -> checksum over header and updates up to it
         self._file = None if path is None else self._open(Path(path))
 
@@ -50,6 +51,27 @@ class Journal:
     def updates(self) -> Sequence[Update]:
         """All updates so far, a live view."""
         return self._updates
+
+    @property
+    def base_digests(self) -> Mapping[str, str]:
+        """Digests of the base's segments, by name, as far as they were noted."""
+        return self._base_digests
+
+    def note_base(self, digests: Mapping[str, str]) -> None:
+        """Keep digests of the base's segments; on return they are durable if the journal is a file."""
+        record = {"base_digests": dict(digests)}
+        self._write(record)
+        self._take_base(record)
+
+    def require_version(self, version: int, where: str) -> None:
+        """Refuse a journal that is shorter than another file of the run says it was."""
+        if version > len(self._updates):
+            raise JournalError(
+                self._name,
+                found=f"{len(self._updates)} steps",
+                expected=f"at least {version}, as {where} says",
+                remedy="restore the journal from a copy",
+            )
 
     def begin(self, header: Header) -> None:
         """Write the header of a new journal, or check that an existing one belongs to the same run.
@@ -104,6 +126,7 @@ class Journal:
             )
         copy = Journal()
         copy._header = self._header
+        copy._base_digests = self._base_digests
         copy._updates = self._updates[:step]
         copy._chain = self._chain[: step + 1]
         return copy
@@ -160,6 +183,8 @@ class Journal:
                     if record["format"] != FORMAT:
                         raise ValueError(f"format {record['format']!r}")
                     self._take_header(record)
+                elif "base_digests" in record:
+                    self._take_base(record)
                 else:
                     self._take_update(record)
         except OSError as error:
@@ -178,6 +203,10 @@ class Journal:
     def _take_header(self, header: Record) -> None:
         self._header = header
         self._chain = [zlib.crc32(to_line(header))]
+
+    def _take_base(self, record: Record) -> None:
+        self._base_digests |= record["base_digests"]
+        self._chain[-1] = zlib.crc32(to_line(record), self._chain[-1])
 
     def _take_update(self, record: Record) -> None:
         update = _decode(record)

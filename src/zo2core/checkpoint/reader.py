@@ -254,6 +254,10 @@ class SafetensorsReader:
         offset = entry.start % PAGE
         return offset if entry.torch_dtype == spec.dtype and offset % spec.dtype.itemsize == 0 else None
 
+    def origin(self, parameter: str) -> str:
+        """The path of a parameter's shard."""
+        return str(self._entries[parameter].path)
+
     def samples(self, entry: TensorEntry) -> list[bytearray]:
         """Bytes of a tensor's beginning, middle and end.
 
