@@ -380,6 +380,7 @@ class ZOEngine(Replayer):
         for evaluation, loss in zip(evaluations, losses, strict=True):
             evaluation.require_finite(loss, step=step)
         update = self._estimator.update(step, evaluations, losses, lr).validated()
+        self._parts.base_digests.note(self._parts.journal)
         self._parts.journal.append(update)
         done = time.perf_counter()
         return StepResult.of(update, done - began, self._recorder.ended(Sweep.of_step(step, began, done)))

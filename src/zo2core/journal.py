@@ -205,8 +205,7 @@ class Journal:
         self._chain = [zlib.crc32(to_line(header))]
 
     def _take_base(self, record: Record) -> None:
-        self._base_digests |= record["base_digests"]
-        self._chain[-1] = zlib.crc32(to_line(record), self._chain[-1])
+        self._base_digests |= record["base_digests"]  # no update: checksums of versions stay as they are
 
     def _take_update(self, record: Record) -> None:
         update = _decode(record)

@@ -1,8 +1,8 @@
 """Digests of the base checkpoint's segments: made beside the first reads, kept by the journal, compared ever after.
 
 The fingerprint in a journal's header samples each tensor; a digest covers every byte. A segment's digest is made of its
-parameters' bytes as they are loaded, in the run's dtype. It is cut at fixed elements of each parameter, so it depends neither
-on where the parameter lies in a file nor on where it lies in a bucket.
+parameters' bytes as they are loaded, in the run's dtype. It is cut at fixed elements of each parameter, so it depends
+neither on where the parameter lies in a file nor on where it lies in a bucket.
 """
 
 from __future__ import annotations
@@ -118,9 +118,7 @@ class BaseDigests:
             self._is_news = False
 
 
-def verify_base(
-    model: BlockModel, journal: Journal, progress: Callable[[int], object] | None = None
-) -> Mapping[str, str]:
+def verify_base(model: BlockModel, journal: Journal, progress: Callable[[int], object] | None = None) -> Mapping[str, str]:
     """Read every byte of a model's base at once, and compare it with what a journal keeps of it.
 
     Args:
@@ -153,9 +151,7 @@ class _CutReader:
         self._weights = weights
         self._memory = threading.local()
 
-    def digest(
-        self, layout: BlockLayout, pool: ThreadPoolExecutor, progress: Callable[[int], object] | None
-    ) -> str:
+    def digest(self, layout: BlockLayout, pool: ThreadPoolExecutor, progress: Callable[[int], object] | None) -> str:
         """Read a segment; as ``SegmentDigest`` has it."""
         reads = [
             (pool.submit(self._checksums, spec, start), min(_CUTS * CUT, spec.nbytes - start * spec.dtype.itemsize))

@@ -57,9 +57,7 @@ class PinnedSource:
         for index, layout in enumerate(self._layouts):
             data = self._pages[index][: layout.nbytes]
             self._buckets.append(Bucket(index, data, layout.views(data), version=0))
-        self._loader: SegmentLoader | None = SegmentLoader(
-            weights, self._layouts, scratch, base_digests, timeline
-        )
+        self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, scratch, base_digests, timeline)
         self._loading: dict[int, Loading] = {}
         self._filled: set[int] = set()
         self._order = ReadingOrder(self._layouts)

@@ -6,9 +6,9 @@ size suffices. What a crash leaves over is never wrong, at worst old: the journa
 
 Write-ahead: bytes of version v are written only once the journal's records up to v are durable. Every manifest record
 carries the journal's checksum at its version, so bytes of another run do not count; and a checksum of the bytes, which is
-checked when they are first read after opening. Bytes that are damaged, or of another moment than their record, as in a copy of
-a run that was being written, are given up. Later reads are not checked: only this process writes the file from then on, and
-what happens under a process (a bad sector) the disk reports itself.
+checked when they are first read after opening. Bytes that are damaged, or of another moment than their record, as in a
+copy of a run that was being written, are given up. Later reads are not checked: only this process writes the file from
+then on, and what happens under a process (a bad sector) the disk reports itself.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Scratch:
         directory: Of the run; what an earlier process left there is used.
         layouts: Segments in visiting order.
         chain: Version to the journal's checksum, None where the journal is not durable that far.
-        require_version: Told every version beyond the journal's end that the manifest has, and where that stands: records are
-            written after the journal's, so the journal has lost some. None: such bytes just do not count.
+        require_version: Told every version beyond the journal's end that the manifest has, and where that stands: bytes are
+            written after the journal's records, so it has lost some. None: such bytes just do not count.
 
     Raises:
         ScratchError: if the files cannot be opened.

@@ -118,9 +118,7 @@ class StreamedSource:
         self._resident = {i: _BucketMemory(next(memory)) for i, layout in enumerate(self._layouts) if layout.resident}
         self._ring = [_BucketMemory(pages) for pages in memory]
         self._order = ReadingOrder(self._layouts)
-        self._loader: SegmentLoader | None = SegmentLoader(
-            weights, self._layouts, scratch, base_digests, timeline
-        )
+        self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, scratch, base_digests, timeline)
         self._lock = threading.RLock()
 
     @property
