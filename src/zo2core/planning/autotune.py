@@ -48,11 +48,10 @@ def replay_seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_
 
     def replaying(updates: int) -> float:
         seeds = tuple(range(updates))
-        instructions: list[Perturb | Descend] = [
-            part
-            for seed in seeds
-            for part in (*(Perturb(seed, shift, 1e-3) for shift in walk), _DESCEND._replace(direction=seed))
-        ]
+        instructions: list[Perturb | Descend] = []
+        for seed in seeds:
+            instructions += [Perturb(seed, shift, 1e-3) for shift in walk]
+            instructions.append(_DESCEND._replace(direction=seed))
         program = Program(seeds, tuple(instructions))
 
         def run(spec: ParameterSpec, start: int, theta: torch.Tensor, z: torch.Tensor, *scratch: torch.Tensor) -> None:
