@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,3 +213,9 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "file").read_text() == "mine"
     with pytest.raises(OutputError):
         write_checkpoint(tmp_path / "out" / "file", SPECS, values(), {})
+
+
+def test_a_pipe_is_no_shard(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        find_tensors(tmp_path)

@@ -49,6 +49,9 @@ class CountingWeights:
     def page_offset(self, spec: ParameterSpec) -> int | None:
         return None
 
+    def origin(self, parameter: str) -> str:
+        return "counted"
+
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         assert self.go.wait(10)
         out.fill_(int(parameter[1:]))

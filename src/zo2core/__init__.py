@@ -42,7 +42,6 @@ from zo2core.noise import SequentialNoise as SequentialNoise
 from zo2core.planning.autotune import evaluation_seconds as evaluation_seconds
 from zo2core.planning.autotune import read_bytes_per_second as read_bytes_per_second
 from zo2core.planning.autotune import replay_seconds as replay_seconds
-from zo2core.planning.autotune import write_back_interval as write_back_interval
 from zo2core.planning.autotune import write_bytes_per_second as write_bytes_per_second
 from zo2core.planning.device_plan import DevicePlan as DevicePlan
 from zo2core.planning.device_plan import plan_device_memory as plan_device_memory
@@ -56,6 +55,12 @@ from zo2core.planning.memory_plan import MemoryPart as MemoryPart
 from zo2core.planning.memory_plan import MemoryPlan as MemoryPlan
 from zo2core.planning.policies import MemoryPolicy as MemoryPolicy
 from zo2core.planning.policies import WriteBackPolicy as WriteBackPolicy
+from zo2core.planning.write_interval import choose_interval as choose_interval
+from zo2core.planning.write_interval import interval_within as interval_within
+from zo2core.planning.write_interval import require_within as require_within
+from zo2core.planning.write_interval import streamed_bytes as streamed_bytes
+from zo2core.planning.write_interval import terabytes_written as terabytes_written
+from zo2core.planning.write_interval import write_back_interval as write_back_interval
 from zo2core.profiling.chrome_trace import Recording as Recording
 from zo2core.profiling.chrome_trace import Sweep as Sweep
 from zo2core.profiling.chrome_trace import Trace as Trace
@@ -77,6 +82,7 @@ from zo2core.schedulers import OverlappedScheduler as OverlappedScheduler
 from zo2core.schedulers import SerialScheduler as SerialScheduler
 from zo2core.sources import PinnedSource as PinnedSource
 from zo2core.sources import StreamedSource as StreamedSource
+from zo2core.sources.base_digests import verify_base as verify_base
 from zo2core.sources.loader import laid_out_as_on_disk as laid_out_as_on_disk
 from zo2core.sources.scratch import scratch_bytes as scratch_bytes
 from zo2core.sweep.activation_offload import ROOMS as ROOMS

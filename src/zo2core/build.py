@@ -18,16 +18,17 @@ from zo2core.errors import JournalError, OptionError
 from zo2core.estimators import direction_seeds
 from zo2core.journal import Journal, digest, json_object
 from zo2core.noise import choose_noise
-from zo2core.planning.autotune import replay_seconds, write_back_interval, write_bytes_per_second
 from zo2core.planning.device_plan import DevicePlan, plan_device_memory
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.host_plan import HostPlan, plan_host
 from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
+from zo2core.planning.write_interval import choose_interval, require_within
 from zo2core.profiling.chrome_trace import Trace
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.schedulers import OverlappedScheduler, SerialScheduler
 from zo2core.sources import PinnedSource, StreamedSource
+from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.scratch import Scratch
 from zo2core.sweep.activation_offload import ActivationOffload
@@ -48,6 +49,7 @@ class Parts(NamedTuple):
     device: Device
     noise: NoiseGenerator
     source: BlockSource
+    base_digests: BaseDigests  # of what the source reads; a source that a caller passed has its own, if any
     scheduler: Scheduler
     work_buffer: WorkBuffer
     activations: ActivationOffload
@@ -126,10 +128,16 @@ def build(
         opened.push(partial(_withdraw_if_refused, journal))
         journal.begin(_header(model, of_choice, estimator, seed, provenance))
         used = layouts if host_plan.buckets is None else streamed
-        scratch, every = _open_scratch(write_back, used, of_choice, journal, estimator, resident=host_plan.buckets is None)
+        kept = 0 if device_plan is None else device_plan.kept
+        every = _interval(write_back, model, used, of_choice, estimator, buckets=host_plan.buckets, kept=kept)
+        scratch = None
+        if write_back is not None:
+            scratch = Scratch(Path(write_back.directory), used, journal.chain, journal.require_version)
+        base_digests = BaseDigests(journal.base_digests, learns=estimator is not None)
         source: BlockSource
         try:
-            options: Any = {"scratch": scratch, "write_back_every": every, "timeline": timeline}
+            options: Any = {"scratch": scratch, "write_back_every": every}
+            options |= {"base_digests": base_digests, "timeline": timeline}
             if host_plan.buckets is None:
                 source = PinnedSource(model.weights, used, device.host_memory, **options)
             else:
@@ -139,7 +147,6 @@ def build(
                 scratch.close()
             raise
         opened.callback(source.close)
-        kept = 0 if device_plan is None else device_plan.kept
         scheduler = (
             OverlappedScheduler(source, device, kept=kept, timeline=timeline)
             if overlap
@@ -160,6 +167,7 @@ def build(
             device=device,
             noise=of_choice,
             source=source,
+            base_digests=base_digests,
             scheduler=scheduler,
             work_buffer=work_buffer,
             activations=activations,
@@ -217,6 +225,7 @@ def adopt(
             device=device,
             noise=noise,
             source=source,
+            base_digests=BaseDigests({}, learns=False),
             scheduler=scheduler,
             work_buffer=work_buffer,
             activations=offload,
@@ -339,22 +348,32 @@ def _most_directions(estimator: ZOEstimator | None, journal: Journal) -> int:
     return max(taken, len({evaluation.seed for evaluation in evaluations}))
 
 
-def _open_scratch(
+def _interval(
     policy: WriteBackPolicy | None,
+    model: BlockModel,
     layouts: Sequence[BlockLayout],
     noise: NoiseGenerator,
-    journal: Journal,
     estimator: ZOEstimator | None,
     *,
-    resident: bool,
-) -> tuple[Scratch | None, int | None]:
-    """The scratch file of a policy, and after how many steps a segment is written to it."""
+    buckets: int | None,
+    kept: int,
+) -> int | None:
+    """After how many steps a segment is written to the scratch file of a policy."""
     if policy is None:
-        return None, None
-    directory, every = Path(policy.directory), policy.every
+        return None
+    every = policy.every
     if every == "auto":
-        replay = replay_seconds(noise, layouts, in_place=estimator is None or estimator.perturb_in_place)
-        write = sum(layout.nbytes for layout in layouts) / write_bytes_per_second(directory)
-        every = write_back_interval(replay, write, resident=resident)
+        every = choose_interval(
+            layouts,
+            noise,
+            model.weights,
+            Path(policy.directory),
+            in_place=estimator is None or estimator.perturb_in_place,
+            buckets=buckets,
+            kept=kept,
+            terabytes_per_1000_steps=policy.terabytes_per_1000_steps,
+        )
     limits = [limit for limit in (every, policy.snapshot_every) if limit is not None]
-    return Scratch(directory, layouts, journal.chain), min(limits, default=None)
+    interval = min(limits, default=None)
+    require_within(layouts, interval, policy.terabytes_per_1000_steps)
+    return interval

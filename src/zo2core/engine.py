@@ -14,11 +14,8 @@ from zo2core.build import Parts, adopt, build
 from zo2core.checkpoint import require_unused, write_checkpoint
 from zo2core.estimators import direction_seeds, learning_rate
 from zo2core.journal import Journal
-from zo2core.planning.device_plan import DevicePlan
-from zo2core.planning.host_plan import HostPlan
-from zo2core.planning.policies import ACTIVATIONS, MemoryPolicy, WriteBackPolicy
-from zo2core.profiling.chrome_trace import Sweep, Trace, TraceRecorder
-from zo2core.profiling.timeline import Timeline
+from zo2core.planning import ACTIVATIONS, DevicePlan, HostPlan, MemoryPolicy, WriteBackPolicy
+from zo2core.profiling import Sweep, Timeline, Trace, TraceRecorder
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.sweep.evaluation_loop import evaluate, fill_sweeps
 from zo2core.sweep.exclusive_use import ExclusiveUse
@@ -385,6 +382,7 @@ class ZOEngine(Replayer):
         for evaluation, loss in zip(evaluations, losses, strict=True):
             evaluation.require_finite(loss, step=step)
         update = self._estimator.update(step, evaluations, losses, lr).validated()
+        self._parts.base_digests.note(self._parts.journal)
         self._parts.journal.append(update)
         sweep = Sweep.of_step(step, began, time.perf_counter())
         return StepResult.of(update, sweep.done - began, self._recorder.ended(sweep))

@@ -290,6 +290,9 @@ class TensorReader(Protocol):
             CheckpointError: if the bytes cannot be read whole.
         """
 
+    def origin(self, parameter: str) -> str:
+        """Return where a parameter comes from, for messages: the path of its file."""
+
     def close(self) -> None:
         """Give descriptors back. Whoever reads afterwards opens the files again."""
 

@@ -10,6 +10,7 @@ import tyro
 
 from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.trainers.base_check import verify_with_progress
 from zo2adapters.trainers.options import DtypeName
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer
@@ -31,6 +32,8 @@ class AtStep:
     """Dtype of the weights; with a journal, the one that the run was made with."""
     memory: str = "auto"
     """Host memory the process may take in all, such as 6GiB; auto takes what is free."""
+    verify_base: bool = False
+    """Read every byte of the base first, and compare it with what the journal keeps of it."""
     device: str = "cpu"
     """Device to compute on: cpu, cuda or cuda:N."""
     device_memory: str = "auto"
@@ -82,6 +85,8 @@ class AtStep:
             raise JournalError(self.journal, found="no journal", expected="a run's journal.jsonl", remedy="check the path")
         if self.at is not None:
             journal = (Journal() if journal is None else journal).until(self.at)
+        if self.verify_base:
+            _verify(model, Journal() if journal is None else journal, self.journal)
         return Replayer(
             model,
             journal,
@@ -90,3 +95,29 @@ class AtStep:
             micro_batch_size=micro_batch_size,
             trace=trace,
         )
+
+
+def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
+    """Compare the whole base with what a journal keeps of it.
+
+    Raises:
+        OptionError: if there is no journal.
+        JournalError: if it keeps nothing of some segment.
+        CheckpointError: if the base is another one.
+    """
+    if path is None:
+        raise OptionError(
+            "--verify-base",
+            found="no journal",
+            expected="--run or --journal, which keeps the digests",
+            remedy="leave it out",
+        )
+    unknown = [layout.name for layout in model.layouts if layout.name not in journal.base_digests]
+    if unknown:
+        raise JournalError(
+            path,
+            found=f"no digest of {len(unknown)} of {len(model.layouts)} segments of the base",
+            expected="one of each, as a step of zo2 train notes them",
+            remedy="take a step with --resume and --verify-base, or leave --verify-base out",
+        )
+    verify_with_progress(model, journal)

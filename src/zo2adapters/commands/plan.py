@@ -24,6 +24,8 @@ class Plan:
     """Host memory the run may take in all, such as 6GiB; auto takes what is free."""
     scratch: Path = Path()
     """Directory on the disk that the run would write to."""
+    write_limit_tb: float | None = None
+    """Terabytes that 1,000 steps may write there, as for training."""
     device_memory: str | None = None
     """Memory of a GPU to plan for, such as 24GB, which need not be here: how many blocks stay there, and what is moved."""
     bus: str = "25GB"
@@ -68,5 +70,6 @@ class Plan:
             micro_rows=self.batching.micro_batch_size,
             noise=noise,
             queries=self.queries,
+            write_limit_tb=self.write_limit_tb,
         )
         print(planned.to_json() if self.json else planned.table())

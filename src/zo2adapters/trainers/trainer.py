@@ -20,6 +20,7 @@ from zo2adapters.ranges import require_at_least
 from zo2adapters.tasks.batches import collate, evaluation_batches, training_batches
 from zo2adapters.tasks.rows import Dataset, read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
+from zo2adapters.trainers.base_check import verify_with_progress
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
 from zo2core import (
@@ -34,6 +35,7 @@ from zo2core import (
     ZOEstimator,
     parse_size,
     reason,
+    terabytes_written,
 )
 
 
@@ -79,7 +81,10 @@ class Trainer:
         activations, least = _reserved(options, model, longest)
         self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
+            self._layouts = model.layouts
             self.engine = _build_engine(options, model, estimator, activations, least, execution=execution)
+            if execution.verify_base:
+                self._verify_base(model)
         except BaseException:
             if resume:
                 self._run.close()
@@ -97,12 +102,18 @@ class Trainer:
         host, device, every = self.engine.host_plan, self.engine.device_plan, self.engine.write_back_every
         assert host is not None, "the engine chose its source"
         where = "all blocks in memory" if host.buckets is None else f"{host.buckets} blocks in memory at a time"
-        written = "never written back" if every is None else f"written back every {every} steps"
+        written = "never written back"
+        if every is not None:
+            written = f"written back every {every} steps, {self._terabytes(every)} TB in 1,000 steps"
         room = f"about {host.nbytes / 2**30:.1f} of {host.budget / 2**30:.1f} GiB"
         if device is None:
             return f"{where}, {written}; {room}"
         used = f"about {device.nbytes / 2**30:.1f} of {device.budget / 2**30:.1f} GiB"
         return f"{where}, {written}; {room}; {device.kept} blocks stay on {self.options.storage.device}; {used}"
+
+    def _terabytes(self, every: int) -> str:
+        terabytes = terabytes_written(self._layouts, every)
+        return f"{terabytes:.2f}" if terabytes >= 0.01 else "less than 0.01"
 
     def run(self) -> Path:
         """Train, evaluate and export.
@@ -155,6 +166,17 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _verify_base(self, model: HFBlockModel) -> None:
+        """Read the base whole; what the journal does not know of it yet is noted there."""
+        journal = self.engine.journal
+        try:
+            unknown = verify_with_progress(model, journal, quiet=self._quiet)
+            if unknown:
+                journal.note_base(unknown)
+        except BaseException:
+            self.engine.close()
+            raise
 
     def _tokens(self) -> dict[str, object]:
         """What the run trains and evaluates on, beyond the files' own bytes."""
@@ -221,6 +243,7 @@ def _build_engine(
             directory=options.output,
             every=None if storage.write_back_every == "never" else storage.write_back_every,
             snapshot_every=storage.snapshot_every,
+            terabytes_per_1000_steps=storage.write_limit_tb,
         ),
         micro_batch_size=options.batching.micro_batch_size,
         overlap=execution.scheduler is Order.OVERLAPPED,

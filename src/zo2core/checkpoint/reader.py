@@ -66,7 +66,7 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
         CheckpointError: if the file is missing, truncated or malformed.
     """
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode):
                 raise _malformed(path, "not a regular file", "a safetensors file")
@@ -86,6 +86,11 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
             path, found=reason(error), expected="a readable safetensors file", remedy="check the path"
         ) from error
     return _parse_entries(path, raw, data_start=8 + length, data_size=info.st_size - 8 - length)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting for what a pipe's other end would write."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _parse_entries(path: Path, raw: bytes, *, data_start: int, data_size: int) -> dict[str, TensorEntry]:
@@ -252,6 +257,10 @@ class SafetensorsReader:
         entry = self._entries[spec.name]
         offset = entry.start % PAGE
         return offset if entry.torch_dtype == spec.dtype and offset % spec.dtype.itemsize == 0 else None
+
+    def origin(self, parameter: str) -> str:
+        """The path of a parameter's shard."""
+        return str(self._entries[parameter].path)
 
     def samples(self, entry: TensorEntry) -> list[bytearray]:
         """Bytes of a tensor's beginning, middle and end.

@@ -18,6 +18,7 @@ from zo2core.errors import ClosedError, OptionError
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import TensorReader
+from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.loader import Loading, SegmentLoader, portions
 from zo2core.sources.reading_order import NEVER, READ_AHEAD, ReadingOrder
 from zo2core.sources.scratch import Scratch
@@ -87,6 +88,7 @@ class StreamedSource:
         scratch: Files that blocks were written back to, and are again. They belong to this source.
         write_back_every: A block is written back once it is this many versions ahead of its bytes on disk; in between it is
             read again and replayed. None never writes.
+        base_digests: What the base's segments have to be; None does not look.
         timeline: Every read and write is noted there.
 
     Raises:
@@ -102,6 +104,7 @@ class StreamedSource:
         buckets: int = 1 + READ_AHEAD,
         scratch: Scratch | None = None,
         write_back_every: int | None = None,
+        base_digests: BaseDigests | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         if buckets < 1:
@@ -115,7 +118,7 @@ class StreamedSource:
         self._resident = {i: _BucketMemory(next(memory)) for i, layout in enumerate(self._layouts) if layout.resident}
         self._ring = [_BucketMemory(pages) for pages in memory]
         self._order = ReadingOrder(self._layouts)
-        self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, scratch, timeline)
+        self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, scratch, base_digests, timeline)
         self._lock = threading.RLock()
 
     @property
@@ -270,7 +273,9 @@ class StreamedSource:
             self._read_ahead()
             if ahead is not None and ahead.failed():  # nobody needed it then; what counts is whether it fails now
                 loading = self._load(segment, memory)
-            loading.wait()
+            if not loading.wait():  # what was written back is damaged: the base, then, and what it lacks is replayed
+                loading = self._load(segment, memory)
+                loading.wait()
         except BaseException:
             memory.state = _Empty(loading)  # reads may go on if the wait was interrupted
             raise
