@@ -173,6 +173,7 @@ def digests_of(
         BlockLayout("block", SegmentKind.BLOCK, tuple(specs[1:])),
     )
     digests, journal = BaseDigests({}, learns=True), Journal()
+    journal.begin({"noise": "none"})
     if kind == "at once":
         model = toy(folder / "other.safetensors")
         model.layouts, model.weights = layouts, weights
