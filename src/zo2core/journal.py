@@ -1,7 +1,7 @@
 """The journal: an append-only list of updates. With the base checkpoint it is the weights of every step.
 
-On disk it is a file of checksummed records (``records.py``): the first is the header (format version, what the run was made
-of), each further one an update. Floats are written so that reading gives the same bits.
+On disk it is a file of checksummed records (``io/record_log.py``): the first is the header (format version, what the run was
+made of), each further one an update. Floats are written so that reading gives the same bits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Journal:
 
     @property
     def header(self) -> Header | None:
-        """What the run was made of; None before it began."""
+        """What the run was made of. None before it began."""
         return self._header
 
     @property
@@ -66,14 +66,15 @@ class Journal:
             self._write(header)
             self._take_header(header)
             return
-        theirs, ours = _leaves(self._header), _leaves({key: value for key, value in header.items() if value is not None})
-        keys = [key for key in sorted({*theirs, *ours}) if key.split(".")[0] in header and theirs.get(key) != ours.get(key)]
+        written, wanted = _leaves(self._header), _leaves({key: value for key, value in header.items() if value is not None})
+        keys = [key for key in sorted({*written, *wanted}) if written.get(key) != wanted.get(key)]
+        keys = [key for key in keys if key.split(".")[0] in header]
         keys = [key for key in keys if header[key.split(".")[0]] is not None]
         if keys:
             raise JournalError(
                 self._name,
-                found="; ".join(f"{key} {theirs.get(key)!r}" for key in keys),
-                expected="; ".join(f"{key} {ours.get(key)!r}" for key in keys),
+                found="; ".join(f"{key} {written.get(key)!r}" for key in keys),
+                expected="; ".join(f"{key} {wanted.get(key)!r}" for key in keys),
                 remedy="continue with the base checkpoint and options the journal was begun with, or begin a new one",
             )
 
@@ -90,7 +91,7 @@ class Journal:
         self._take_update(record)
 
     def until(self, step: int) -> Journal:
-        """A copy in memory of the run's first steps.
+        """Copy the run's first steps into a journal in memory.
 
         Raises:
             JournalError: if the run is shorter.
@@ -109,12 +110,12 @@ class Journal:
         return copy
 
     def chain(self, version: int) -> int | None:
-        """A checksum over header and updates 0..version-1: tells whether bytes of a version belong to this run.
+        """Return a checksum over header and updates 0..version-1. It tells whether bytes of a version belong to this run.
 
-        Asking makes the journal durable, as far as it goes: bytes of a version may be written once its checksum is known.
+        Asking makes the journal durable as far as it goes: bytes of a version may be written once its checksum is known.
 
         Returns:
-            The checksum; None if the journal is shorter.
+            The checksum, or None if the journal is shorter.
 
         Raises:
             JournalError: if an existing file cannot be synced.
@@ -188,11 +189,11 @@ class Journal:
 
 
 def _leaves(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested objects as one flat one, for telling what differs."""
-    found: dict[str, Any] = {}
-    for key, each in value.items():
-        found |= _leaves(each, f"{prefix}{key}.") if isinstance(each, dict) else {prefix + key: each}
-    return found
+    """Flatten nested objects, so that it can be told what differs."""
+    leaves: dict[str, Any] = {}
+    for key, item in value.items():
+        leaves |= _leaves(item, f"{prefix}{key}.") if isinstance(item, dict) else {prefix + key: item}
+    return leaves
 
 
 def _encode(update: Update) -> dict[str, Any]:
@@ -210,7 +211,7 @@ def _encode(update: Update) -> dict[str, Any]:
 
 
 def digest(parameters: Iterable[ParameterSpec]) -> str:
-    """Identifies a model's parameters: names, shapes, dtypes, places, and which of them decay."""
+    """Return a checksum of a model's parameters: of names, shapes, dtypes, places, and of which of them decay."""
     listed = [[spec.name, list(spec.shape), str(spec.dtype), spec.index, spec.decays] for spec in parameters]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 

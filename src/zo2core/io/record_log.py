@@ -22,7 +22,7 @@ Record = Mapping[str, Any]
 
 
 class DamagedRecordError(ValueError):
-    """A line that is no record, and is not the torn end of the file."""
+    """A line is no record, and it is not the torn end of the file either."""
 
     def __init__(self, line: int, reason: str) -> None:
         self.line = line  # of the file, from 1
@@ -33,18 +33,18 @@ class RecordFile:
     """Records on disk.
 
     Args:
-        path: File to continue; created with the first record.
+        path: File to continue. It is created with the first record.
 
     Raises:
         OSError: if an existing file cannot be read.
-        DamagedRecordError: if it is damaged elsewhere than in its last line.
+        DamagedRecordError: if a line other than the last one is damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor: int | None = None
         self._end = 0  # bytes of whole records
-        self._failed = False  # an append did; beyond the end may stand a record, even a whole one
+        self._failed = False  # an append failed; beyond the end there may be a record, even a whole one
         self._settled = False  # the file's name is durable, and so is what an earlier process wrote
         self.loaded: list[Record] = []  # what the file held when it was opened
         if path.exists():
@@ -54,7 +54,8 @@ class RecordFile:
         """Write a record; on return it is durable.
 
         Raises:
-            OSError: if that failed. The file's records stay as they were; the next append takes the torn one's place.
+            OSError: if writing failed, or another process writes the file. The file's records stay as they were; the next
+                append takes the torn one's place.
         """
         line = to_line(record)
         if self._descriptor is None:
@@ -101,7 +102,7 @@ class RecordFile:
         """Make sure that a record whose append failed does not count, not even for whoever reads the file later.
 
         Raises:
-            OSError: if that failed; it may still count.
+            OSError: if the file cannot be changed; the record may still count then.
         """
         if self._failed and self._descriptor is not None:
             os.ftruncate(self._descriptor, self._end)

@@ -1,1 +1,1 @@
-"""What every lane did when, and traces of it."""
+"""Timelines of what every lane did when, and trace files of them."""

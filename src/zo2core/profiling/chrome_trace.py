@@ -132,11 +132,11 @@ class Trace:
 
 
 class TraceRecorder:
-    """Takes a timeline down, sweep by sweep.
+    """Takes the spans of a timeline, sweep by sweep, adds them up and writes them to a trace.
 
     Args:
         timeline: Nobody else takes spans from it.
-        trace: To write them to, if any; belongs to this object.
+        trace: File to write the spans to, or None. It belongs to this object.
     """
 
     def __init__(self, timeline: Timeline, trace: Trace | None) -> None:
@@ -144,7 +144,10 @@ class TraceRecorder:
         self._trace = trace
 
     def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
-        """Take down what was done up to now, and add up what each lane did: all bytes, and the time within the sweep.
+        """Take the spans that are done, write them down, and add up what each lane did.
+
+        Returns:
+            Lane to all bytes it moved, and to the time it was busy within the sweep.
 
         Raises:
             OutputError: if the trace cannot be written.
@@ -155,7 +158,7 @@ class TraceRecorder:
         return lane_uses(spans, begun=sweep.begun, done=sweep.done)
 
     def close(self) -> None:
-        """Take down what is left, and complete the trace. May be called twice.
+        """Write down the spans that are left, and complete the trace. May be called twice.
 
         Raises:
             OutputError: if the trace cannot be written.
@@ -174,37 +177,37 @@ class Recording:
     sweeps: tuple[Sweep, ...]  # in the order in which they ended
 
     def sweep(self, step: int | None = None) -> Sweep:
-        """One sweep.
+        """Return the sweep of a step.
 
         Args:
-            step: Whose; None: of the last step, or the last one where there are evaluations only.
+            step: The step's number. None: the last step, or the last sweep of all where no step was recorded.
 
         Raises:
-            TraceError: if there is none.
+            TraceError: if there is no such sweep.
         """
         steps = [sweep for sweep in self.sweeps if sweep.name.startswith(_STEP)]
-        found = steps or list(self.sweeps) if step is None else [each for each in steps if each.name == f"{_STEP}{step}"]
-        if not found:
-            there = f"{steps[0].name} to {steps[-1].name}" if steps else f"{len(self.sweeps)} sweeps, none of a step"
+        asked = steps or list(self.sweeps) if step is None else [s for s in steps if s.name == f"{_STEP}{step}"]
+        if not asked:
+            recorded = f"{steps[0].name} to {steps[-1].name}" if steps else f"{len(self.sweeps)} sweeps, none of a step"
             raise TraceError(
                 self.path,
-                found=there,
+                found=recorded,
                 expected="a sweep" if step is None else f"{_STEP}{step}",
                 remedy="choose another step, or leave it out to see the last one",
             )
-        return found[-1]
+        return asked[-1]
 
     def within(self, sweep: Sweep) -> list[Span]:
-        """The spans that a sweep's time has a part of, in order."""
-        found = [span for span in self.spans if span.begun.seconds < sweep.done and span.done.seconds > sweep.begun]
-        return sorted(found, key=lambda span: span.begun.seconds)
+        """Return the spans that lie within a sweep's time, at least in part, in the order in which they begin."""
+        spans = [span for span in self.spans if span.begun.seconds < sweep.done and span.done.seconds > sweep.begun]
+        return sorted(spans, key=lambda span: span.begun.seconds)
 
 
 def read_trace(path: Path) -> Recording:
-    """Read a trace back; a last line that is torn does not count, nor do events of other kinds.
+    """Read a trace back. A last line that is torn does not count, nor do events of other kinds.
 
     Raises:
-        TraceError: if it cannot be read, or is none.
+        TraceError: if the file cannot be read, or is no trace.
     """
     try:
         events = _parse(path.read_text(encoding="utf-8"))
@@ -237,7 +240,7 @@ def read_trace(path: Path) -> Recording:
 
 
 def row_name(span: Span) -> str:
-    """What the lane, and of evaluations the track, is called where it is shown."""
+    """Return what a span's row is called where traces are shown: its lane, or the evaluation."""
     return f"evaluation {span.track + 1}" if span.lane is Lane.EVALUATE else span.lane.value
 
 
@@ -273,5 +276,5 @@ def _microseconds(seconds: float) -> float:
 
 
 def _seconds(microseconds: float) -> float:
-    """So rounded that what ends where something else begins does so after the way through a file, too."""
+    """Seconds, rounded such that a span that ends where another begins still does so after the way through a file."""
     return round(float(microseconds), _DIGITS) / 1e6

@@ -31,7 +31,8 @@ def portions(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
 def laid_out_as_on_disk(layouts: Sequence[BlockLayout], weights: TensorReader) -> tuple[BlockLayout, ...]:
     """Give each parameter the place in its bucket at which pages of the disk can be read without a copy.
 
-    A parameter begins as far from a page's start as it does in its file. Tensors that follow each other there do so here.
+    A parameter begins as far from a page's start as it does in its file. Tensors that follow each other in a file also
+    do so in the bucket.
     """
     return tuple(replace(layout, offsets=_offsets(layout, weights)) for layout in layouts)
 
@@ -68,7 +69,7 @@ class Loading:
         return any(future.exception() is not None for future in self._futures)
 
     def wait(self) -> None:
-        """Wait for all reads to end, then report the first failure: none may write into the memory later.
+        """Wait for all reads to end, then report the first failure: no read may write into the memory later.
 
         Raises:
             CheckpointError: if a read of the base failed.
@@ -86,8 +87,8 @@ class SegmentLoader:
     Args:
         weights: The base checkpoint. Belongs to the caller.
         layouts: Segments in visiting order.
-        scratch: Where written-back segments are; belongs to the caller.
-        timeline: Takes down every segment's reads.
+        scratch: Files of written-back segments. They belong to the caller.
+        timeline: The reads of every segment are noted there.
     """
 
     def __init__(
@@ -107,9 +108,9 @@ class SegmentLoader:
         """Start filling a segment's memory and return at once.
 
         Args:
-            segment: Which one.
-            pages: uint8, its memory in whole pages.
-            views: Of its parameters in that memory.
+            segment: The segment's number.
+            pages: uint8, the segment's memory in whole pages.
+            views: Views of its parameters in that memory.
         """
         version = 0 if self._scratch is None else self._scratch.version(segment)
         pages = pages[: whole_pages(self._layouts[segment].nbytes)]
