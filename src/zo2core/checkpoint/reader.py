@@ -49,7 +49,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The floating-point dtype, or None if the tensor is none (integers, booleans, 8-bit floats)."""
+        """The floating-point dtype, or None if the tensor is not of such a dtype (integers, booleans, 8-bit floats)."""
         return _FLOATS.get(self.dtype)
 
 
@@ -253,7 +253,10 @@ class SafetensorsReader:
         return digest.hexdigest()
 
     def page_offset(self, spec: ParameterSpec) -> int | None:
-        """Bytes from a page's start to a parameter in its shard; None if it is converted, or lies askew."""
+        """Return how many bytes behind a page's start a parameter begins in its shard.
+
+        None if it is converted as it is read, or does not begin at a multiple of its item size.
+        """
         entry = self._entries[spec.name]
         offset = entry.start % PAGE
         return offset if entry.torch_dtype == spec.dtype and offset % spec.dtype.itemsize == 0 else None
@@ -263,16 +266,16 @@ class SafetensorsReader:
         return str(self._entries[parameter].path)
 
     def samples(self, entry: TensorEntry) -> list[bytearray]:
-        """Bytes of a tensor's beginning, middle and end.
+        """Read some bytes of a tensor's beginning, middle and end.
 
         Raises:
             CheckpointError: if they cannot be read.
         """
         size = min(_SAMPLE, entry.nbytes)
-        found = [bytearray(size) for _ in range(3)]
-        for sample, offset in zip(found, (0, (entry.nbytes - size) // 2, entry.nbytes - size), strict=True):
+        samples = [bytearray(size) for _ in range(3)]
+        for sample, offset in zip(samples, (0, (entry.nbytes - size) // 2, entry.nbytes - size), strict=True):
             self._read(entry, offset, memoryview(sample))
-        return found
+        return samples
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         """Fill memory with a range of a tensor, converting to its dtype where the file holds another.

@@ -67,8 +67,8 @@ def write_checkpoint(
     stream = iter(tensors)
 
     def write_next(file: IO[bytes], spec: ParameterSpec) -> None:
-        found, tensor = next(stream)
-        assert (found, tensor.dtype, tensor.numel()) == (spec.name, spec.dtype, spec.numel)
+        name, tensor = next(stream)
+        assert (name, tensor.dtype, tensor.numel()) == (spec.name, spec.dtype, spec.numel)
         file.write(byte_view(tensor))
 
     lay_out_checkpoint(directory, parameters, write_next, companions, max_shard=max_shard)

@@ -7,15 +7,15 @@ from pathlib import Path
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory, if it is not there, and what is missing above it; on return their names are durable.
+    """Make a directory, unless it exists, and those above it that are missing. On return their names are durable.
 
     Raises:
         OSError: if the system refuses.
     """
-    missing = [each for each in (path, *path.parents) if not each.exists()]
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        sync_path(each.parent)
+    for directory in missing:
+        sync_path(directory.parent)
 
 
 def sync_path(path: Path) -> None:

@@ -134,7 +134,7 @@ class Trace:
 
 
 class TraceRecorder:
-    """Takes a timeline down, sweep by sweep.
+    """Takes the spans of a timeline, sweep by sweep, adds them up and writes them to a trace.
 
     Args:
         timeline: Nobody else takes spans from it.
@@ -146,7 +146,10 @@ class TraceRecorder:
         self._trace = trace
 
     def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
-        """Take down what was done up to now, and add up what each lane did: all bytes, and the time within the sweep.
+        """Take the spans that are done, write them down, and add up what each lane did.
+
+        Returns:
+            Lane to all bytes it moved, and to the time it was busy within the sweep.
 
         Raises:
             OutputError: if the trace cannot be written.
@@ -185,13 +188,13 @@ class Recording:
     sweeps: tuple[Sweep, ...]  # in the order in which they ended
 
     def sweep(self, step: int | None = None) -> Sweep:
-        """One sweep.
+        """Return the sweep of a step.
 
         Args:
-            step: Whose; None: of the last step, or the last one where there are evaluations only.
+            step: The step's number. None: the last step, or the last sweep of all where no step was recorded.
 
         Raises:
-            TraceError: if there is none.
+            TraceError: if there is no such sweep.
         """
         steps = [sweep for sweep in self.sweeps if sweep.name.startswith(_STEP)]
         of_step = [sweep for sweep in steps if sweep.name == f"{_STEP}{step}"]
@@ -213,10 +216,10 @@ class Recording:
 
 
 def read_trace(path: Path) -> Recording:
-    """Read a trace back; a last line that is torn does not count, nor do events of other kinds.
+    """Read a trace back. A last line that is torn does not count, nor do events of other kinds.
 
     Raises:
-        TraceError: if it cannot be read, or is none.
+        TraceError: if the file cannot be read, or is no trace.
     """
     try:
         events = _parse(path.read_text(encoding="utf-8"))
@@ -249,7 +252,7 @@ def read_trace(path: Path) -> Recording:
 
 
 def row_name(span: Span) -> str:
-    """What the lane, and of evaluations the track, is called where it is shown."""
+    """Return what a span's row is called where traces are shown: its lane, or the evaluation."""
     return f"evaluation {span.track + 1}" if span.lane is Lane.EVALUATE else span.lane.value
 
 
