@@ -82,3 +82,18 @@ def test_a_journal_without_digests_cannot_verify_a_base(options: TrainOptions, t
     with Trainer(options, resume=True, quiet=True, execution=Execution(verify_base=True)) as trainer:
         assert len(trainer.engine.journal.base_digests) == 5
     Export(run_directory=options.output, output=tmp_path / "out", verify_base=True).run()
+
+
+def test_a_plan_says_how_many_terabytes_are_written(options: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--model", options.model, "--scratch", str(options.data.parent), "--batch-size", "1"]
+    main(plan)
+    assert "written in 1,000 steps     0.00 TB" in capsys.readouterr().out
+    for more in ([], ["--device-memory", "1GB"]):
+        written = []
+        for limit in ([], ["--write-limit-tb", "1e-8"]):
+            main([*plan, *more, *limit, "--json"])
+            written.append(json.loads(capsys.readouterr().out)["terabytes_per_1000_steps"])
+        assert 0 < written[1] <= 1e-8 < written[0]
+    with pytest.raises(SystemExit):
+        main([*plan, "--write-limit-tb", "0"])
+    assert "found 0.0; expected a number above 0" in capsys.readouterr().err
