@@ -10,6 +10,7 @@ from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.device_run_plan import plan_device_run
 from zo2adapters.trainers.options import Batching, DtypeName, Noise, Optimization
 from zo2adapters.trainers.run_plan import plan_run
+from zo2core import WriteBackPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class Plan:
     def run(self) -> None:
         """Print the plan."""
         require_at_least("queries", self.queries, 1)
+        WriteBackPolicy(directory=self.scratch, terabytes_per_1000_steps=self.write_limit_tb)  # refuses what is no limit
         directory = resolve_directory(self.model)
         model = open_checkpoint(directory, dtype=self.dtype, loss_chunk=self.batching.loss_chunk)
         tokens = self.batching.length_for(model)
@@ -58,6 +60,7 @@ class Plan:
                 micro_rows=self.batching.micro_batch_size,
                 noise=noise,
                 queries=self.queries,
+                write_limit_tb=self.write_limit_tb,
             )
             print(on_device.to_json() if self.json else on_device.table())
             return

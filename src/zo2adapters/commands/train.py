@@ -38,7 +38,7 @@ class Train(RunOptions):
                 raise OptionError(
                     "resume",
                     found="other options beside it",
-                    expected="none but --trace and --scheduler",
+                    expected="none but --trace, --scheduler and --verify-base",
                     remedy="a run keeps what it began with",
                 )
             return RunDirectory.options(self.resume)
