@@ -20,7 +20,7 @@ _WORKER = Path(__file__).with_name("worker.py")
 _START_SECONDS = 300.0  # for imports from a slow disk
 _LARGEST_ANSWER = 1 << 26  # bytes
 _SLACK = 4  # seconds on the wall for each that the child may compute; other processes run, too
-TIME = "it takes longer than a file of its size should"
+TIME = "it takes longer than allowed"
 
 
 class ConfinementError(Exception):
@@ -90,7 +90,7 @@ class ConfinedProcess:
                     start_new_session=True,  # an interrupt at the terminal is the parent's business
                 )
             except OSError as error:
-                raise ConfinementError(f"its reader cannot be started: {reason(error)}") from error
+                raise ConfinementError(f"no process can be started: {reason(error)}") from error
             self._receive(self._process, _START_SECONDS)
         return self._process
 
@@ -133,5 +133,5 @@ def _end_of(status: int) -> str:
     if status == -signal.SIGXCPU:
         return TIME
     if status < 0:
-        return f"it ends its reader by {signal.Signals(-status).name}"
-    return f"its reader ended with status {status}"
+        return f"it ends its process by {signal.Signals(-status).name}"
+    return f"its process ended with status {status}"

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-MEMORY = "it takes more memory than a file of its size should"
+MEMORY = "it takes more memory than allowed"
 _TEXT = 500  # characters of an error that are passed on
 
 
