@@ -12,8 +12,8 @@ def answer(request: dict[str, Any]) -> str:
     """Render one conversation as ``tokenizer.apply_chat_template`` does.
 
     Args:
-        request: ``messages``, as JSON; ``template``; ``special_tokens`` by name; ``reply_follows``; ``longest``, the text's most
-            characters.
+        request: ``messages``, as JSON; ``template``; ``special_tokens`` by name; ``reply_follows``; and ``longest``, in
+            characters, what the text may have.
 
     Raises:
         ValueError: if the text is longer.
