@@ -1,4 +1,4 @@
-"""Freed memory: kept by a training process whose budget has room for it, counted, and never by the library's own decision."""
+"""Freed memory: kept by a training process whose budget has room for it, counted, and never kept by the library."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_memory_is_kept_where_the_budget_has_room_for_activations_twice(budget: 
 def test_a_process_that_keeps_freed_memory_has_hardly_any_page_fault() -> None:
     """Blocks of 8 and 64 MiB, which glibc gives back by default."""
     faults = {
-        name: int(subprocess.run([sys.executable, "-c", FAULTS, name], check=True, capture_output=True, text=True).stdout)
+        name: int(subprocess.run([sys.executable, "-c", FAULTS, name], check=True, stdout=subprocess.PIPE).stdout)
         for name in ("keep", "give back")
     }
     assert faults["keep"] * 10 < faults["give back"], faults

@@ -1,7 +1,7 @@
 """Freed memory that the process keeps: activations and logits of the next step take it again, without a page fault.
 
-glibc gives large blocks back to the system at once, and the system zeroes each page anew when it is asked for again: hundreds
-of thousands of times a step. Told to keep what was freed, it does neither. A process that owns itself may say so, hence the
+glibc gives large blocks back to the system at once, and the system zeroes each page anew when it is asked for again: several
+hundred thousand times a step. Told to keep what was freed, it does neither. A process that owns itself may say so, hence the
 command does, and the library never.
 """
 
