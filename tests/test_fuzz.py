@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from zo2adapters import open_checkpoint
+from zo2adapters.tasks.chat_template import render_chat
 from zo2adapters.tasks.rows import read_dataset
 from zo2core import CheckpointError, Evaluation, Journal, Update, ZO2Error
 from zo2core.checkpoint import SafetensorsReader, find_tensors, parse_header
@@ -416,6 +417,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
     save_tokenizer(directory)
     loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
     loaded.chat_template = TEMPLATE
+    render_chat(CHAT[:1], loaded)  # starts the process that renders, which takes longer than an example may
     return loaded
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -20,7 +21,9 @@ from zo2adapters.commands.plan import Plan
 from zo2adapters.commands.timeline import ShowTimeline
 from zo2adapters.commands.train import Train
 from zo2adapters.commands.verify import Verify
-from zo2core import ZO2Error
+from zo2core import ZO2Error, ZO2Warning
+
+_plain_format = warnings.formatwarning
 
 
 class Command(Protocol):
@@ -52,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    warnings.formatwarning = format_warning
     for options in COMMANDS.values():
         reflow_help(options)
     command: Command = tyro.extras.subcommand_cli_from_dict(
@@ -68,6 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning of this library as one line; others as Python shows them."""
+    if issubclass(category, ZO2Warning):
+        return f"zo2: {message}\n"
+    return _plain_format(message, category, filename, lineno, line)
 
 
 if __name__ == "__main__":

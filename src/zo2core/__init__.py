@@ -9,6 +9,7 @@ from zo2core.checkpoint import same_samples as same_samples
 from zo2core.checkpoint import write_checkpoint as write_checkpoint
 from zo2core.checkpoint.writer import new_directory as new_directory
 from zo2core.checkpoint.writer import shard_names as shard_names
+from zo2core.checkpoint.writer import write_companions as write_companions
 from zo2core.checkpoint.writer import write_index as write_index
 from zo2core.devices import CudaDevice as CudaDevice
 from zo2core.devices import HostDevice as HostDevice
@@ -30,10 +31,13 @@ from zo2core.errors import ScratchError as ScratchError
 from zo2core.errors import TraceError as TraceError
 from zo2core.errors import UnsupportedModelError as UnsupportedModelError
 from zo2core.errors import ZO2Error as ZO2Error
+from zo2core.errors import ZO2Warning as ZO2Warning
 from zo2core.errors import reason as reason
 from zo2core.estimators import MeZOSGD as MeZOSGD
 from zo2core.estimators import MultiQueryRGE as MultiQueryRGE
+from zo2core.io.durable import create_file as create_file
 from zo2core.io.durable import make_directory as make_directory
+from zo2core.io.durable import open_regular as open_regular
 from zo2core.io.durable import sync_path as sync_path
 from zo2core.journal import Journal as Journal
 from zo2core.kernels import Distribution as Distribution

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
+from zo2adapters.trainers.allocator import keep_freed_memory, keeps_memory
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, RunDirectory
 from zo2adapters.trainers.trainer import Trainer
@@ -56,6 +57,8 @@ class Train(RunOptions):
             if trainer.truncated:
                 print(f"{trainer.truncated} rows were cut to the sequence length", file=sys.stderr)
             print(trainer.storage(), file=sys.stderr)
+            if keeps_memory(trainer.host_plan):
+                keep_freed_memory()
             try:
                 exported = trainer.run()
             except KeyboardInterrupt:

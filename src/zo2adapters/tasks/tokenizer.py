@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from zo2adapters.models.companions import companion_files
 from zo2core import DataError
 
 
@@ -15,13 +16,16 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
     Raises:
         DataError: if there is none.
+        CheckpointError: if its files are not to be read.
     """
+    companion_files(directory)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    # transformers meets damaged files with whatever they lead to, and tokenizers with a bare Exception.
+    except Exception as error:
         raise DataError(
             directory,
-            found=f"no usable tokenizer ({str(error).splitlines()[0]})",
+            found=f"no usable tokenizer ({(str(error).splitlines() or [type(error).__name__])[0][:200]})",
             expected="tokenizer files beside the model",
             remedy="copy the tokenizer files of the base model into the directory",
         ) from error

@@ -22,7 +22,18 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from zo2adapters.trainers.options import TrainOptions
-from zo2core import DataError, OptionError, OutputError, Update, ZO2Error, make_directory, reason, require_unused, sync_path
+from zo2core import (
+    DataError,
+    OptionError,
+    OutputError,
+    Update,
+    ZO2Error,
+    create_file,
+    make_directory,
+    reason,
+    require_unused,
+    sync_path,
+)
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"
@@ -218,8 +229,9 @@ def _replace(path: Path, text: str) -> None:
     """Give a file another content: on return the new one is durable, before that the old one counts."""
     partial = path.with_suffix(".partial")
     try:
-        with partial.open("w") as file:
-            file.write(text)
+        partial.unlink(missing_ok=True)  # of a process that was killed
+        with create_file(partial) as file:
+            file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

@@ -12,6 +12,7 @@ import torch
 
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.trainers.allocator import with_kept_memory
 from zo2core import (
     CounterNoise,
     HostDevice,
@@ -127,6 +128,7 @@ def plan_run(
         activation_bytes=activations,
         may_keep_noise=not isinstance(drawn, CounterNoise),
     )
+    host_plan = with_kept_memory(host_plan, activations)
     layouts = model.layouts if host_plan.buckets is None else on_disk  # as they will lie in buckets
     model_bytes = sum(layout.nbytes for layout in layouts)
     replay = replay_seconds(drawn, layouts, in_place=not isinstance(drawn, CounterNoise))

@@ -20,6 +20,7 @@ from zo2adapters.ranges import require_at_least
 from zo2adapters.tasks.batches import collate, evaluation_batches, training_batches
 from zo2adapters.tasks.rows import Dataset, read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
+from zo2adapters.trainers.allocator import peak_memory, with_kept_memory
 from zo2adapters.trainers.base_check import verify_with_progress
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
@@ -91,6 +92,9 @@ class Trainer:
             else:
                 self._run.remove()
             raise
+        assert self.engine.host_plan is not None, "the engine chose its source"
+        on_host = options.storage.device == "cpu"
+        self.host_plan = with_kept_memory(self.engine.host_plan, activations) if on_host else self.engine.host_plan
 
     @property
     def truncated(self) -> int:
@@ -99,8 +103,7 @@ class Trainer:
 
     def storage(self) -> str:
         """Where the weights live, in words."""
-        host, device, every = self.engine.host_plan, self.engine.device_plan, self.engine.write_back_every
-        assert host is not None, "the engine chose its source"
+        host, device, every = self.host_plan, self.engine.device_plan, self.engine.write_back_every
         where = "all blocks in memory" if host.buckets is None else f"{host.buckets} blocks in memory at a time"
         written = "never written back"
         if every is not None:
@@ -146,8 +149,7 @@ class Trainer:
                 result = engine.step(batch)
                 record = step_record(result, batch)
                 _write(metrics, record)
-                speed, memory = record["tokens_per_second"], record["rss_bytes"] / 1e9
-                bar.set_postfix_str(f"loss {result.loss:.4f}, {speed:.0f} tokens/s, {memory:.2f} GB", refresh=False)
+                bar.set_postfix_str(progress(record), refresh=False)
                 bar.update()
         exported = options.output / MODEL
         if not exported.exists():
@@ -292,7 +294,14 @@ def step_record(result: StepResult, batch: Batch) -> dict[str, Any]:
             for lane, use in result.lanes.items()
         },
         "rss_bytes": psutil.Process().memory_info().rss,
+        "peak_rss_bytes": peak_memory(),
     }
+
+
+def progress(record: dict[str, Any]) -> str:
+    """What the progress line says about a step."""
+    memory, peak = record["rss_bytes"] / 1e9, record["peak_rss_bytes"] / 1e9
+    return f"loss {record['loss']:.4f}, {record['tokens_per_second']:.0f} tokens/s, {memory:.2f} GB (peak {peak:.2f})"
 
 
 def perplexity(loss: float) -> float:

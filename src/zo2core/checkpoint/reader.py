@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 import struct
 import threading
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 
 from zo2core.errors import CheckpointError, reason
 from zo2core.io.direct_file import PAGE, RangedFile, byte_view
+from zo2core.io.durable import open_regular
 from zo2core.types import ParameterSpec
 
 SINGLE_FILE = "model.safetensors"
@@ -66,10 +66,8 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
         CheckpointError: if the file is missing, truncated or malformed.
     """
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        with open_regular(path) as file:
             info = os.fstat(file.fileno())
-            if not stat.S_ISREG(info.st_mode):
-                raise _malformed(path, "not a regular file", "a safetensors file")
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise _malformed(path, f"{len(prefix)} bytes", "at least 8 bytes, the header's length")
@@ -86,11 +84,6 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
             path, found=reason(error), expected="a readable safetensors file", remedy="check the path"
         ) from error
     return _parse_entries(path, raw, data_start=8 + length, data_size=info.st_size - 8 - length)
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting for what a pipe's other end would write."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _parse_entries(path: Path, raw: bytes, *, data_start: int, data_size: int) -> dict[str, TensorEntry]:
@@ -194,7 +187,11 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
 
 def _parse_index(path: Path) -> dict[str, str]:
     try:
-        index = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            raw = file.read(_MAX_HEADER + 1)
+        if len(raw) > _MAX_HEADER:
+            raise _malformed(path, f"more than {_MAX_HEADER} bytes", "an index")
+        index = json.loads(raw)
         weight_map = index["weight_map"]
         pairs = list(weight_map.items())
     except OSError as error:
