@@ -163,26 +163,26 @@ def test_verify_names_the_first_difference(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--lr", "0"], "lr: found 0.0"),
-        (["--lr", "nan"], "lr: found nan"),
-        (["--zo-eps", "-1"], "zo_eps"),
-        (["--steps", "0"], "steps"),
-        (["--batch-size", "0"], "batch_size"),
+        (["--lr", "0"], "--lr: found 0.0"),
+        (["--lr", "nan"], "--lr: found nan"),
+        (["--zo-eps", "-1"], "--zo-eps: found -1.0"),
+        (["--steps", "0"], "--steps: found 0"),
+        (["--batch-size", "0"], "--batch-size: found 0"),
         (["--sequence-length", "13"], "at most 12"),
-        (["--queries", "0"], "queries"),
-        (["--micro-batch-size", "0"], "micro_batch_size"),
-        (["--loss-chunk", "0"], "loss_chunk"),
+        (["--queries", "0"], "--queries: found 0"),
+        (["--micro-batch-size", "0"], "--micro-batch-size: found 0"),
+        (["--loss-chunk", "0"], "--loss-chunk: found 0"),
         (["--activation-memory", "much"], "size such as"),
-        (["--warmup-steps", "6"], "warmup_steps"),
-        (["--evaluate-every", "0"], "evaluate_every"),
+        (["--warmup-steps", "6"], "--warmup-steps: found 6"),
+        (["--evaluate-every", "0"], "--evaluate-every: found 0"),
         (["--model", "/nowhere"], "no directory"),
         (["--data", "/nowhere.jsonl"], "nowhere.jsonl"),
         (["--evaluation", "/nowhere.jsonl"], "nowhere.jsonl"),
         (["--dtype", "int8"], "dtype"),
-        (["--device", "gpu"], "device: found 'gpu'"),
+        (["--device", "gpu"], "--device: found 'gpu'"),
         (["--device", "cuda:99"], "CUDA device(s)"),
-        (["--memory", "much"], "memory.host: found 'much'"),
-        (["--device-memory", "8GiB"], "memory.device: found '8GiB'"),
+        (["--memory", "much"], "--memory: found 'much'"),
+        (["--device-memory", "8GiB"], "--device-memory: found '8GiB'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -227,7 +227,7 @@ def test_help_texts_fill_their_lines(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit):
-        run(command, "--help")
+        run(command, "--help-all")
     lines = [line.replace("│", " ") for line in capsys.readouterr().out.splitlines()]
     column = next(line.index("show this help") for line in lines if "-h, --help" in line)
     breaks = 0

@@ -209,7 +209,8 @@ def test_a_run_that_could_not_begin_leaves_nothing(options: TrainOptions) -> Non
     ("arguments", "message"),
     [
         (["train", "--resume", "nowhere"], "expected the directory of a run"),
-        (["train", "--resume", "nowhere", "--steps", "3"], "other options beside it"),
+        (["train", "--resume", "nowhere", "--steps", "3"], "nowhere: found no readable options.json"),
+        (["export", "--run", "nowhere", "--output", "o"], "nowhere: found no readable options.json"),
         (["train", "--model", "m"], "--data: found nothing"),
         (["export", "--output", "o"], "either --model or --run"),
         (["journal", "nowhere"], "no journal"),
@@ -229,4 +230,4 @@ def test_exporting_a_step_that_was_not_taken_is_refused(options: TrainOptions, c
     interrupt_after(options, 2)
     with pytest.raises(SystemExit):
         main(["export", "--run", str(options.output), "--at", "3", "--output", "unused"])
-    assert "found 2 steps; expected at least 3" in capsys.readouterr().err
+    assert "--at: found 3; expected 0 to 2, the steps of the run" in capsys.readouterr().err

@@ -1,10 +1,42 @@
-"""Hugging Face models for zo2core: open a checkpoint, declare an architecture."""
+"""Hugging Face models for zo2core: open a checkpoint, declare an architecture.
 
-from zo2adapters.models.architecture import Architecture as Architecture
-from zo2adapters.models.checkpoint import open_checkpoint as open_checkpoint
-from zo2adapters.models.hf import HFBlockModel as HFBlockModel
-from zo2adapters.models.monolithic import MonolithicMeZO as MonolithicMeZO
-from zo2adapters.tasks.generation import Sampling as Sampling
-from zo2adapters.tasks.generation import generate as generate
-from zo2adapters.tasks.scoring import Scored as Scored
-from zo2adapters.tasks.scoring import score as score
+Importing this package imports nothing else: torch and transformers take seconds, which a command that needs neither, or that
+is told to stop while it starts, should not spend. A name is imported when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zo2adapters.models.architecture import Architecture as Architecture
+    from zo2adapters.models.checkpoint import open_checkpoint as open_checkpoint
+    from zo2adapters.models.hf import HFBlockModel as HFBlockModel
+    from zo2adapters.models.monolithic import MonolithicMeZO as MonolithicMeZO
+    from zo2adapters.tasks.generation import Sampling as Sampling
+    from zo2adapters.tasks.generation import generate as generate
+    from zo2adapters.tasks.scoring import Scored as Scored
+    from zo2adapters.tasks.scoring import score as score
+
+_MODULES = {
+    "Architecture": "zo2adapters.models.architecture",
+    "open_checkpoint": "zo2adapters.models.checkpoint",
+    "HFBlockModel": "zo2adapters.models.hf",
+    "MonolithicMeZO": "zo2adapters.models.monolithic",
+    "Sampling": "zo2adapters.tasks.generation",
+    "generate": "zo2adapters.tasks.generation",
+    "Scored": "zo2adapters.tasks.scoring",
+    "score": "zo2adapters.tasks.scoring",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

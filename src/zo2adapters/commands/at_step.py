@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from zo2adapters.models.checkpoint import resolve_directory
-from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.base_check import verify_with_progress
+from zo2adapters.ranges import shown
 from zo2adapters.trainers.options import DtypeName
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer
+
+if TYPE_CHECKING:
+    from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class AtStep:
     at: int | None = None
     """Step of the journal to stop after; by default its last one."""
     dtype: DtypeName = "auto"
-    """Dtype of the weights; with a journal, the one that the run was made with."""
+    """Dtype of the weights; with a journal, the one that the run was made with, which is also that of --run."""
     memory: str = "auto"
     """Host memory the process may take in all, such as 6GiB; auto takes what is free."""
     verify_base: bool = False
@@ -52,12 +53,21 @@ class AtStep:
         if self.run_directory is None:
             return self
         options = RunDirectory.options(self.run_directory)
+        if self.dtype not in ("auto", options.dtype):
+            raise OptionError(
+                "dtype",
+                found=self.dtype,
+                expected=f"{options.dtype}, in which the run was made: its updates round in it",
+                remedy="leave it out; from_pretrained converts what is exported",
+            )
         return replace(
             self, model=options.model, dtype=options.dtype, journal=self.run_directory / JOURNAL, run_directory=None
         )
 
     def base(self) -> Path:
         """The base model's directory."""
+        from zo2adapters.models.checkpoint import resolve_directory
+
         assert self.model is not None, "resolved"
         return resolve_directory(self.model)
 
@@ -78,13 +88,18 @@ class AtStep:
             trace: File that takes down what every sweep did when.
 
         Raises:
-            JournalError: if there is no journal, or it does not fit the base or the step.
+            JournalError: if there is no journal, or it does not fit the base.
+            OptionError: if the run has no such step.
         """
         journal = None if self.journal is None else Journal(self.journal)
         if journal is not None and journal.header is None:
             raise JournalError(self.journal, found="no journal", expected="a run's journal.jsonl", remedy="check the path")
+        taken = 0 if journal is None else len(journal.updates)
+        if self.at is not None and not 0 <= self.at <= taken:
+            steps = f"0 to {taken}, the steps of the run" if self.journal else "none without --run or --journal"
+            raise OptionError("at", found=shown(self.at), expected=steps, remedy="name a step that was taken")
         if self.at is not None:
-            journal = (Journal() if journal is None else journal).until(self.at)
+            journal = None if journal is None else journal.until(self.at)
         if self.verify_base:
             _verify(model, Journal() if journal is None else journal, self.journal)
         return Replayer(
@@ -105,6 +120,8 @@ def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
         JournalError: if it keeps nothing of some segment.
         CheckpointError: if the base is another one.
     """
+    from zo2adapters.trainers.base_check import verify_with_progress
+
     if path is None:
         raise OptionError(
             "--verify-base",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from zo2adapters.models.pickle_conversion import convert
-
 
 @dataclass(frozen=True, kw_only=True)
 class Convert:
@@ -19,4 +17,6 @@ class Convert:
 
     def run(self) -> None:
         """Convert, and name each shard."""
+        from zo2adapters.models.pickle_conversion import convert
+
         convert(self.model, self.output, report=print)

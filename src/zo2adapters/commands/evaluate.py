@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from zo2adapters.commands.at_step import AtStep
-from zo2adapters.models.checkpoint import open_checkpoint
-from zo2adapters.models.footprint import activation_bytes
-from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.candidates import Choice, holds_choices, read_choices
-from zo2adapters.tasks.rows import read_dataset
-from zo2adapters.tasks.scoring import score
-from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.options import Batching
-from zo2adapters.trainers.trainer import evaluate_dataset, perplexity
-from zo2core import Replayer, parse_size
+from zo2core import NonFiniteLossError, Replayer, parse_size
+
+if TYPE_CHECKING:
+    from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
+    from zo2adapters.tasks.candidates import Choice
 
 BATCHES = 8  # an evaluation reserves memory for so many batches of the longest rows by default
 
@@ -39,6 +37,13 @@ class Evaluate(AtStep):
 
     def run(self) -> None:
         """Print loss and perplexity; of rows with candidates, how often the likeliest one is the answer."""
+        from zo2adapters.models.checkpoint import open_checkpoint
+        from zo2adapters.tasks.candidates import holds_choices, read_choices
+        from zo2adapters.tasks.rows import read_dataset
+        from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
+        from zo2adapters.trainers.trainer import evaluate_dataset, perplexity
+
+        self.batching.require_valid()
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())
         model = open_checkpoint(at.base(), dtype=at.dtype, loss_chunk=self.batching.loss_chunk)
@@ -52,12 +57,15 @@ class Evaluate(AtStep):
             result = evaluate_dataset(
                 engine, dataset, batch_size=self.batching.batch_size, pad=pad_token_id(tokenizer), progress=bar.update
             )
+            _require_finite([result.loss], model, at)
         print(
             f"loss {result.loss:.6f}, perplexity {perplexity(result.loss):.4f}, {result.tokens} tokens, "
             f"{len(dataset)} rows, {result.sweeps} sweeps"
         )
 
     def _choose(self, at: AtStep, model: HFBlockModel, choices: Sequence[Choice], pad: int) -> None:
+        from zo2adapters.tasks.scoring import score
+
         longest = max(len(choice.prompt) + len(candidate) for choice in choices for candidate in choice.candidates)
         total = sum(len(choice.candidates) for choice in choices)
         with self._engine(at, model, longest) as engine, tqdm(total=total, unit="candidate", file=sys.stderr) as bar:
@@ -70,6 +78,7 @@ class Evaluate(AtStep):
                 pad_token_id=pad,
                 progress=bar.update,
             )
+            _require_finite([value for values in scored.log_likelihoods for value in values], model, at)
         shares = []
         for by_length in (False, True):
             chosen = scored.choices(by_length=by_length)
@@ -81,10 +90,27 @@ class Evaluate(AtStep):
         )
 
     def _engine(self, at: AtStep, model: HFBlockModel, longest: int) -> Replayer:
+        from zo2adapters.models.footprint import activation_bytes
+
         rows, micro_rows = self.batching.batch_size, self.batching.micro_batch_size
         nbytes = (
             activation_bytes(model.config, rows, longest, streams=BATCHES, micro_rows=micro_rows)
             if self.activation_memory is None
-            else parse_size(self.activation_memory)
+            else parse_size(self.activation_memory, option="activation_memory")
         )
         return at.engine(model, activation_bytes=nbytes, micro_batch_size=micro_rows, trace=self.trace)
+
+
+def _require_finite(values: Sequence[float], model: HFBlockModel, at: AtStep) -> None:
+    """Refuse what a model of broken weights makes of rows, and say whose weights are broken."""
+    from zo2adapters.trainers.finite_base import require_finite_base
+
+    wrong = [value for value in values if not math.isfinite(value)]
+    if wrong:
+        require_finite_base(model, at.base())
+        raise NonFiniteLossError(
+            "evaluation",
+            found=f"a loss or log-likelihood of {wrong[0]}",
+            expected="finite numbers",
+            remedy="evaluate an earlier step with --at, or in a wider --dtype: the base's weights are finite",
+        )

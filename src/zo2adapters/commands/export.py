@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zo2adapters.commands.at_step import AtStep
-from zo2adapters.models.checkpoint import open_checkpoint
 from zo2core import require_unused
 
 
@@ -19,8 +18,12 @@ class Export(AtStep):
 
     def run(self) -> None:
         """Replay and write."""
+        from zo2adapters.models.checkpoint import open_checkpoint
+        from zo2adapters.models.exported import export
+
         require_unused(self.output)
         at = self.resolved()
-        with at.engine(open_checkpoint(at.base(), dtype=at.dtype)) as engine:
-            engine.export(self.output)
+        model = open_checkpoint(at.base(), dtype=at.dtype)
+        with at.engine(model) as engine:
+            export(engine, model, self.output)
             print(f"{self.output}: the model after {engine.version} steps")

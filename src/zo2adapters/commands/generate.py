@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from zo2adapters.commands.at_step import AtStep
-from zo2adapters.models.checkpoint import open_checkpoint
-from zo2adapters.models.footprint import activation_bytes, cache_bytes
-from zo2adapters.tasks.generation import Sampling, generate
-from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
+from zo2adapters.ranges import LARGEST, require_between
+from zo2core import NonFiniteLossError, OptionError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,28 +29,47 @@ class Generate(AtStep):
 
     def run(self) -> None:
         """Print each prompt with its continuation."""
+        from zo2adapters.models.checkpoint import open_checkpoint
+        from zo2adapters.models.footprint import activation_bytes, cache_bytes
+        from zo2adapters.tasks.generation import Sampling, generate, require_lengths
+        from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
+        from zo2adapters.trainers.finite_base import require_finite_base
+
+        require_between("seed", self.seed, -LARGEST, LARGEST)
+        drawn = Sampling(temperature=self.temperature, top_p=self.top_p, seed=self.seed) if self.temperature else None
+        if drawn is None and self.top_p != 1:
+            raise OptionError(
+                "top_p",
+                found=f"{self.top_p} beside a temperature of 0",
+                expected="tokens that are drawn, where some are left out",
+                remedy="pass --temperature, about 1",
+            )
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())
         model = open_checkpoint(at.base(), dtype=at.dtype)
         prompts: list[list[int]] = [tokenizer(text)["input_ids"] for text in self.prompt]
+        require_lengths(model, prompts, self.max_new_tokens)
         tokens = max(map(len, prompts)) + self.max_new_tokens
         held = cache_bytes(model.config, len(prompts), tokens)
         running = activation_bytes(model.config, len(prompts), tokens, streams=1)
         with at.engine(model, activation_bytes=held + running) as engine:
-            sampling = Sampling(temperature=self.temperature, top_p=self.top_p, seed=self.seed) if self.temperature else None
             continued: list[list[int]] = [[] for _ in prompts]
             made = generate(
                 engine,
                 model,
                 prompts,
                 max_new_tokens=self.max_new_tokens,
-                sampling=sampling,
+                sampling=drawn,
                 eos_token_ids=() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,),
                 pad_token_id=pad_token_id(tokenizer),
             )
-            for step in tqdm(made, total=self.max_new_tokens, unit="token", file=sys.stderr):
-                for continuation, token in zip(continued, step, strict=True):
-                    continuation += [] if token is None else [token]
+            try:
+                for step in tqdm(made, total=self.max_new_tokens, unit="token", file=sys.stderr):
+                    for continuation, token in zip(continued, step, strict=True):
+                        continuation += [] if token is None else [token]
+            except NonFiniteLossError:
+                require_finite_base(model, at.base())
+                raise
         for text, ids, new in zip(self.prompt, prompts, continued, strict=True):
             whole, prefix = (tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ([*ids, *new], ids))
             print(text + str(whole)[len(str(prefix)) :])

@@ -9,8 +9,11 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import shutil
 import textwrap
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
@@ -32,6 +35,34 @@ def reflow_help(options: Any) -> None:
         nested: Any = option.default_factory
         if is_dataclass(nested):
             reflow_help(nested)
+
+
+def short_help(prog: str, options: Any) -> str:
+    """The options that people need first, those that the dataclass names in ``first_options``.
+
+    Args:
+        prog: How the command is called.
+        options: The dataclass, reflowed.
+    """
+    width = min(shutil.get_terminal_size().columns, 125)
+    texts = dict(_help_of(options))
+    lines = [f"usage: {prog} [OPTIONS]", "", *textwrap.wrap(inspect.getdoc(options) or "", width), ""]
+    for name in options.first_options:
+        lines.append(f"  --{name.replace('_', '-')}")
+        lines += textwrap.wrap(texts[name], width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    rest = sum(name not in options.first_options for name in texts)
+    return "\n".join([*lines, "", f"{rest} more options: {prog} --help-all"])
+
+
+def _help_of(options: Any) -> Iterator[tuple[str, str]]:
+    """The name of each option and what it says, with its default."""
+    for option in fields(options):
+        nested: Any = option.default_factory
+        if is_dataclass(nested):
+            yield from _help_of(nested)
+        else:
+            default = option.default.value if isinstance(option.default, Enum) else option.default
+            yield option.name, option.metadata["help"] + ("" if default in (None, MISSING) else f" (default: {default})")
 
 
 def _docstrings(options: Any) -> dict[str, str]:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import tyro
 
+from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2core import Journal, JournalError, OptionError
+from zo2core import Journal, JournalError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +24,14 @@ class ShowJournal:
 
     def run(self) -> None:
         """Print header and steps."""
+        if self.last is not None:
+            require_at_least("last", self.last, 1)
         path = self.run_directory / JOURNAL
         journal = Journal(path)
         if journal.header is None:
             raise JournalError(path, found="no journal", expected="a run's directory", remedy="check the path")
         for key, value in journal.header.items():
             print(f"{key:12s} {json.dumps(value)}")
-        if self.last is not None and self.last < 1:
-            raise OptionError("last", found=repr(self.last), expected="at least 1", remedy="leave it out to see all")
         updates = journal.updates if self.last is None else journal.updates[-self.last :]
         print(f"{len(journal.updates)} steps\n{'step':>8s} {'loss':>12s} {'projected grad':>16s} {'lr':>10s}  seeds")
         for update in updates:

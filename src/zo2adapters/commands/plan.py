@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
-from zo2adapters.ranges import require_at_least
-from zo2adapters.trainers.device_run_plan import plan_device_run
-from zo2adapters.trainers.options import Batching, DtypeName, Noise, Optimization
-from zo2adapters.trainers.run_plan import plan_run
+from zo2adapters.ranges import require_between
+from zo2adapters.trainers.options import MOST_QUERIES, Batching, DtypeName, Noise, Optimization
 from zo2core import WriteBackPolicy
 
 
@@ -43,8 +40,13 @@ class Plan:
 
     def run(self) -> None:
         """Print the plan."""
-        require_at_least("queries", self.queries, 1)
         WriteBackPolicy(directory=self.scratch, terabytes_per_1000_steps=self.write_limit_tb)  # refuses what is no limit
+        from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
+        from zo2adapters.trainers.device_run_plan import plan_device_run
+        from zo2adapters.trainers.run_plan import plan_run
+
+        require_between("queries", self.queries, 1, MOST_QUERIES)
+        self.batching.require_valid()
         directory = resolve_directory(self.model)
         model = open_checkpoint(directory, dtype=self.dtype, loss_chunk=self.batching.loss_chunk)
         tokens = self.batching.length_for(model)

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 from zo2adapters.trainers.allocator import keep_freed_memory, keeps_memory
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, RunDirectory
-from zo2adapters.trainers.trainer import Trainer
 from zo2core import OptionError
+
+# What a resumed run may be told anew. No bit of the result depends on where weights are kept, except by the device.
+_ANEW = ("steps", "schedule_steps", "storage.")
+_FIXED = ("storage.device",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train(RunOptions):
     """Fine-tune all parameters of a checkpoint with zeroth-order steps, one block at a time."""
+
+    first_options: ClassVar = (
+        "model",
+        "data",
+        "output",
+        "steps",
+        "lr",
+        "batch_size",
+        "evaluation",
+        "memory",
+        "device",
+        "resume",
+    )
 
     model: str | None = None
     """Model directory with safetensors weights, or a hub id."""
@@ -24,39 +43,66 @@ class Train(RunOptions):
     output: Path | None = None
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must not exist, or be empty."""
     resume: Path | None = None
-    """Directory of a run to go on with, exactly as if it had not been interrupted. Only the options of execution may be
-    given beside it."""
+    """Directory of a run to go on with, exactly as if it had not been interrupted. Beside it may be given what no bit
+    depends on (memory, write-backs, --trace, --scheduler), and more --steps if lr is constant."""
     execution: Execution = field(default_factory=Execution)
 
-    def options(self) -> TrainOptions:
-        """The run's options: those given, or those of the run to resume.
+    def begun(self) -> Train | None:
+        """The options of the run to go on with, as this command's; None for a new run.
 
         Raises:
-            OptionError: if some are missing, or given beside ``resume``.
+            OptionError: if there is no such run.
+        """
+        if self.resume is None:
+            return None
+        options = RunDirectory.options(self.resume)
+        shared = {option.name: getattr(options, option.name) for option in fields(RunOptions)}
+        return Train(model=options.model, data=options.data, output=self.resume, resume=self.resume, **shared)
+
+    def options(self) -> TrainOptions:
+        """The run's options: those given, or those of the run to resume with what was told anew.
+
+        Raises:
+            OptionError: if some are missing, or a run to resume has others.
         """
         if self.resume is not None:
-            if replace(self, resume=None, execution=Execution()) != Train():
-                raise OptionError(
-                    "resume",
-                    found="other options beside it",
-                    expected="none but --trace, --scheduler and --verify-base",
-                    remedy="a run keeps what it began with",
-                )
-            return RunDirectory.options(self.resume)
+            return self._resumed(RunDirectory.options(self.resume))
         if self.model is None or self.data is None or self.output is None:
             missing = [name for name in ("model", "data", "output") if getattr(self, name) is None]
             raise OptionError(
                 f"--{missing[0]}", found="nothing", expected="a value, or --resume DIR", remedy="see zo2 train --help"
             )
-        return TrainOptions(**{option.name: getattr(self, option.name) for option in fields(TrainOptions)})
+        own = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
+        return TrainOptions(model=self.model, data=self.data, output=self.output, **own)
+
+    def _resumed(self, begun: TrainOptions) -> TrainOptions:
+        assert self.resume is not None
+        if self.model is None or self.data is None:  # nothing was filled in from the run
+            return begun
+        if self.output is not None and self.output.resolve() != self.resume.resolve():
+            raise OptionError("output", found=str(self.output), expected="none beside --resume", remedy="leave it out")
+        own = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
+        told = TrainOptions(model=self.model, data=self.data, output=self.resume, **own)
+        then = dict(_leaves(begun.to_json()))
+        for name, value in _leaves(told.to_json()):
+            if value != then[name] and (name in _FIXED or not name.startswith(_ANEW)):
+                option = name.rpartition(".")[2]
+                raise OptionError(
+                    option,
+                    found=json.dumps(value),
+                    expected=f"{json.dumps(then[name])}, with which the run was begun",
+                    remedy="leave it out: its result depends on it; or begin a new run",
+                )
+        return replace(begun.with_steps(self.steps), storage=self.storage)
 
     def run(self) -> None:
         """Train and say where the result is."""
+        from zo2adapters.trainers.trainer import Trainer
+
         options = self.options()
         with Trainer(options, resume=self.resume is not None, execution=self.execution) as trainer:
-            if trainer.truncated:
-                print(f"{trainer.truncated} rows were cut to the sequence length", file=sys.stderr)
-            print(trainer.storage(), file=sys.stderr)
+            for line in (*trainer.remarks(), trainer.storage()):
+                print(line, file=sys.stderr)
             if keeps_memory(trainer.host_plan):
                 keep_freed_memory()
             try:
@@ -69,4 +115,15 @@ class Train(RunOptions):
                     file=sys.stderr,
                 )
                 raise
+            if (warning := trainer.divergence()) is not None:
+                print(warning, file=sys.stderr)
         print(f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: {options.output / JOURNAL}")
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested options as dotted names."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value

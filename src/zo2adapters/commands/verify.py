@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from zo2adapters.models.checkpoint import resolve_directory
-from zo2adapters.trainers.options import DtypeName
-from zo2adapters.trainers.verification import verify
+from zo2adapters.ranges import LARGEST, require_at_least, require_between
+from zo2adapters.trainers.options import MOST_ROWS, DtypeName, require_sane_step
+from zo2core import MeZOSGD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,15 @@ class Verify:
 
     def run(self) -> None:
         """Compare; exit with 1 if a bit differs."""
+        from zo2adapters.models.checkpoint import resolve_directory
+        from zo2adapters.trainers.verification import verify
+
+        require_at_least("steps", self.steps, 1)
+        require_between("batch_size", self.batch_size, 1, MOST_ROWS)
+        require_at_least("tokens", self.tokens, 2)
+        require_between("seed", self.seed, 0, LARGEST - self.steps)
+        MeZOSGD(lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay)  # refuses what is no number
+        require_sane_step(self.lr, self.zo_eps, self.weight_decay)
         result = verify(
             resolve_directory(self.model),
             dtype=self.dtype,

@@ -15,7 +15,7 @@ import torch
 from transformers import Cache, DynamicCache, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2core import Batch, BatchError, OptionError, Replayer
+from zo2core import Batch, BatchError, NonFiniteLossError, OptionError, Replayer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def generate(
         BatchError: if a prompt is empty, or holds a token that the model does not know.
         OptionError: if ``max_new_tokens`` is out of its range, or prompt and continuation are longer than the model takes.
     """
-    _check(model, prompts, max_new_tokens)
+    require_lengths(model, prompts, max_new_tokens)
     ids, mask = _padded_left(prompts, pad_token_id)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     takes_positions = "position_ids" in inspect.signature(model.hf_forward).parameters
@@ -116,6 +116,10 @@ def generate(
     for _ in range(max_new_tokens):
         batch = {"input_ids": ids, "attention_mask": mask, **({"position_ids": positions} if takes_positions else {})}
         [[logits]] = engine.forwards([batch], forward)
+        if bool(logits.isnan().any()):
+            raise NonFiniteLossError(
+                "generation", found="logits that are no numbers", expected="finite logits", remedy="check the weights"
+            )
         tokens = draw(context, logits.cpu())
         yield tuple(None if over else int(token) for over, token in zip(ended, tokens, strict=True))
         tokens = tokens.masked_fill(ended, pad_token_id)
@@ -147,13 +151,18 @@ def _padded_left(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[t
     return ids, mask
 
 
-def _check(model: HFBlockModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def require_lengths(model: HFBlockModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Refuse prompts, and lengths of what follows them, that the model does not take.
+
+    Raises:
+        BatchError, OptionError: as ``generate`` does.
+    """
     if not prompts:
         raise BatchError("prompts", found="none", expected="at least one", remedy="pass a prompt")
     vocabulary = model.config.vocab_size
     for number, prompt in enumerate(prompts):
         if not prompt or not 0 <= min(prompt) <= max(prompt) < vocabulary:
-            found = f"tokens {min(prompt)} to {max(prompt)}" if prompt else "nothing"
+            found = f"tokens {min(prompt)} to {max(prompt)}" if prompt else "an empty prompt"
             expected = f"at least one token, from 0 to {vocabulary - 1}"
             raise BatchError(f"prompts[{number}]", found=found, expected=expected, remedy="use this model's own tokenizer")
     longest = getattr(model.config, "max_position_embeddings", None)

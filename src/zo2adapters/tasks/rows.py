@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.ranges import require_at_least
 from zo2adapters.tasks.chat_template import render_chat
+from zo2adapters.tasks.regular_file import open_regular
 from zo2core import DataError, reason
 
 
@@ -105,7 +106,7 @@ def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, A
     """
     line, empty = 0, True
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             # Bytes split at line feeds alone; str.splitlines would cut inside a string that holds U+2028.
             for line, raw in enumerate(file, 1):
                 if raw.strip(b"\xef\xbb\xbf \t\r\n"):  # the first three are the byte order mark

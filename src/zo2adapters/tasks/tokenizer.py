@@ -18,19 +18,29 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         DataError: if there is none.
         CheckpointError: if its files are not to be read.
     """
-    companion_files(directory)
+    companion_files(directory)  # refuses links out of the directory
+    for path in directory.iterdir():
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would hang whoever reads it
+            raise _unusable(directory, f"{path.name} is no regular file")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    # transformers meets damaged files with whatever they lead to, and tokenizers with a bare Exception.
-    except Exception as error:
-        raise DataError(
-            directory,
-            found=f"no usable tokenizer ({(str(error).splitlines() or [type(error).__name__])[0][:200]})",
-            expected="tokenizer files beside the model",
-            remedy="copy the tokenizer files of the base model into the directory",
-        ) from error
-    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # A damaged tokenizer.json leads to whatever it leads to; a panic of the Rust library is no Exception even.
+    except BaseException as error:
+        raise _unusable(directory, (str(error).splitlines() or [type(error).__name__])[0][:200]) from error
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise _unusable(directory, f"a {type(tokenizer).__name__}")
     return tokenizer
+
+
+def _unusable(directory: Path, why: str) -> DataError:
+    return DataError(
+        directory,
+        found=f"no usable tokenizer ({why})",
+        expected="tokenizer files beside the model",
+        remedy="copy the tokenizer files of the base model into the directory",
+    )
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.ranges import require_at_least
+from zo2adapters.ranges import LARGEST, require_at_least, require_between
+from zo2adapters.trainers.field_types import require_field_types
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2core import (
     BlockLayout,
@@ -21,9 +21,21 @@ from zo2core import (
     NoiseGenerator,
     OptionError,
     PhiloxNoise,
+    parse_size,
 )
 
+if TYPE_CHECKING:
+    from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
+
 DEFAULT_LENGTH = 1024  # tokens, where the model takes as many
+MOST_ROWS = 1 << 16  # of a batch: each is an object, whatever memory there is
+MOST_QUERIES = 1 << 16
+
+# Note: Largest steps. An update moves a weight by lr times the projected gradient, which for a pre-trained model is between
+# 0.1 and 1000, and weights are below 1. What is used lies between 1e-8 and 1e-2. Beyond 1 one step leaves nothing of a
+# model, however its loss turns out; the same holds of a perturbation by more than the weights themselves.
+LARGEST_LR = 1.0
+LARGEST_EPS = 1.0
 
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
@@ -80,10 +92,11 @@ class Optimization:
         estimator = MeZOSGD(  # refuses a bad peak before it is scheduled
             lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=in_place
         )
+        require_sane_step(self.lr, self.zo_eps, self.weight_decay)
         lr = LearningRate(peak=self.lr, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
         if self.queries == 1:
             return replace(estimator, lr=lr)
-        require_at_least("queries", self.queries, 1)
+        require_between("queries", self.queries, 1, MOST_QUERIES)
         return MultiQueryRGE(
             lr=lr,
             zo_eps=self.zo_eps,
@@ -91,6 +104,21 @@ class Optimization:
             perturb_in_place=in_place,
             q=self.queries,
         )
+
+
+def require_sane_step(lr: float, zo_eps: float, weight_decay: float) -> None:
+    """Refuse numbers with which a single step leaves nothing of a model.
+
+    Raises:
+        OptionError: naming the option, and why.
+    """
+    for option, value, most, why in (
+        ("lr", lr, LARGEST_LR, "an update moves each weight by lr times the projected gradient"),
+        ("zo_eps", zo_eps, LARGEST_EPS, "weights are perturbed by this much, and are mostly smaller"),
+        ("weight_decay", weight_decay, 1 / lr, "a step takes lr times weight_decay of a weight away"),
+    ):
+        if value > most:
+            raise OptionError(option, found=repr(value), expected=f"at most {most:g}: {why}", remedy=f"lower {option}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +134,20 @@ class Batching:
     its sum only."""
     sequence_length: int | None = None
     """Longest row in tokens; longer ones are cut at the end. By default 1024, or what the model takes if that is less."""
+
+    def require_valid(self) -> None:
+        """Refuse numbers that no model and no data could take.
+
+        Raises:
+            OptionError: naming the option.
+        """
+        require_between("batch_size", self.batch_size, 1, MOST_ROWS)
+        for option in ("micro_batch_size", "loss_chunk"):
+            value = getattr(self, option)
+            if value is not None:
+                require_at_least(option, value, 1)
+        if self.sequence_length is not None:
+            require_at_least("sequence_length", self.sequence_length, 2)
 
     def length_for(self, model: HFBlockModel) -> int:
         """The longest row for a model.
@@ -148,6 +190,23 @@ class Storage:
     """Device memory the run may use, such as 8GiB; auto takes what is free. As many blocks as fit stay there;
     activations for which there is no room wait in host memory."""
 
+    def require_valid(self) -> None:
+        """Refuse numbers and sizes that are none.
+
+        Raises:
+            OptionError: naming the option.
+        """
+        for option, word in (("write_back_every", "auto or never"), ("snapshot_every", None)):
+            value = getattr(self, option)
+            if isinstance(value, int) and not 1 <= value <= LARGEST:
+                expected = "a number of steps, at least 1" + (f", or {word}" if word else "")
+                remedy = f"pass {word.split()[-1]} to write nothing" if word else "leave it out for no bound"
+                raise OptionError(option, found=repr(value)[:40], expected=expected, remedy=remedy)
+        for option in ("memory", "device_memory", "activation_memory"):
+            value = getattr(self, option)
+            if value is not None and (value != "auto" or option == "activation_memory"):
+                parse_size(value, option=option)
+
 
 class Order(Enum):
     """How transfers and compute follow each other."""
@@ -188,6 +247,19 @@ class RunOptions:
     batching: Batching = field(default_factory=Batching)
     storage: Storage = field(default_factory=Storage)
 
+    def require_valid(self) -> None:
+        """Refuse what no model and no data could make right.
+
+        Raises:
+            OptionError: naming the option.
+        """
+        require_at_least("steps", self.steps, 1)
+        if self.evaluate_every is not None:
+            require_at_least("evaluate_every", self.evaluate_every, 1)
+        require_between("seed", self.seed, -LARGEST, LARGEST)
+        self.batching.require_valid()
+        self.storage.require_valid()
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(RunOptions):
@@ -199,6 +271,39 @@ class TrainOptions(RunOptions):
     """JSONL file; each row has text, or prompt and completion (loss on the completion only), or messages."""
     output: Path
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must not exist, or be empty."""
+    schedule_steps: int | None = None
+    """Steps for which the run's learning rate was scheduled; None: ``steps``. A run that was lengthened has more steps."""
+
+    def require_valid(self) -> None:
+        """As above; and a run with a schedule can be lengthened only where the schedule does not end.
+
+        Raises:
+            OptionError: naming the option.
+        """
+        super().require_valid()
+        scheduled = self.schedule_steps
+        if scheduled not in (None, self.steps) and self.optimization.decay is not Decay.CONSTANT:
+            raise OptionError(
+                "steps",
+                found=str(self.steps),
+                expected=f"{scheduled}, over which the {self.optimization.decay.value} schedule of this run lowers lr",
+                remedy="leave it out, or begin a new run; a run of constant lr can be lengthened",
+            )
+
+    def estimator(self) -> MeZOSGD:
+        """The estimator of the run.
+
+        Raises:
+            OptionError: if a number is out of its range.
+        """
+        return self.optimization.estimator(self.steps if self.schedule_steps is None else self.schedule_steps)
+
+    def with_steps(self, steps: int) -> TrainOptions:
+        """The same run with another number of steps, on the learning rate that it was begun with."""
+        if steps == self.steps:
+            return self
+        scheduled = self.steps if self.schedule_steps is None else self.schedule_steps
+        return replace(self, steps=steps, schedule_steps=scheduled)
 
     def to_json(self) -> dict[str, Any]:
         """Give the options as JSON values; the run's own directory is left out, other paths are made absolute."""
@@ -222,7 +327,7 @@ class TrainOptions(RunOptions):
         optimization["decay"] = Decay(optimization["decay"])
         optimization["noise"] = Noise(optimization["noise"])
         evaluation = values.pop("evaluation")
-        return cls(
+        options = cls(
             output=output,
             data=Path(values.pop("data")),
             evaluation=None if evaluation is None else Path(evaluation),
@@ -231,3 +336,6 @@ class TrainOptions(RunOptions):
             storage=Storage(**values.pop("storage")),
             **values,
         )
+        require_field_types(options)
+        options.require_valid()
+        return options

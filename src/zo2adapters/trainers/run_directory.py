@@ -11,19 +11,22 @@ model/          the exported model, at the end
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from filelock import FileLock, Timeout
 
+from zo2adapters.tasks.regular_file import read_regular
+from zo2adapters.trainers.metrics import Row, align_rows
 from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.provenance import file_sha256
 from zo2core import (
     DataError,
+    JournalError,
     OptionError,
     OutputError,
     Update,
@@ -62,8 +65,10 @@ class RunDirectory:
         if not resume:
             require_new(self.path)
         files = [path.resolve() for path in (options.data, options.evaluation) if path is not None]
-        checksums = {str(path): _checksum(path) for path in files}
+        checksums = {str(path): file_sha256(path) for path in files}
+        self._made: list[Path] = []  # directories, by this run, deepest first
         try:
+            self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
             make_directory(self.path)
             self._lock.acquire()
         except Timeout as error:
@@ -81,13 +86,14 @@ class RunDirectory:
         try:
             if resume:
                 with _refusing_damage(self.path):
-                    record = json.loads((self.path / OPTIONS).read_bytes())
+                    record = json.loads(read_regular(self.path / OPTIONS))
                     checksums_then, tokens_then = dict(record["checksums"]), dict(record["tokens"])
                 _require_same_data(checksums, checksums_then)
                 _require_same_tokens(options.model, dict(tokens), tokens_then)
+                self._record = record
             else:
-                record = {"options": options.to_json(), "checksums": checksums, "tokens": dict(tokens)}
-                _replace(self.path / OPTIONS, json.dumps(record, indent=2) + "\n")
+                self._record = {"options": options.to_json(), "checksums": checksums, "tokens": dict(tokens)}
+                self._write_record()
         except BaseException:
             if resume:
                 self.close()
@@ -103,40 +109,71 @@ class RunDirectory:
             OptionError: if the directory is none of a run.
         """
         with _refusing_damage(path):
-            values = json.loads((path / OPTIONS).read_bytes())
+            values = json.loads(read_regular(path / OPTIONS))
             return TrainOptions.from_json(values["options"], path)
 
-    def metrics(self, updates: Sequence[Update]) -> list[dict[str, Any]]:
-        """Bring the metrics in line with the journal: drop what it does not know, make up what was not written any more.
+    def keep(self, options: TrainOptions) -> None:
+        """Take down what a resumed run was told anew, so that the next one goes on with it.
+
+        A model that was exported at the end of fewer steps is kept beside the one to come, under a name with its step.
+
+        Raises:
+            OutputError: if that cannot be written.
+        """
+        before, now = self._record["options"], options.to_json()
+        if now == before:
+            return
+        model = self.path / MODEL
+        if now["steps"] != before["steps"] and model.exists():
+            try:
+                model.rename(self.path / f"{MODEL}-{before['steps']}")
+            except OSError as error:
+                raise _unwritable(model, error) from error
+        self._record = {**self._record, "options": now}
+        self._write_record()
+
+    def _write_record(self) -> None:
+        _replace(self.path / OPTIONS, json.dumps(self._record, indent=2) + "\n")
+
+    def metrics(self, updates: Sequence[Update]) -> list[Row]:
+        """Bring the metrics in line with the journal: whatever is damaged is made up from it.
 
         Returns:
             The rows that count.
+
+        Raises:
+            JournalError: if there are rows of steps that the journal has lost.
+            OutputError: if the file cannot be written.
         """
-        rows: list[dict[str, Any]] = []
         path = self.path / METRICS
-        for line in path.read_text().splitlines() if path.exists() else []:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue  # torn
-            rows.append(row)
-        steps = {row["step"]: row for row in rows if "loss" in row}
-        evaluations = {row["step"]: row for row in rows if "evaluation_loss" in row}
-        kept: list[dict[str, Any]] = []
-        for step in range(len(updates) + 1):
-            kept += [evaluations[step]] if step in evaluations else []
-            if step < len(updates):
-                kept.append(steps.get(step) or _row_of(updates[step]))
-        if kept or path.exists():
-            _replace(path, "".join(json.dumps(row) + "\n" for row in kept))
-        return kept
+        try:
+            raw: bytes | None = read_regular(path)
+        except FileNotFoundError:
+            raw = b""
+        except OSError:  # a pipe, say: nothing to read, and nothing to write into
+            raw = None
+        aligned = align_rows(raw or b"", updates)
+        if aligned.steps_seen > len(updates):
+            raise JournalError(
+                self.path / JOURNAL,
+                found=f"{len(updates)} steps",
+                expected=f"{aligned.steps_seen}, of which {METRICS} has rows: the journal has lost its end",
+                remedy=f"restore the journal from a copy, or remove {METRICS} to go on from step {len(updates)}",
+            )
+        text = "".join(json.dumps(row) + "\n" for row in aligned.rows)
+        if text.encode() != raw:
+            _replace(path, text)
+        return aligned.rows
 
     def remove(self) -> None:
-        """Take back a directory in which nothing was done."""
-        for name in (OPTIONS, JOURNAL, LOCK, "scratch.bin", "scratch.jsonl", "options.partial", "scratch.partial"):
-            (self.path / name).unlink(missing_ok=True)
-        if not any(self.path.iterdir()):
-            self.path.rmdir()
+        """Take back a run of which no step was taken: the files that it made and the directories that it made, no others."""
+        names = (OPTIONS, JOURNAL, METRICS, LOCK, "scratch.bin", "scratch.jsonl")
+        for name in (*names, "options.partial", "scratch.partial", "metrics.partial"):
+            with contextlib.suppress(OSError):
+                (self.path / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty: somebody else put something there
+            for path in self._made:
+                path.rmdir()
         self.close()
 
     def close(self) -> None:
@@ -175,32 +212,28 @@ def _lock(path: Path) -> FileLock:
 def _refusing_damage(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, ZO2Error) as error:
+    except OSError as error:
         raise OptionError(
-            "resume",
-            found=f"{path}: {error if str(error) else type(error).__name__}",
-            expected=f"the directory of a run, with {OPTIONS} as it was written",
+            path,
+            found=f"no readable {OPTIONS} ({reason(error)})",
+            expected="the directory of a run",
             remedy="name the directory that was the run's --output",
         ) from error
+    except KeyError as error:
+        raise _damaged(path, f"nothing under the key {error}") from error
+    except ZO2Error as error:
+        raise _damaged(path, f"{error.found} as {error.where}") from error
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise _damaged(path, (str(error).splitlines() or [type(error).__name__])[0][:200]) from error
 
 
-def _row_of(update: Update) -> dict[str, Any]:
-    """What the journal knows of a step; speed and memory are lost."""
-    return {
-        "step": update.step,
-        "loss": update.losses[0],
-        "losses": list(update.losses),
-        "projected_grads": list(update.projected_grads),
-        "lr": update.lr,
-    }
-
-
-def _checksum(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(path, found=reason(error), expected="a readable file", remedy="check the path") from error
+def _damaged(path: Path, found: str) -> OptionError:
+    return OptionError(
+        path / OPTIONS,
+        found=found,
+        expected=f"the directory of a run, with {OPTIONS} as it was written",
+        remedy="restore the file from a copy; zo2 export --model --journal needs the journal alone",
+    )
 
 
 def _require_same_data(now: dict[str, str], then: dict[str, str]) -> None:

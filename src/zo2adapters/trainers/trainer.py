@@ -8,28 +8,35 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import IO, Any
 
 import psutil
 from tqdm import tqdm
 
 from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
+from zo2adapters.models.exported import export, holds_model
 from zo2adapters.models.footprint import activation_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.ranges import require_at_least
 from zo2adapters.tasks.batches import collate, evaluation_batches, training_batches
 from zo2adapters.tasks.rows import Dataset, read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import peak_memory, with_kept_memory
 from zo2adapters.trainers.base_check import verify_with_progress
+from zo2adapters.trainers.finite_base import require_finite_base
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
 from zo2core import (
     Batch,
+    CheckpointError,
     EvaluationResult,
+    JournalError,
     MemoryPolicy,
+    NonFiniteLossError,
+    OptionError,
     OutputError,
     Replayer,
+    ScratchError,
     StepResult,
     WriteBackPolicy,
     ZOEngine,
@@ -38,6 +45,8 @@ from zo2core import (
     reason,
     terabytes_written,
 )
+
+_RESUMABLE = (CheckpointError, JournalError, OutputError, ScratchError)  # of a disk: once it is mended, the run goes on
 
 
 class Trainer:
@@ -56,18 +65,16 @@ class Trainer:
     def __init__(
         self, options: TrainOptions, *, resume: bool = False, quiet: bool = False, execution: Execution | None = None
     ) -> None:
-        require_at_least("steps", options.steps, 1)
-        if options.evaluate_every is not None:
-            require_at_least("evaluate_every", options.evaluate_every, 1)
+        options.require_valid()
+        estimator = options.estimator()
         if not resume:
             require_new(options.output)
         self.options = options
-        self._quiet = quiet
+        self._quiet, self._resumed = quiet, resume
         execution = Execution() if execution is None else execution
-        estimator = options.optimization.estimator(options.steps)
         directory = resolve_directory(options.model)
         batching = options.batching
-        model = open_checkpoint(directory, dtype=options.dtype, loss_chunk=batching.loss_chunk)
+        model = self._model = open_checkpoint(directory, dtype=options.dtype, loss_chunk=batching.loss_chunk)
         tokenizer = load_tokenizer(directory)
         length = batching.length_for(model)
         self._pad = pad_token_id(tokenizer)
@@ -75,9 +82,6 @@ class Trainer:
         self._evaluation = (
             None if options.evaluation is None else read_dataset(options.evaluation, tokenizer, sequence_length=length)
         )
-        if batching.micro_batch_size is not None:
-            require_at_least("micro_batch_size", batching.micro_batch_size, 1)
-        training_batches(self._data, batch_size=batching.batch_size, seed=options.seed)  # refuses a bad batch size
         longest = max(len(row.input_ids) for row in [*self._data, *(self._evaluation or ())])
         activations, least = _reserved(options, model, longest)
         self._run = RunDirectory(options, self._tokens(), resume=resume)
@@ -95,11 +99,37 @@ class Trainer:
         assert self.engine.host_plan is not None, "the engine chose its source"
         on_host = options.storage.device == "cpu"
         self.host_plan = with_kept_memory(self.engine.host_plan, activations) if on_host else self.engine.host_plan
+        if resume:
+            try:
+                _require_steps_to_come(options, self.engine.version)
+                self._run.keep(options)
+            except BaseException:
+                self.close()
+                raise
 
-    @property
-    def truncated(self) -> int:
-        """Training rows that were cut to the sequence length."""
-        return self._data.truncated
+    def remarks(self) -> list[str]:
+        """What a user should know of the data, a line each."""
+        rows, batch_size, truncated = len(self._data), self.options.batching.batch_size, self._data.truncated
+        lines = [f"{truncated} rows were cut to the sequence length"] if truncated else []
+        if batch_size > rows:
+            lines.append(f"a batch of {batch_size} rows takes each of the {rows} rows of the data more than once")
+        return lines
+
+    def divergence(self) -> str | None:
+        """Say if the steps left nothing of the model, in a line; None if they did not.
+
+        Directions are independent and of unit variance, so weights have moved by the root of the sum of squares. Of weights
+        below 1 that moved by more than 1 nothing is left, whatever the loss has come to.
+        """
+        updates = self.engine.journal.updates
+        moved = math.sqrt(sum((update.lr * grad) ** 2 for update in updates for grad in update.projected_grads))
+        losses = [update.losses[0] for update in updates]
+        share = max(len(losses) // 10, 1)
+        first, last = fmean(losses[:share]), fmean(losses[-share:])
+        if moved <= 1 and last <= 2 * first + 1:
+            return None
+        went = f"each weight moved by {moved:.2g}, the loss from {first:.4g} to {last:.4g}"
+        return f"{went}: the steps were too large for a model to survive; lower --lr"
 
     def storage(self) -> str:
         """Where the weights live, in words."""
@@ -123,7 +153,31 @@ class Trainer:
 
         Returns:
             The exported model's directory.
+
+        Raises:
+            ZO2Error: of the kind that fits. A new run that was refused before a step was taken, for other reasons than its
+                disk, is not left: the command can be mended and given again.
         """
+        try:
+            self._take_steps()
+        except NonFiniteLossError as error:
+            try:
+                require_finite_base(self._model, self.options.model)
+            finally:
+                self._take_back(error)
+            raise
+        except Exception as error:
+            self._take_back(error)
+            raise
+        return self._export()
+
+    def _take_back(self, error: Exception) -> None:
+        """Remove a run that was refused, unless there is something to go on from."""
+        if not (self._resumed or self.engine.version or isinstance(error, _RESUMABLE)):
+            self.engine.close()
+            self._run.remove()
+
+    def _take_steps(self) -> None:
         options, engine = self.options, self.engine
         rows = training_batches(
             self._data, batch_size=options.batching.batch_size, seed=options.seed, first_step=engine.version
@@ -151,11 +205,14 @@ class Trainer:
                 _write(metrics, record)
                 bar.set_postfix_str(progress(record), refresh=False)
                 bar.update()
-        exported = options.output / MODEL
-        if not exported.exists():
-            for partial in options.output.glob(f".{MODEL}.partial-*"):  # of an export that was killed
+
+    def _export(self) -> Path:
+        """Write the model, if it is not there: a directory appears whole or not at all."""
+        exported = self.options.output / MODEL
+        if not holds_model(exported):
+            for partial in self.options.output.glob(f".{MODEL}.partial-*"):  # of an export that was killed
                 shutil.rmtree(partial)
-            engine.export(exported)
+            export(self.engine, self._model, exported)
         return exported
 
     def close(self) -> None:
@@ -198,6 +255,16 @@ class Trainer:
         _write(metrics, {"step": self.engine.version, "evaluation_loss": result.loss, "evaluation_seconds": result.seconds})
         sweeps = f"{result.sweeps} sweep{'s' if result.sweeps > 1 else ''}"
         bar.write(f"step {self.engine.version}: evaluation loss {result.loss:.4f}, {sweeps}", file=sys.stderr)
+
+
+def _require_steps_to_come(options: TrainOptions, taken: int) -> None:
+    if options.steps < taken:
+        raise OptionError(
+            "steps",
+            found=str(options.steps),
+            expected=f"at least {taken}, which the run has taken already",
+            remedy=f"zo2 export --run {options.output} --at {options.steps} writes the model of that step",
+        )
 
 
 def _reserved(options: TrainOptions, model: HFBlockModel, longest: int) -> tuple[int, int]:

@@ -9,8 +9,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from zo2adapters.models.checkpoint import open_checkpoint
+from zo2adapters.models.footprint import activation_bytes
+from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.monolithic import MonolithicMeZO
-from zo2core import IGNORE_INDEX, Batch, MeZOSGD, ZOEngine
+from zo2adapters.trainers.finite_base import require_finite_base
+from zo2core import (
+    IGNORE_INDEX,
+    Batch,
+    MemoryBudgetError,
+    MeZOSGD,
+    NonFiniteLossError,
+    OptionError,
+    ZOEngine,
+    free_memory,
+)
 
 
 @dataclass(frozen=True)
@@ -51,8 +63,13 @@ def verify(
 
     Returns:
         The comparison.
+
+    Raises:
+        OptionError: if the model does not take rows of so many tokens.
+        MemoryBudgetError: if model and batch do not fit into the memory that is free.
     """
     model = open_checkpoint(directory, dtype=dtype)
+    _require_fit(model, batch_size, tokens)
     stored = model.layouts[0].parameters[0].dtype
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=stored, trust_remote_code=False)
     mono = MonolithicMeZO(whole, lr=lr, zo_eps=zo_eps, weight_decay=weight_decay)
@@ -60,7 +77,12 @@ def verify(
     with ZOEngine(model, MeZOSGD(lr=lr, zo_eps=zo_eps, weight_decay=weight_decay)) as engine:
         for step in range(steps):
             batch = random_batch(model.config.vocab_size, batch_size, tokens, seed=seed + step)
-            ours, theirs = engine.step(batch, seed=seed + step), mono.step(batch, seed + step)
+            try:
+                ours = engine.step(batch, seed=seed + step)
+            except NonFiniteLossError:
+                require_finite_base(model, directory)
+                raise
+            theirs = mono.step(batch, seed + step)
             pairs = [(f"loss {i}", a, b) for i, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True))]
             pairs.append(("projected gradient", ours.projected_grads[0], theirs.projected_grads[0]))
             for name, a, b in pairs:
@@ -72,6 +94,23 @@ def verify(
             if place is not None:
                 return Comparison(steps, count, f"after {steps} steps, {name}{place}")
     return Comparison(steps, count, None)
+
+
+def _require_fit(model: HFBlockModel, batch_size: int, tokens: int) -> None:
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and tokens > longest:
+        raise OptionError(
+            "tokens", found=str(tokens), expected=f"at most {longest}, which the model takes", remedy="choose fewer"
+        )
+    weights = sum(layout.nbytes for layout in model.layouts)
+    needed, free = 2 * weights + activation_bytes(model.config, batch_size, tokens), free_memory()
+    if needed > free:
+        raise MemoryBudgetError(
+            "memory",
+            found=f"{free / 2**30:.2f} GiB free",
+            expected=f"at least {needed / 2**30:.2f} GiB for the model twice and a batch's activations",
+            remedy="free memory, or take smaller batches",
+        )
 
 
 def random_batch(vocab_size: int, batch_size: int, tokens: int, *, seed: int) -> Batch:

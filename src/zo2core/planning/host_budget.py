@@ -15,6 +15,9 @@ _UNITS = {"": 1, "B": 1} | {f"{prefix}{unit}": base ** (i + 1) for i, prefix in 
 )}  # fmt: skip
 
 
+_MOST = float(2**63)  # bytes: no address lies beyond
+
+
 def parse_size(size: int | str, *, option: str = "memory") -> int:
     """Bytes of a size such as ``6GiB``, ``500MB``, ``1.5 GiB`` or a number of bytes.
 
@@ -26,15 +29,19 @@ def parse_size(size: int | str, *, option: str = "memory") -> int:
         OptionError: if it is no size above 0.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", str(size).strip())
-    nbytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
-    if nbytes < 1:
+    nbytes = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else 0.0
+    if not 1 <= nbytes < _MOST:
         raise OptionError(
             option,
-            found=repr(size),
+            found=_shortened(repr(size)),
             expected="a size such as 6GiB or 500MB, or 'auto' for memory",
             remedy="pass such a size",
         )
-    return nbytes
+    return int(nbytes)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:20]}... and {len(text) - 20} characters more"
 
 
 def free_memory(*, root: Path = Path("/")) -> int:

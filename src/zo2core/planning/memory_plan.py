@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from zo2core.errors import MemoryBudgetError
 
+_SHOWN = 2**30 // 100  # bytes: what is less would be shown as 0.00 GiB
+
 
 @dataclass(frozen=True)
 class MemoryPart:
@@ -38,7 +40,7 @@ class MemoryPlan:
         parts = ", ".join(f"{part.name} {part.nbytes / 2**30:.2f} GiB" for part in self.parts)
         return MemoryBudgetError(
             option,
-            found=f"{self.budget / 2**30:.2f} GiB",
+            found=f"{self.budget / 2**30:.2f} GiB" if self.budget >= _SHOWN else f"{self.budget} bytes",
             expected=f"at least {self.nbytes / 2**30:.2f} GiB, the smallest plan: {parts}",
             remedy=remedy,
         )

@@ -1,0 +1,39 @@
+"""Values read from a file, held against the types of a dataclass's fields: JSON checks nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from zo2adapters.ranges import LARGEST
+
+
+def require_field_types(options: Any) -> None:
+    """Refuse a dataclass whose fields, or those of the dataclasses in it, are not of their types.
+
+    Raises:
+        TypeError: naming the field.
+    """
+    hints = get_type_hints(type(options))
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if not _fits(value, hints[option.name]):
+            raise TypeError(f"{type(value).__name__} {str(value)[:40]!r} as {option.name}")
+        if is_dataclass(value):
+            require_field_types(value)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return type(value) is str and value in get_args(hint)
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, part) for part in get_args(hint))
+    if hint is int or (hint is float and type(value) is int):
+        return type(value) is int and abs(value) <= LARGEST
+    if hint is float:
+        return type(value) is float and math.isfinite(value)
+    if hint is str:
+        return type(value) is str and "\0" not in value
+    return value is None if hint is NoneType else isinstance(value, hint)

@@ -1,0 +1,98 @@
+"""The rows of ``metrics.jsonl``, brought in line with the journal.
+
+The file is for people and plots, and has no checksums; the journal knows all of it but speed and memory. So nothing in it
+can block a run: what is damaged is made up from the journal. It tells one thing that the journal cannot know: a row is
+written once its step is durable, so rows of steps that the journal lacks mean that the journal has lost them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from zo2core import Update
+
+Row = Mapping[str, Any]
+
+
+class MetricsRows(NamedTuple):
+    """What a file of metrics holds, held against a journal."""
+
+    rows: list[Row]  # one a step and one an evaluation, in order: what the file should hold
+    steps_seen: int  # the journal had so many steps when the last row was written
+
+
+def align_rows(raw: bytes, updates: Sequence[Update]) -> MetricsRows:
+    """Keep the rows that agree with the journal, and make up those that are lost or damaged.
+
+    Args:
+        raw: The file's bytes.
+        updates: Of the journal.
+    """
+    rows = [row for row in map(_parsed, raw.split(b"\n")) if row is not None]
+    steps = [row for row in rows if "loss" in row]
+    evaluations = {row["step"]: row for row in rows if "loss" not in row and row["step"] <= len(updates)}
+    kept = {row["step"]: row for row in steps if row["step"] < len(updates) and _agrees(row, updates[row["step"]])}
+    aligned: list[Row] = []
+    for step in range(len(updates) + 1):
+        aligned += [evaluations[step]] if step in evaluations else []
+        if step < len(updates):
+            aligned.append(kept.get(step) or row_of(updates[step]))
+    return MetricsRows(aligned, _steps_seen(steps, updates, kept))
+
+
+def row_of(update: Update) -> dict[str, Any]:
+    """What the journal knows of a step; speed and memory are lost."""
+    return {
+        "step": update.step,
+        "loss": update.losses[0],
+        "losses": list(update.losses),
+        "projected_grads": list(update.projected_grads),
+        "lr": update.lr,
+    }
+
+
+def _steps_seen(steps: Sequence[Row], updates: Sequence[Update], kept: Mapping[int, Row]) -> int:
+    """How many steps the journal must have had, as rows say that no single damage can have made.
+
+    Rows beyond the journal's end count if they follow each other from there on, if the file is this run's, and if they are
+    no rows of the journal's own whose number was damaged.
+    """
+    below = sum(row["step"] < len(updates) for row in steps)
+    if 2 * len(kept) < below:
+        return len(updates)  # another run's file
+    own = {(update.losses, update.projected_grads) for update in updates}
+    beyond = {row["step"] for row in steps if (tuple(row["losses"]), tuple(row["projected_grads"])) not in own}
+    seen = len(updates)
+    while seen in beyond:
+        seen += 1
+    return seen
+
+
+def _agrees(row: Row, update: Update) -> bool:
+    known = row_of(update)
+    return all(row.get(key) == known[key] for key in known)
+
+
+def _parsed(line: bytes) -> Row | None:
+    """A line as a row; None if it is torn, damaged or empty."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] < 0:
+        return None
+    if "loss" in row:
+        lists = [row.get("losses"), row.get("projected_grads")]
+        is_whole = _is_real(row["loss"]) and all(
+            isinstance(values, list) and values and all(map(_is_real, values)) for values in lists
+        )
+    else:
+        is_whole = _is_real(row.get("evaluation_loss"))
+    return row if is_whole else None
+
+
+def _is_real(value: object) -> bool:
+    return type(value) is float and math.isfinite(value)

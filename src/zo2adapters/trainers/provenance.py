@@ -1,0 +1,80 @@
+"""What shapes a run's result beside its base and its estimator, for the header of its journal."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from zo2adapters.tasks.regular_file import open_regular
+from zo2adapters.trainers.options import TrainOptions
+from zo2core import DataError, reason
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+
+
+def provenance(options: TrainOptions, base: Path, tokens: dict[str, object], *, sequence_length: int) -> dict[str, Any]:
+    """What a run's steps depend on, as JSON values.
+
+    Not in it is what no bit depends on: memory, write-backs, the order of transfers, evaluations, the number of steps.
+
+    Args:
+        options: The run's.
+        base: The model's directory, for the tokenizer's files.
+        tokens: What the data became by the tokenizer, as ``RunDirectory`` takes it.
+        sequence_length: Of the longest row that is not cut.
+
+    Raises:
+        DataError: if a file cannot be read.
+    """
+    batching = options.batching
+    trained_on = {key: value for key, value in tokens.items() if not key.startswith("evaluation")}
+    return {
+        "data sha256": file_sha256(options.data),
+        "tokens": trained_on,
+        "tokenizer sha256": tokenizer_sha256(base),
+        "dtype": options.dtype,
+        "batch size": batching.batch_size,
+        "micro-batch size": batching.micro_batch_size,
+        "loss chunk": batching.loss_chunk,
+        "sequence length": sequence_length,
+        "seed": options.seed,
+        "device": options.storage.device.partition(":")[0],
+        "schedule": {
+            "decay": options.optimization.decay.value,
+            "warmup steps": options.optimization.warmup_steps,
+            "steps": options.steps if options.schedule_steps is None else options.schedule_steps,
+        },
+    }
+
+
+def tokenizer_sha256(base: Path) -> str:
+    """SHA-256 over the names and bytes of a model directory's tokenizer files."""
+    digest = hashlib.sha256()
+    for name in _TOKENIZER_FILES:
+        if (base / name).exists():
+            digest.update(f"{name} {file_sha256(base / name)}\n".encode())
+    return digest.hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes.
+
+    Raises:
+        DataError: if it cannot be read.
+    """
+    try:
+        with open_regular(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(path, found=reason(error), expected="a readable file", remedy="check the path") from error

@@ -1,0 +1,608 @@
+"""Whatever is asked for is heeded or refused, and whatever goes wrong is one typed line."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from command_lines import Apart, assert_typed, environment, make_place, refusal, run_here, write_rows
+from safetensors.torch import load_file, save_file
+
+from zo2adapters.cli import COMMANDS
+from zo2adapters.commands.refusals import refusal_of
+from zo2core import Journal, MemoryBudgetError
+
+HUGE = "9" * 400
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with base, rows and a finished run of six steps."""
+    folder = make_place(tmp_path_factory.mktemp("refusals"))
+    ended = run_here(*train(folder), "--steps", 6, "--lr", 1e-2)
+    assert ended.status == 0, ended
+    return folder
+
+
+@pytest.fixture
+def place(prepared: Path, tmp_path: Path) -> Path:
+    """A folder of one's own with base and rows, whose run is not there yet."""
+    for name in ("base", "rows.jsonl", "choices.jsonl"):
+        (shutil.copytree if (prepared / name).is_dir() else shutil.copy)(prepared / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.fixture
+def run(prepared: Path, place: Path) -> Path:
+    """A finished run in a folder of one's own."""
+    shutil.copytree(prepared / "run", place / "run")
+    path = place / "run" / "options.json"
+    path.write_text(path.read_text().replace(str(prepared), str(place)))
+    return place / "run"
+
+
+def train(folder: Path, output: str = "run") -> list[object]:
+    return [
+        "train",
+        "--model",
+        folder / "base",
+        "--data",
+        folder / "rows.jsonl",
+        "--output",
+        folder / output,
+        "--batch-size",
+        3,
+    ]
+
+
+def unfinish(run: Path) -> None:
+    """Take the exported model away, so that a resumed run has something to do."""
+    shutil.rmtree(run / "model")
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["verify", "--model", "{base}", "--steps", "0"], "--steps: found 0; expected at least 1"),
+        (["verify", "--model", "{base}", "--batch-size", "0"], "--batch-size: found 0; expected at least 1"),
+        (["verify", "--model", "{base}", "--batch-size", "-1"], "--batch-size: found -1; expected at least 1"),
+        (["verify", "--model", "{base}", "--tokens", "1"], "--tokens: found 1; expected at least 2"),
+        (["verify", "--model", "{base}", "--tokens", "13"], "--tokens: found 13; expected at most 12"),
+        (["verify", "--model", "{base}", "--lr", "1e6"], "--lr: found 1000000.0; expected at most 1"),
+        (["verify", "--model", "{base}", "--seed", HUGE], "--seed: found a number of more than 24 digits"),
+        (["plan", "--model", "{base}", "--batch-size", "0"], "--batch-size: found 0; expected at least 1"),
+        (["plan", "--model", "{base}", "--sequence-length", "0"], "--sequence-length: found 0; expected at least 2"),
+        (["plan", "--model", "{base}", "--micro-batch-size", "0"], "--micro-batch-size: found 0; expected at least 1"),
+        (["plan", "--model", "{base}", "--memory", "8"], "--memory: found 8 bytes; expected at least"),
+        (["plan", "--model", "{base}", "--memory", HUGE], "--memory: found '9999999999"),
+        (["plan", "--model", "{base}", "--device-memory", HUGE], "--device-memory: found '9999999999"),
+        (["evaluate", "--run", "{run}", "--data", "{rows}", "--batch-size", "0"], "--batch-size: found 0"),
+        (["evaluate", "--model", "{base}", "--data", "{rows}", "--at", "3"], "--at: found 3; expected none without --run"),
+        (["evaluate", "--run", "{run}", "--data", "{rows}", "--at", "-1"], "--at: found -1; expected 0 to 6"),
+        (["evaluate", "--run", "{run}", "--data", "{rows}", "--activation-memory", HUGE], "--activation-memory: found '99"),
+        (["export", "--run", "{run}", "--at", HUGE, "--output", "{new}"], "--at: found a number of more than 24 digits"),
+        (["export", "--run", "{run}", "--dtype", "bfloat16", "--output", "{new}"], "--dtype: found bfloat16; expected auto"),
+        (["export", "--run", "{base}", "--output", "{new}"], "found no readable options.json"),
+        (["generate", "--model", "{base}", "--prompt", ""], "found an empty prompt; expected at least one token"),
+        (["generate", "--model", "{base}", "--prompt", "the", "--max-new-tokens", HUGE], "--max-new-tokens: found"),
+        (["generate", "--model", "{base}", "--prompt", "the", "--top-p", "0.5"], "--top-p: found 0.5 beside a temperature"),
+        (["generate", "--model", "{base}", "--prompt", "the", "--temperature", "-1"], "--temperature: found -1.0"),
+        (["journal", "{run}", "--last", "0"], "--last: found 0; expected at least 1"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_heeded_is_refused_by_the_name_that_was_typed(
+    prepared: Path, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    places = {"base": prepared / "base", "run": prepared / "run", "rows": prepared / "rows.jsonl", "new": tmp_path / "new"}
+    assert said in refusal(*(argument.format(**places) for argument in arguments))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lr", "1e6"], "--lr: found 1000000.0; expected at most 1: an update moves each weight by"),
+        (["--zo-eps", "50"], "--zo-eps: found 50.0; expected at most 1: weights are perturbed"),
+        (["--lr", "0.1", "--weight-decay", "11"], "--weight-decay: found 11.0; expected at most 10"),
+        (
+            ["--write-back-every", "0"],
+            "--write-back-every: found 0; expected a number of steps, at least 1, or auto or never",
+        ),
+        (["--snapshot-every", "0"], "--snapshot-every: found 0; expected a number of steps, at least 1"),
+        (["--batch-size", HUGE], "--batch-size: found a number of more than 24 digits; expected at most 65536"),
+        (["--seed", HUGE], "--seed: found a number of more than 24 digits"),
+        (["--steps", "1e3"], "command line: found Error parsing --steps: invalid literal"),
+        (["--stepz", "3"], "command line: found Unrecognized options: --stepz"),
+        (["--memory", "8"], "--memory: found 8 bytes; expected at least"),
+        (["--memory", "300MB", "--batch-size", "60000"], "with --micro-batch-size, --loss-chunk, --sequence-length"),
+        (["--output", "{long}"], "File name too long"),
+        (["--data", "{long}"], "File name too long"),
+        (["--model", "./{long}"], "File name too long"),
+        (["--output", "/dev/null/run"], "Not a directory"),
+        (["--trace", "/dev/full"], "/dev/full: found"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_a_run_that_is_refused_leaves_nothing(place: Path, arguments: list[str], said: str) -> None:
+    before = sorted(place.rglob("*"))
+    arguments = [argument.format(long="n" * 300) for argument in arguments]
+    assert said in refusal(*train(place), *arguments)
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_command_that_is_none_is_refused_in_one_line() -> None:
+    assert "command: found 'trian'; expected one of demo, train" in refusal("trian")
+    assert "command: found nothing" in refusal()
+
+
+def test_an_absurd_learning_rate_that_is_within_bounds_ends_with_a_warning(place: Path) -> None:
+    ended = run_here(*train(place), "--steps", 30, "--lr", 1.0)
+    if ended.status == 0:
+        assert "the steps were too large for a model to survive; lower --lr" in ended.err
+    else:
+        assert_typed(ended)
+
+
+def test_a_batch_larger_than_the_data_says_that_it_repeats_rows(place: Path) -> None:
+    ended = run_here(*train(place), "--steps", 1, "--batch-size", 100)
+    assert ended.status == 0
+    assert ended.err.count("a batch of 100 rows takes each of the 9 rows of the data more than once") == 1
+
+
+# A run that was refused at its first step
+
+
+def test_a_run_refused_at_its_first_step_can_be_given_again(place: Path) -> None:
+    weights = load_file(place / "base/model.safetensors")
+    mended = {name: tensor.clone() for name, tensor in weights.items()}
+    weights["model.layers.1.mlp.up_proj.weight"][3, 2] = float("nan")
+    save_file(weights, place / "base/model.safetensors", metadata={"format": "pt"})
+    said = refusal(*train(place, "deep/run"), "--steps", 2)
+    assert "model.layers.1.mlp.up_proj.weight: found nan at element 38; expected finite weights in the checkpoint" in said
+    assert "lower" not in said
+    assert not (place / "deep").exists()
+    save_file(mended, place / "base/model.safetensors", metadata={"format": "pt"})
+    assert run_here(*train(place, "deep/run"), "--steps", 2).status == 0
+
+
+@pytest.mark.parametrize("command", ["evaluate", "choose", "verify", "generate"])
+def test_a_checkpoint_that_holds_infinity_is_named(place: Path, command: str) -> None:
+    weights = load_file(place / "base/model.safetensors")
+    weights["model.norm.weight"][1] = float("inf")
+    save_file(weights, place / "base/model.safetensors", metadata={"format": "pt"})
+    data = place / ("choices.jsonl" if command == "choose" else "rows.jsonl")
+    arguments: dict[str, list[object]] = {
+        "verify": ["verify", "--model", place / "base", "--tokens", 9],
+        "generate": ["generate", "--model", place / "base", "--prompt", "the cat", "--max-new-tokens", 3],
+    }
+    said = refusal(*arguments.get(command, ["evaluate", "--model", place / "base", "--data", data]))
+    assert "model.norm.weight: found inf at element 1" in said
+
+
+@pytest.mark.parametrize("arguments", [["--memory", "1MB"], ["--lr", "1e6"]])
+def test_a_refused_run_never_removes_a_directory_that_the_user_made(place: Path, arguments: list[str]) -> None:
+    (place / "run").mkdir()
+    refusal(*train(place), *arguments)
+    assert (place / "run").is_dir()
+    assert not any((place / "run").iterdir())
+
+
+def test_a_run_refused_at_its_first_step_leaves_the_users_directory(place: Path) -> None:
+    (place / "run").mkdir()
+    weights = load_file(place / "base/model.safetensors")
+    weights["model.norm.weight"][1] = float("nan")
+    save_file(weights, place / "base/model.safetensors", metadata={"format": "pt"})
+    refusal(*train(place), "--steps", 2, "--evaluation", place / "choices.jsonl")
+    refusal(*train(place), "--steps", 2)
+    assert (place / "run").is_dir()
+    assert not any((place / "run").iterdir())
+
+
+# Damaged side files
+
+
+def rewrite_metrics(run: Path, change: Callable[[list[bytes]], list[bytes]]) -> None:
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(change(lines)))
+
+
+METRICS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "empty": lambda lines: [],
+    "torn": lambda lines: [*lines[:-1], lines[-1][:20]],
+    "bytes that are no text": lambda lines: [lines[0], b"\xff\xfe\x00" * 40, *lines[1:]],
+    "a zeroed page": lambda lines: [bytes(4096)],
+    "no objects": lambda lines: [b"[1, 2]\n", b"7\n", b"null\n", *lines],
+    "a step that is a word": lambda lines: [lines[0].replace(b'"step": 0', b'"step": "0"'), *lines[1:]],
+    "a step that is a list": lambda lines: [lines[0].replace(b'"step": 0', b'"step": [0]'), *lines[1:]],
+    "losses that are an object": lambda lines: [
+        b'{"step": 2, "loss": 1.0, "losses": {}, "projected_grads": null}\n',
+        *lines,
+    ],
+    "a number of 400 digits": lambda lines: [*lines, b'{"step": %b, "loss": 1.0}\n' % HUGE.encode()],
+    "a number of 5000 digits": lambda lines: [*lines, b'{"step": %b}\n' % (b"9" * 5000)],
+    "a deep nest": lambda lines: [*lines, b"[" * 100_000 + b"\n"],
+    "rows of a far step": lambda lines: [*lines, lines[-1].replace(b'"step": 5', b'"step": 95')],
+    "a row whose step was damaged": lambda lines: [*lines[:-1], lines[-1].replace(b'"step": 5', b'"step": 6')],
+    "rows twice": lambda lines: [*lines, *lines],
+    "rows in disorder": lambda lines: lines[::-1],
+    "another loss": lambda lines: [lines[0].replace(b'"loss": 2', b'"loss": 3'), *lines[1:]],
+    "an infinite evaluation": lambda lines: [*lines, b'{"step": 2, "evaluation_loss": Infinity}\n'],
+}
+
+
+@pytest.mark.parametrize("damage", METRICS)
+def test_damaged_metrics_block_no_resume_and_are_made_up_from_the_journal(run: Path, damage: str) -> None:
+    unfinish(run)
+    rewrite_metrics(run, METRICS[damage])
+    assert run_here("train", "--resume", run).status == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    updates = Journal(run / "journal.jsonl").updates
+    assert [row["step"] for row in rows] == list(range(6))
+    assert [row["losses"] for row in rows] == [list(update.losses) for update in updates]
+    assert (run / "model/model.safetensors").exists()
+
+
+def test_metrics_of_another_run_are_made_up_anew(run: Path, place: Path) -> None:
+    unfinish(run)
+    assert run_here(*train(place, "other"), "--steps", 9, "--lr", 1e-3, "--seed", 8).status == 0
+    shutil.copy(place / "other/metrics.jsonl", run / "metrics.jsonl")
+    assert run_here("train", "--resume", run).status == 0
+
+
+@pytest.mark.parametrize("kind", ["fifo", "directory"])
+def test_metrics_that_are_no_file_do_not_hang(run: Path, kind: str) -> None:
+    unfinish(run)
+    (run / "metrics.jsonl").unlink()
+    if kind == "fifo":
+        os.mkfifo(run / "metrics.jsonl")
+        assert run_here("train", "--resume", run).status == 0
+        assert len((run / "metrics.jsonl").read_text().splitlines()) == 6
+    else:
+        (run / "metrics.jsonl").mkdir()
+        assert "metrics.jsonl: found Is a directory" in refusal("train", "--resume", run)
+
+
+def test_rows_that_the_journal_has_lost_are_told_and_kept(run: Path) -> None:
+    lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "journal.jsonl").write_bytes(b"".join(lines[:-2]))
+    metrics = (run / "metrics.jsonl").read_bytes()
+    said = refusal("train", "--resume", run)
+    assert "journal.jsonl: found 4 steps; expected 6, of which metrics.jsonl has rows" in said
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+    assert (run / "journal.jsonl").read_bytes() == b"".join(lines[:-2])
+    (run / "metrics.jsonl").unlink()
+    unfinish(run)
+    assert run_here("train", "--resume", run).status == 0
+
+
+OPTIONS: list[tuple[str, object]] = [
+    ("options", None),
+    ("options", 7),
+    ("options.steps", "6"),
+    ("options.steps", None),
+    ("options.steps", True),
+    ("options.steps", 6.0),
+    ("options.steps", 0),
+    ("options.steps", int(HUGE)),
+    ("options.steps", float("inf")),
+    ("options.seed", int(HUGE)),
+    ("options.seed", []),
+    ("options.model", 3),
+    ("options.model", "a\0b"),
+    ("options.data", {}),
+    ("options.data", "n" * 300),
+    ("options.dtype", "int8"),
+    ("options.dtype", ["auto"]),
+    ("options.evaluation", 5),
+    ("options.evaluate_every", "often"),
+    ("options.optimization", []),
+    ("options.optimization.lr", "1e-6"),
+    ("options.optimization.lr", int(HUGE)),
+    ("options.optimization.decay", "steep"),
+    ("options.optimization.decay", []),
+    ("options.optimization.queries", 2.5),
+    ("options.optimization.exact_mezo", "yes"),
+    ("options.batching.batch_size", None),
+    ("options.batching.batch_size", -3),
+    ("options.batching.sequence_length", "long"),
+    ("options.storage.memory", 8),
+    ("options.storage.memory", HUGE),
+    ("options.storage.write_back_every", "sometimes"),
+    ("options.storage.write_back_every", 0),
+    ("options.storage.device", None),
+    ("options.storage", "here"),
+    ("checksums", 3),
+    ("checksums", ["a"]),
+    ("tokens", None),
+    ("tokens", "ab"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), OPTIONS, ids=[f"{key} {str(value)[:12]!r}" for key, value in OPTIONS])
+def test_wrong_types_in_the_options_of_a_run_are_told(run: Path, key: str, value: object) -> None:
+    record = json.loads((run / "options.json").read_text())
+    *groups, name = key.split(".")
+    place = record
+    for group in groups:
+        place = place[group]
+    place[name] = value
+    (run / "options.json").write_text(json.dumps(record))
+    refusal("train", "--resume", run)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"options": {}}', bytes(99)])
+def test_options_that_are_none_are_told(run: Path, content: bytes) -> None:
+    (run / "options.json").write_bytes(content)
+    for arguments in (["train", "--resume", run], ["export", "--run", run, "--output", run.parent / "new"]):
+        assert "options.json" in refusal(*arguments)
+
+
+def test_options_that_are_a_pipe_or_a_directory_do_not_hang(run: Path) -> None:
+    (run / "options.json").unlink()
+    os.mkfifo(run / "options.json")
+    assert "no regular file" in refusal("train", "--resume", run)
+    (run / "options.json").unlink()
+    (run / "options.json").mkdir()
+    assert "no readable options.json" in refusal("export", "--run", run, "--output", run.parent / "new")
+
+
+def test_a_header_without_noise_is_told(run: Path) -> None:
+    from zo2core.io.record_log import to_line
+
+    first, *lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    header = json.loads(first[first.index(b"{") :])
+    del header["noise"]
+    (run / "journal.jsonl").write_bytes(b"".join([to_line(header), *lines]))
+    assert "noise" in refusal("train", "--resume", run)
+    assert "noise" in refusal("export", "--run", run, "--output", run.parent / "new")
+    assert run_here("journal", run).status == 0
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b"\xff", b'{"model": 3}', b'{"version": "1.0", "model": {"type": "BPE"}}']
+)
+def test_a_damaged_tokenizer_is_told(place: Path, content: bytes) -> None:
+    (place / "base/tokenizer.json").write_bytes(content)
+    refusal(*train(place))
+    refusal("generate", "--model", place / "base", "--prompt", "the")
+    assert not (place / "run").exists()
+
+
+def test_pipes_and_directories_in_place_of_data_do_not_hang(place: Path) -> None:
+    os.mkfifo(place / "pipe")
+    (place / "folder").mkdir()
+    for name, said in (("pipe", "no regular file"), ("folder", "no regular file")):
+        for option in ("--data", "--evaluation"):
+            assert said in refusal(*train(place), option, place / name)
+        assert said in refusal("evaluate", "--model", place / "base", "--data", place / name)
+    (place / "base/tokenizer.json").unlink()
+    os.mkfifo(place / "base/tokenizer.json")
+    assert "tokenizer.json is no regular file" in refusal(*train(place))
+
+
+def test_numbers_of_many_digits_in_a_row_are_told(place: Path) -> None:
+    (place / "many.jsonl").write_text('{"text": ' + "9" * 5000 + "}\n")
+    assert "many.jsonl, line 1" in refusal(*train(place), "--data", place / "many.jsonl")
+    write_rows(place / "few.jsonl", [{"prompt": "the", "candidates": [" cat", " dog"], "answer": int(HUGE)}])
+    assert "few.jsonl, line 1" in refusal("evaluate", "--model", place / "base", "--data", place / "few.jsonl")
+
+
+# The exported model
+
+
+def test_a_model_directory_that_is_empty_is_filled(run: Path) -> None:
+    unfinish(run)
+    (run / "model").mkdir()
+    assert run_here("train", "--resume", run).status == 0
+    assert (run / "model/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "half", "link"])
+def test_a_model_that_is_none_is_told(run: Path, kind: str) -> None:
+    if kind == "half":
+        (run / "model/model.safetensors").unlink()
+    else:
+        unfinish(run)
+        (run / "model").write_text("no model") if kind == "file" else (run / "model").symlink_to("nowhere")
+    assert "found something that is no whole model" in refusal("train", "--resume", run)
+
+
+def test_a_base_that_vanishes_is_named(run: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinish(run)
+    (place / "base").rename(place / "elsewhere")
+    said = refusal("train", "--resume", run)
+    assert f"{place / 'base'}: found no directory" in said
+    (place / "elsewhere").rename(place / "base")
+    import zo2adapters.models.exported as exported
+
+    real = exported._require_companions
+
+    def vanish(model: object) -> None:
+        monkeypatch.setattr(exported, "_require_companions", real)
+        (place / "base/tokenizer.json").unlink()
+
+    monkeypatch.setattr(exported, "_require_companions", vanish)
+    said = refusal("export", "--run", run, "--output", place / "new")
+    assert f"{place / 'base/tokenizer.json'}: found no such file any more" in said
+    assert not (place / "new").exists()
+
+
+# Resuming
+
+
+def test_a_resumed_run_takes_memory_and_write_backs_anew(run: Path) -> None:
+    unfinish(run)
+    journal = (run / "journal.jsonl").read_bytes()
+    anew = ["--memory", "4GiB", "--write-back-every", "never", "--snapshot-every", 2, "--activation-memory", "64MB"]
+    assert run_here("train", "--resume", run, *anew).status == 0
+    options = json.loads((run / "options.json").read_text())["options"]["storage"]
+    assert [options[name] for name in ("memory", "write_back_every", "snapshot_every")] == ["4GiB", "never", 2]
+    assert run_here("train", "--resume", run, "--memory", "auto").status == 0
+    assert json.loads((run / "options.json").read_text())["options"]["storage"]["memory"] == "auto"
+    assert (run / "journal.jsonl").read_bytes() == journal
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lr", "1e-3"], "--lr: found 0.001; expected 0.01, with which the run was begun"),
+        (["--batch-size", "4"], "--batch-size: found 4; expected 3, with which the run was begun"),
+        (["--device", "cuda"], '--device: found "cuda"; expected "cpu", with which the run was begun'),
+        (["--steps", "5"], "--steps: found 5; expected at least 6, which the run has taken already"),
+        (["--output", "elsewhere"], "--output: found elsewhere; expected none beside --resume"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_resumed_run_refuses_what_its_result_depends_on(run: Path, arguments: list[str], said: str) -> None:
+    options = (run / "options.json").read_bytes()
+    assert said in refusal("train", "--resume", run, *arguments)
+    assert (run / "options.json").read_bytes() == options
+
+
+def test_the_options_that_a_run_has_anyway_may_be_given_again(
+    run: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    assert run_here("train", "--resume", run, "--lr", "1e-2", "--data", "rows.jsonl", "--model", "base").status == 0
+
+
+def test_more_steps_lengthen_a_run_of_constant_lr_as_if_it_had_had_them(run: Path, place: Path) -> None:
+    assert run_here("train", "--resume", run, "--steps", 9).status == 0
+    assert run_here(*train(place, "whole"), "--steps", 9, "--lr", 1e-2).status == 0
+    ours, theirs = (Journal(place / name / "journal.jsonl").updates for name in ("run", "whole"))
+    assert list(ours) == list(theirs)
+    for name in ("model", "model-6"):
+        assert (run / name / "model.safetensors").exists()
+    weights = [(place / name / "model/model.safetensors").read_bytes() for name in ("run", "whole")]
+    assert weights[0] == weights[1]
+    assert run_here("train", "--resume", run).status == 0
+
+
+def test_a_run_whose_schedule_ends_is_not_lengthened(place: Path) -> None:
+    assert run_here(*train(place), "--steps", 2, "--decay", "cosine").status == 0
+    said = refusal("train", "--resume", place / "run", "--steps", 4)
+    assert "--steps: found 4; expected 2, over which the cosine schedule of this run lowers lr" in said
+
+
+# The system
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    with contextlib.closing(Apart(tmp_path_factory.mktemp("apart"))) as server:
+        yield server
+
+
+def test_output_that_nobody_takes_is_told(run: Path, apart: Apart) -> None:
+    ended = apart.run("journal", run, out="/dev/full")
+    assert ended.status == 2
+    assert_typed(ended)
+    assert "standard output: found No space left on device" in ended.line
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(run: Path, apart: Apart) -> None:
+    ended = apart.run("journal", run, patch="import os; r, w = os.pipe(); os.dup2(w, 1); os.close(r); os.close(w)")
+    assert ended.status == 141
+    assert not ended.err
+
+
+def test_no_more_threads_is_told(place: Path, apart: Apart) -> None:
+    patch = """
+import threading
+def start(self): raise RuntimeError("can't start new thread")
+threading.Thread.start = start
+"""
+    ended = apart.run(*train(place), patch=patch)
+    assert ended.status == 2, ended
+    assert_typed(ended)
+    assert "threads: found no more of them" in ended.line
+    assert not (place / "run").exists()
+
+
+@pytest.mark.parametrize("room", [1 << 20, 24 << 20])
+def test_a_limit_on_the_address_space_is_told(place: Path, apart: Apart, room: int) -> None:
+    patch = f"""
+import psutil, resource
+limit = psutil.Process().memory_info().vms + {room}
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+"""
+    arguments = ["--batch-size", 20_000, "--activation-memory", "1MB", "--queries", 40, "--steps", 1]
+    ended = apart.run(*train(place), *arguments, patch=patch)
+    assert ended.status == 2, ended
+    assert_typed(ended)
+    assert not (place / "run").exists()
+
+
+def test_no_more_memory_is_told() -> None:
+    for error in (
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ):
+        assert isinstance(refusal_of(error), MemoryBudgetError)
+    assert refusal_of(ZeroDivisionError()) is None, "a defect of this program keeps its traceback"
+
+
+# What a command costs before it begins
+
+
+def test_what_is_said_of_a_command_is_its_docstring() -> None:
+    import importlib
+
+    for place in COMMANDS.values():
+        docstring = getattr(importlib.import_module(place.module), place.name).__doc__
+        assert " ".join(docstring.split()) == place.summary
+
+
+IMPORTS = """
+import sys
+from zo2adapters.cli import main
+for unused, line in zip(sys.argv[1::2], sys.argv[2::2]):
+    try: main(line.split())
+    except SystemExit: pass
+    assert not set(unused.split()) & set(sys.modules), line
+"""
+
+
+def test_commands_import_what_they_use(prepared: Path) -> None:
+    lines = [
+        "journal {run}",
+        "train --help",
+        "plan --help-all",
+        "evaluate --help-all",
+        "train --steps x",
+        "export --output o",
+    ]
+    given = ["torch transformers tyro zo2core", "--help"]
+    for line in lines:
+        given += ["transformers matplotlib", line.format(run=prepared / "run")]
+    subprocess.run([sys.executable, "-c", IMPORTS, *given], check=True, capture_output=True, env=environment())
+
+
+def test_the_help_of_train_is_what_people_need_first() -> None:
+    short, whole = (run_here("train", option).out for option in ("--help", "--help-all"))
+    assert len(short.splitlines()) <= 50
+    assert short.count("\n  --") == 10
+    assert "more options: zo2 train --help-all" in short
+    assert all(option in whole for option in ("--snapshot-every", "--loss-chunk", "--trace"))
+
+
+def test_errors_come_at_once() -> None:
+    began = time.perf_counter()
+    refusal("verify", "--model", "/nowhere", "--steps", "0")
+    assert time.perf_counter() - began < 2
