@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import IO, Any
@@ -25,6 +25,7 @@ from zo2adapters.trainers.allocator import peak_memory, with_kept_memory
 from zo2adapters.trainers.base_check import verify_with_progress
 from zo2adapters.trainers.finite_base import require_finite_base
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
+from zo2adapters.trainers.provenance import provenance
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
 from zo2core import (
     Batch,
@@ -87,7 +88,8 @@ class Trainer:
         self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
             self._layouts = model.layouts
-            self.engine = _build_engine(options, model, estimator, activations, least, execution=execution)
+            decides = provenance(options, directory, self._tokens(), sequence_length=length)
+            self.engine = _build_engine(options, model, estimator, activations, least, decides, execution=execution)
             if execution.verify_base:
                 self._verify_base(model)
         except BaseException:
@@ -290,6 +292,7 @@ def _build_engine(
     estimator: ZOEstimator,
     activations: int,
     least_activations: int,
+    decides: Mapping[str, Any],
     *,
     execution: Execution,
 ) -> ZOEngine:
@@ -317,6 +320,7 @@ def _build_engine(
         micro_batch_size=options.batching.micro_batch_size,
         overlap=execution.scheduler is Order.OVERLAPPED,
         trace=execution.trace,
+        provenance=decides,
     )
 
 
