@@ -298,7 +298,7 @@ class Foreign:
 
 def test_objects_of_other_libraries_are_handed_through_as_they_are() -> None:
     register_pytree_node(
-        Foreign, lambda foreign: ([foreign.tensor], None), lambda tensors, _: Foreign(next(iter(tensors)), fresh=False)
+        Foreign, lambda foreign: ([foreign.tensor], None), lambda tensors, _: Foreign(*tensors, fresh=False)
     )
     cache, hidden = Foreign(torch.ones(3)), torch.arange(4.0)
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))

@@ -17,7 +17,7 @@ from zo2adapters import Architecture, open_checkpoint
 from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.checkpoint import ARCHITECTURES
 from zo2adapters.models.hf import build_skeleton
-from zo2core import CheckpointError, MeZOSGD, OptionError, UnsupportedModelError, ZO2Error, ZOEngine
+from zo2core import CheckpointError, MeZOSGD, OptionError, UnsupportedModelError, ZO2Error, ZO2Warning, ZOEngine
 
 MODEL = "model.safetensors"
 
@@ -162,7 +162,8 @@ def test_remote_code_is_never_run(base: Path, tmp_path: Path) -> None:
     witness = tmp_path / "ran"
     (base / "evil.py").write_text(f"open({str(witness)!r}, 'w')\nclass Evil: ...\n")
     edit_config(base, auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
-    open_checkpoint(base)
+    with pytest.warns(ZO2Warning, match="auto_map"):
+        open_checkpoint(base)
     edit_config(base, model_type="evil")
     with pytest.raises(UnsupportedModelError):
         open_checkpoint(base)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from zo2core import CheckpointError, ClosedError, OutputError, ParameterSpec
+from zo2core import CheckpointError, OutputError, ParameterSpec
 from zo2core.checkpoint import SafetensorsReader, find_tensors, parse_header, write_checkpoint
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -98,8 +100,10 @@ def test_tensors_are_read_bit_for_bit_and_converted_on_request(tmp_path: Path) -
             assert torch.equal(out, source.to(dtype))
     reader.close()
     reader.close()
-    with pytest.raises(ClosedError):
-        reader.read_into("a", torch.empty(3_000_000))
+    again = torch.empty(value.numel())
+    reader.read_into("a", again)  # opens the file anew
+    assert torch.equal(again, value)
+    reader.close()
 
 
 def test_integer_tensors_are_refused_as_quantised(tmp_path: Path) -> None:
@@ -210,3 +214,53 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "file").read_text() == "mine"
     with pytest.raises(OutputError):
         write_checkpoint(tmp_path / "out" / "file", SPECS, values(), {})
+
+
+def test_a_link_planted_while_shards_are_written_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+
+    def planting() -> Iterator[tuple[str, torch.Tensor]]:
+        (partial,) = (path for path in tmp_path.rglob("*.partial-*/out") if path.is_dir())
+        for number in range(2, 5):
+            (partial / f"model-0000{number}-of-00004.safetensors").symlink_to(tmp_path / "victim")
+        yield from values()
+
+    with pytest.raises(OutputError, match="File exists"):
+        write_checkpoint(tmp_path / "out", SPECS, planting(), {}, max_shard=1)
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["victim"]
+
+
+def test_what_stands_beside_an_output_is_neither_used_nor_removed(tmp_path: Path) -> None:
+    """Under the name of a temporary directory, too: of another process, or planted."""
+    planted = tmp_path / f".out.partial-{os.getpid()}"
+    planted.mkdir()
+    (planted / "config.json").symlink_to(tmp_path / "victim")
+    write_checkpoint(tmp_path / "out", SPECS, values(), {"config.json": b"{}"})
+    assert not (tmp_path / "victim").exists()
+    assert (planted / "config.json").is_symlink()
+    assert stat.S_IMODE((tmp_path / "out").stat().st_mode) == stat.S_IMODE(planted.stat().st_mode), "the usual rights"
+
+
+def test_a_companion_that_has_gone_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"base/tokenizer\.json: found No such file"):
+        write_checkpoint(tmp_path / "out", SPECS, values(), {"tokenizer.json": tmp_path / "base" / "tokenizer.json"})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_fifo_or_a_device_is_refused_without_waiting(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        find_tensors(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        find_tensors(tmp_path)
+
+
+def test_an_index_of_absurd_size_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors.index.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CheckpointError, match="more than"):
+        find_tensors(tmp_path)

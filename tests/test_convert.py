@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import sys
+import resource
 import weakref
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ import pytest
 import safetensors.torch
 import torch
 from models import random_model, save_tokenizer, small_config
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import open_checkpoint
-from zo2adapters.models.pickle_conversion import INDEX_FILE, SINGLE_FILE, convert
+from zo2adapters.confinement.process import ConfinedProcess
+from zo2adapters.models import unpickling
+from zo2adapters.models.pickle_conversion import INDEX_FILE, SINGLE_FILE, ReadingLimits, new_reader
+from zo2adapters.models.pickle_conversion import convert as plain_convert
 from zo2core import CheckpointError, OutputError
 
 Tensors = dict[str, torch.Tensor]
@@ -52,10 +56,23 @@ def write_index(directory: Path, index: object) -> None:
     (directory / INDEX_FILE).write_text(json.dumps(index))
 
 
-def refusal(source: Path, *, match: str) -> CheckpointError:
+READER = new_reader()  # one child process for all tests of this file; its start takes seconds
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _reader() -> Iterator[None]:
+    with READER:
+        yield
+
+
+def convert(source: Path, destination: Path, **options: Any) -> Path:
+    return plain_convert(source, destination, **{"reader": READER, **options})
+
+
+def refusal(source: Path, *, match: str, **options: Any) -> CheckpointError:
     before = sorted(source.parent.iterdir())
     with pytest.raises(CheckpointError, match=match) as info:
-        convert(source, source.parent / "out")
+        convert(source, source.parent / "out", **options)
     assert sorted(source.parent.iterdir()) == before, "something is left behind"
     return info.value
 
@@ -128,7 +145,8 @@ def test_one_shard_at_a_time_is_loaded_and_mapped(tmp_path: Path, monkeypatch: p
         safetensors.torch.save_file(tensors, path, metadata)
 
     monkeypatch.setattr(torch, "load", watched)
-    monkeypatch.setattr(sys.modules[convert.__module__], "save_file", noted)
+    monkeypatch.setattr(unpickling, "save_file", noted)
+    monkeypatch.setattr(ConfinedProcess, "ask", lambda _, request, **__: unpickling.answer(request))  # here, to be watched
     convert(tmp_path / "base", tmp_path / "out")
     assert len(loads) == 4
     assert len(alive) > 4
@@ -249,14 +267,136 @@ def test_a_destination_in_use_is_refused_before_anything_is_read(tmp_path: Path)
     assert (tmp_path / "out" / "file").read_text() == "mine"
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_pickled(tmp_path / "base")
-
-    def full(tensors: Tensors, path: Path, metadata: dict[str, str]) -> None:
-        path.write_bytes(b"begun")
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr(sys.modules[convert.__module__], "save_file", full)
-    with pytest.raises(OutputError, match=r"out: found .*No space left"):
-        convert(tmp_path / "base", tmp_path / "out")
+def test_a_file_system_that_refuses_leaves_nothing(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(100_000)}, (tmp_path / "base").with_suffix(".bin"))
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base.bin").rename(tmp_path / "base" / SINGLE_FILE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))  # the child inherits it
+    try:
+        with pytest.raises(OutputError, match=r"out: found .*File too large"):
+            plain_convert(tmp_path / "base", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
+
+
+LIMITS = ReadingLimits(seconds=2, memory=1 << 28)
+
+
+def archive(content: bytes, *, storages: Mapping[str, bytes] | None = None, compression: int = zipfile.ZIP_STORED) -> bytes:
+    """A zip archive as torch.save writes it, around a pickle of one's own."""
+    entries = {"data.pkl": content, "version": b"3\n", "byteorder": b"little"}
+    entries |= {f"data/{key}": value for key, value in (storages or {}).items()}
+    with io.BytesIO() as file:
+        with zipfile.ZipFile(file, "w", compression) as written:
+            for name, value in entries.items():
+                written.writestr(f"x/{name}", value)
+        return file.getvalue()
+
+
+def instructions(state: object) -> bytes:
+    """The pickle that torch.save writes for a state."""
+    with io.BytesIO() as file:
+        torch.save(state, file)
+        with zipfile.ZipFile(file) as saved:
+            return saved.read(next(name for name in saved.namelist() if name.endswith("data.pkl")))
+
+
+def as_value(value: bytes) -> bytes:
+    """Instructions for a dictionary that holds a value under the name "a"."""
+    return b"\x80\x02}X\x01\0\0\0a" + value + b"s."
+
+
+def as_key(value: bytes) -> bytes:
+    """Instructions for a dictionary with a key."""
+    return b"\x80\x02}" + value + b"Ns."
+
+
+NESTED = b")" + b"\x85" * 200_000  # a tuple in a tuple in a tuple, ...
+SHARED = b")" + b"".join(b"q%ch%c\x86" % (i, i) for i in range(100))  # a pair of one tuple twice, which holds a pair, ...
+LOOP = b"]q\0h\0a"  # a list that holds itself
+FAR = b"r\xff\xff\xff\x7f"  # noted under the number 2 ** 31 - 1
+
+
+def storage_of(numel: int) -> bytes:
+    """Instructions for a tensor of so many float32 in storage 0."""
+    return instructions({"a": torch.ones(5)}).replace(b"K\x05", b"J" + numel.to_bytes(4, "little"))
+
+
+FIVE = instructions({"a": torch.ones(5)})
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "tuples 200,000 deep": (archive(as_value(NESTED)), "SIGSEGV|a tuple"),
+    "tuples 200,000 deep as key": (archive(as_key(NESTED)), "SIGSEGV"),
+    "shared tuples": (archive(as_value(SHARED)), "a tuple"),
+    "shared tuples as key": (archive(as_key(SHARED)), "takes longer"),
+    "a list in itself": (archive(as_value(LOOP)), "a list"),
+    "a note under a large number": (archive(as_value(b")" + FAR)), "more memory"),
+    "6 GB of nothing": (archive(as_value(b"X\xff\xff\xff\x7f")), "damaged|more memory"),
+    "a storage of 6 GB": (archive(storage_of(1_500_000_000), storages={"0": b"\0" * 20}), "damaged|6000000000"),
+    "a zip bomb": (archive(b"\0" * (1 << 28), compression=zipfile.ZIP_DEFLATED), "compressed"),
+    "a compressed storage": (archive(FIVE, storages={"0": b"\0" * 20}, compression=zipfile.ZIP_DEFLATED), "compressed"),
+    "a short storage": (archive(FIVE, storages={"0": b"\0" * 12}), "a storage of 12 bytes; expected 20"),
+    "a long storage": (archive(FIVE, storages={"0": b"\0" * 24}), "a storage of 24 bytes; expected 20"),
+    "no storage": (archive(FIVE), "damaged"),
+}
+
+
+@pytest.mark.parametrize(("content", "match"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_file_is_refused_in_bounded_time_and_memory(content: bytes, match: str, tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    path = tmp_path / "base" / SINGLE_FILE
+    path.write_bytes(content)
+    error = refusal(tmp_path / "base", match=match, limits=LIMITS)
+    assert error.where.startswith(str(path))
+    assert "\n" not in str(error)
+    assert len(str(error)) < 1000
+
+
+def test_a_file_may_not_take_much_more_memory_than_it_has_bytes(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    torch.save({f"{i}": whole for i, whole in enumerate([torch.zeros(1 << 22)] * 100)}, tmp_path / "base" / SINGLE_FILE)
+    refusal(tmp_path / "base", match="more memory", limits=LIMITS)
+
+
+def test_a_flipped_bit_is_found_by_the_checksum(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    path = tmp_path / "base" / SINGLE_FILE
+    torch.save({"a": torch.ones(1000)}, path)
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.ones(4).numpy().tobytes()) + 800] ^= 1
+    path.write_bytes(content)
+    refusal(tmp_path / "base", match="CRC-32")
+
+
+def test_a_shard_that_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    os.mkfifo(tmp_path / "base" / SINGLE_FILE)
+    refusal(tmp_path / "base", match="not a regular file")
+
+
+def test_an_index_that_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    os.mkfifo(tmp_path / "base" / INDEX_FILE)
+    refusal(tmp_path / "base", match="not a regular file")
+
+
+def test_a_link_out_of_the_directory_is_not_copied(tmp_path: Path) -> None:
+    save_pickled(tmp_path / "base", shards=1)
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "base" / "notes.txt").symlink_to(tmp_path / "secret")
+    assert str(tmp_path / "secret") in refusal(tmp_path / "base", match="a link to").found
+
+
+def test_remote_code_does_not_go_along_and_that_is_said(tmp_path: Path) -> None:
+    save_pickled(tmp_path / "base", shards=1)
+    for name in ("config.json", "tokenizer_config.json"):
+        path = tmp_path / "base" / name
+        path.write_text(json.dumps({**json.loads(path.read_bytes()), "auto_map": {"AutoConfig": "code.Config"}}))
+    (tmp_path / "base" / "code.py").write_text("raise SystemExit")
+    lines: list[str] = []
+    convert(tmp_path / "base", tmp_path / "out", report=lines.append)
+    assert lines[0].startswith("config.json and tokenizer_config.json: auto_map is left out")
+    assert not any(b"auto_map" in path.read_bytes() for path in (tmp_path / "out").iterdir())
+    assert not (tmp_path / "out" / "code.py").exists()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=False) is not None

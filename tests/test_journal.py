@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import os
+import re
 import subprocess
 import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zo2core import Evaluation, Journal, JournalError, Update
 from zo2core.io.record_log import RecordFile
 
 HEADER = {"base": "b", "noise": "n"}
+DIGESTS = {"embedding": "0a1b", "block 0": "2c3d"}
 floats = st.floats(allow_nan=False, allow_infinity=False)
+rates = st.floats(0, 1e9, exclude_min=True)
 seeds = st.integers(0, 2**63 - 1)
 
 
 @st.composite
 def updates(draw: st.DrawFn, step: int) -> Update:
     probes = draw(st.integers(1, 3))
+    directions = tuple(draw(seeds) for _ in range(probes))
     return Update(
         step=step,
-        evaluations=tuple(Evaluation(draw(seeds), draw(floats)) for _ in range(2 * probes)),
-        seeds=tuple(draw(seeds) for _ in range(probes)),
-        projected_grads=tuple(draw(floats) for _ in range(probes)),
-        lr=draw(floats),
-        zo_eps=draw(floats),
-        weight_decay=draw(floats),
+        evaluations=tuple(Evaluation(seed, draw(st.floats(-9, 9))) for seed in directions for _ in range(2)),
+        seeds=directions,
+        projected_grads=tuple(draw(st.floats(-1e29, 1e29)) for _ in range(probes)),
+        lr=draw(rates),
+        zo_eps=draw(rates),
+        weight_decay=draw(st.floats(0, 1e9)),
         perturb_in_place=draw(st.booleans()),
         losses=tuple(draw(floats) for _ in range(2 * probes)),
     )
@@ -41,12 +52,27 @@ def simple(step: int) -> Update:
 
 
 def written(path: Path, count: int = 3) -> list[Update]:
-    journal = Journal(path)
-    journal.begin(HEADER)
-    for step in range(count):
-        journal.append(simple(step))
-    journal.close()
+    with contextlib.closing(Journal(path)) as journal:
+        journal.begin(HEADER)
+        for step in range(count):
+            journal.append(simple(step))
     return [simple(step) for step in range(count)]
+
+
+def record_of(line: bytes) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads(line)
+    del record["crc32"]
+    return record
+
+
+def line_of(record: object) -> bytes:
+    raw = json.dumps(record, separators=(",", ":")).encode()[:-1]
+    return b'%s,"crc32":"%08x"}\n' % (raw, zlib.crc32(raw))
+
+
+def earlier_line_of(record: object) -> bytes:
+    raw = json.dumps(record, separators=(",", ":")).encode()
+    return b"%08x %s\n" % (zlib.crc32(raw), raw)
 
 
 @given(data=st.data())
@@ -72,6 +98,7 @@ def test_a_torn_last_record_is_dropped_and_written_over(tmp_path: Path) -> None:
         path.write_bytes(whole[:end])
         journal = Journal(path)
         assert list(journal.updates) == expected[:2]
+        assert journal.torn is (end > start)
     path.write_bytes(whole[: start + 20])
     journal = Journal(path)
     journal.append(simple(2))
@@ -97,7 +124,7 @@ def test_damage_elsewhere_is_refused_with_its_line(tmp_path: Path) -> None:
         with pytest.raises(JournalError, match=f"line {number + 1}"):
             Journal(path)
     path.write_bytes(b"".join([lines[0], lines[2], lines[3]]))  # a record is missing
-    with pytest.raises(JournalError, match="step 1 instead of 0"):
+    with pytest.raises(JournalError, match="line 2: found step 1; expected step 0"):
         Journal(path)
 
 
@@ -190,9 +217,11 @@ def test_a_file_has_one_writer_and_a_killed_one_lets_go_of_it(tmp_path: Path) ->
     path = tmp_path / "journal.jsonl"
     written(path)
     code = f"""
-import sys, time
+import time
+from pathlib import Path
 from zo2core.io.record_log import RecordFile
-RecordFile({str(path)!r}).append({{"held": True}})
+file = RecordFile(Path({str(path)!r}))
+file.append({{"held": True}})
 print("held", flush=True)
 time.sleep(60)
 """
@@ -209,3 +238,446 @@ time.sleep(60)
     file.close()
     assert len(path.read_bytes()) > len(before)
     assert [found.name for found in tmp_path.iterdir()] == [path.name], "no other file is left"
+
+
+def test_each_line_is_json_whose_last_member_is_a_checksum_of_what_stands_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    written(path)
+    for line in path.read_bytes().splitlines():
+        assert list(json.loads(line))[-1] == "crc32"
+        content, checksum = line.split(b',"crc32":')
+        assert checksum == b'"%08x"}' % zlib.crc32(content)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_journal_of_the_earlier_line_format_reads_goes_on_and_has_the_same_chain(count: int, tmp_path: Path) -> None:
+    path, old = tmp_path / "journal.jsonl", tmp_path / "old.jsonl"
+    expected = written(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    earlier = [earlier_line_of(record_of(line)) for line in lines]
+    old.write_bytes(b"".join(earlier[:count]))
+    with contextlib.closing(Journal(old)) as journal:
+        journal.begin(HEADER)
+        for update in expected[len(journal.updates) :]:
+            journal.append(update)
+    assert old.read_bytes() == b"".join([*earlier[:count], *lines[count:]]), "what is there stays as it is"
+    journal, again = Journal(path), Journal(old)
+    assert list(again.updates) == expected
+    assert again.chain(0) is not None
+    assert [again.chain(version) for version in range(4)] == [journal.chain(version) for version in range(4)]
+
+
+IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
+    "lr too large": ({"lr": 1e300}, "lr 1e+300"),
+    "lr zero": ({"lr": 0.0}, "lr 0.0"),
+    "lr negative": ({"lr": -1e-6}, "lr -1e-06"),
+    "lr NaN": ({"lr": math.nan}, "lr nan"),
+    "lr * g too large": ({"lr": 1e30, "projected_grads": [1e30]}, "lr * projected gradient 1e+60"),
+    "g too large": ({"lr": 1e-300, "projected_grads": [1e300]}, "projected gradient 1e+300"),
+    "zo_eps zero": ({"zo_eps": 0.0}, "zo_eps 0.0"),
+    "zo_eps infinite": ({"zo_eps": math.inf}, "zo_eps inf"),
+    "shift * zo_eps too large": ({"zo_eps": 1e30, "evaluations": [[1, 1e30], [1, -1.0]]}, "shift * zo_eps 1e+60"),
+    "weight_decay negative": ({"weight_decay": -0.1}, "weight_decay -0.1"),
+    "lr * weight_decay too large": ({"lr": 1e30, "weight_decay": 1e30}, "lr * weight_decay 1e+60"),
+    "no seeds": ({"seeds": [], "projected_grads": []}, "no seeds"),
+    "no evaluations": ({"evaluations": [], "losses": []}, "no evaluations"),
+    "no losses": ({"losses": []}, "0 losses; expected 2"),
+    "a loss missing": ({"losses": [1.5]}, "1 losses; expected 2"),
+    "a loss NaN": ({"losses": [1.5, math.nan]}, "loss nan"),
+    "a projected gradient missing": ({"projected_grads": []}, "0 projected gradients; expected 1"),
+    "a projected gradient NaN": ({"projected_grads": [math.nan]}, "projected gradient nan"),
+    "a seed that was not evaluated": ({"seeds": [7]}, "an update along seed 7"),
+    "a seed out of range": ({"evaluations": [[2**63, 1.0], [2**63, -1.0]], "seeds": [2**63]}, f"seed {2**63}"),
+    "a seed of 400 digits": ({"evaluations": [[10**400, 1.0], [1, -1.0]]}, "a seed of 1329 bits"),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_a_record_that_no_estimator_can_have_made_is_refused_at_reading(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    written(path)
+    changes, found = IMPOSSIBLE[name]
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[2] = line_of(record_of(lines[2]) | changes)  # neither the last one nor the first
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(JournalError, match=re.escape(f"journal.jsonl, line 3: found {found}")) as info:
+        Journal(path)
+    assert len(str(info.value)) < 400 + len(str(path))
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_update_that_no_estimator_can_have_made_is_refused_at_appending(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    written(path)
+    before = path.read_bytes()
+    changes, found = IMPOSSIBLE[name]
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in changes.items()}
+    if "evaluations" in values:
+        values["evaluations"] = tuple(Evaluation(*pair) for pair in values["evaluations"])
+    evaluations = (Evaluation(1, 1.0), Evaluation(1, -1.0))
+    update = replace(simple(3), **{"evaluations": evaluations, "seeds": (1,), **values})
+    with (
+        contextlib.closing(Journal(path)) as journal,
+        pytest.raises(JournalError, match=re.escape(f"step 3: found {found}")),
+    ):
+        journal.append(update)
+    assert path.read_bytes() == before
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "format": ({"format": True}, "format True; expected a header of format 1"),
+    "noise": ({"noise": 5}, "noise 5; expected a string"),
+    "base": ({"base": ["x"]}, "base .* expected a string"),
+    "parameters": ({"parameters": None}, "parameters None; expected a string"),
+    "estimator": ({"estimator": "mezo"}, "estimator 'mezo'; expected an object or null"),
+    "seed": ({"seed": 0.5}, "seed 0.5; expected a whole number or null"),
+    "model": ({"model": [1]}, "model .* expected an object"),
+    "provenance": ({"provenance": 1}, "provenance 1; expected an object"),
+    "a size of 400 digits": ({"seed": "1" * 400}, "seed '1+\\.\\.\\.; expected"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_header_with_a_value_of_another_type_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    changes, found = WRONG[name]
+    path.write_bytes(line_of({"format": 1, **HEADER, **changes}))
+    with pytest.raises(JournalError, match=f"journal.jsonl, line 1: found {found}"):
+        Journal(path)
+
+
+def test_a_journal_that_is_shorter_than_others_know_is_told_from_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    written(path)
+    whole = path.read_bytes()
+    Journal(path).require_version(3, "metrics.jsonl")
+    path.write_bytes(whole[:-30] + b"#" + whole[-29:])
+    damaged = Journal(path)
+    assert damaged.torn
+    with pytest.raises(JournalError, match=r"2 steps and a damaged last record; .* 3, since metrics.jsonl knows of step 2"):
+        damaged.require_version(3, "metrics.jsonl")
+    damaged.require_version(2, "metrics.jsonl")
+    path.write_bytes(whole[: whole[:-1].rindex(b"\n") + 1])  # a record was cut off, and nothing is torn
+    cut = Journal(path)
+    assert not cut.torn
+    with pytest.raises(JournalError, match="its end was damaged or cut"):
+        cut.require_version(3, "scratch.jsonl")
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def replace_by_its_copy(path: Path) -> None:
+    (path.parent / "copy").write_bytes(path.read_bytes())
+    (path.parent / "copy").replace(path)
+
+
+def move_its_directory(path: Path) -> None:
+    path.parent.rename(path.parent.with_name("moved"))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def lengthen(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"\n")
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["before the first step", "after a step"])
+@pytest.mark.parametrize("disturb", [remove, replace_by_its_copy, move_its_directory, cut, lengthen])
+def test_a_journal_that_is_disturbed_under_a_running_process_is_an_error_at_the_next_step(
+    disturb: Any, is_open: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "run" / "journal.jsonl"
+    written(path)
+    with contextlib.closing(Journal(path)) as journal:
+        if is_open:
+            journal.append(simple(3))
+        taken = list(journal.updates)
+        disturb(path)
+        there = path.read_bytes() if path.exists() else None
+        with pytest.raises(JournalError, match="the step was not taken"):
+            journal.append(simple(len(taken)))
+        assert list(journal.updates) == taken
+        assert there == (path.read_bytes() if path.exists() else None), "whatever is there is not touched"
+
+
+def test_a_journal_that_is_removed_during_a_step_is_an_error_of_that_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, sync = tmp_path / "journal.jsonl", os.fsync
+    written(path)
+
+    def remove_then_sync(descriptor: int) -> None:
+        path.unlink(missing_ok=True)
+        sync(descriptor)
+
+    with contextlib.closing(Journal(path)) as journal:
+        monkeypatch.setattr(os, "fsync", remove_then_sync)
+        with pytest.raises(JournalError, match="removed or replaced"):
+            journal.append(simple(3))
+        assert len(journal.updates) == 3
+
+
+def test_a_journal_that_is_put_back_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    written(path)
+    with contextlib.closing(Journal(path)) as journal:
+        journal.append(simple(3))
+        path.rename(tmp_path / "elsewhere")
+        with pytest.raises(JournalError, match="removed or replaced"):
+            journal.append(simple(4))
+        (tmp_path / "elsewhere").rename(path)
+        journal.append(simple(4))
+    assert list(Journal(path).updates) == [simple(step) for step in range(5)]
+
+
+def test_what_was_begun_by_another_process_in_the_meantime_is_not_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    written(path)
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match="bytes, where this process left 0"):
+        journal.begin(HEADER)
+    assert path.read_bytes() == before
+
+
+def test_a_relative_path_means_the_same_file_in_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    journal = Journal("journal.jsonl")
+    journal.begin(HEADER)
+    monkeypatch.chdir("/")
+    journal.append(simple(0))
+    journal.close()
+    assert list(Journal(tmp_path / "journal.jsonl").updates) == [simple(0)]
+
+
+def test_digests_of_the_base_are_kept_beside_the_updates(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    written(path, 1)
+    chain = Journal(path).chain(1)
+    with contextlib.closing(Journal(path)) as journal:
+        assert journal.base_digests == {}
+        journal.note_base({"embedding": "0a1b"})
+        journal.append(simple(1))
+        journal.note_base(DIGESTS)
+        journal.note_base(DIGESTS)
+        assert journal.base_digests == DIGESTS
+        chains = [journal.chain(version) for version in range(3)]
+    assert [next(iter(json.loads(line))) for line in path.read_bytes().splitlines()] == [
+        *("format", "step", "base_digests", "step", "base_digests")
+    ], "what is known is not written again"
+    again = Journal(path)
+    assert list(again.updates) == [simple(0), simple(1)]
+    assert again.base_digests == again.until(0).base_digests == DIGESTS
+    assert [again.chain(version) for version in range(3)] == chains
+    assert chains[1] == chain, "digests are no part of the chain"
+
+
+def test_digests_in_memory_are_kept_too() -> None:
+    journal = Journal()
+    journal.begin(HEADER)
+    journal.note_base(DIGESTS)
+    assert journal.base_digests == DIGESTS
+
+
+def test_another_digest_of_a_segment_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    written(path)
+    with contextlib.closing(Journal(path)) as journal:
+        journal.note_base(DIGESTS)
+        before = path.read_bytes()
+        with pytest.raises(JournalError, match="a base whose block 0 has digest 'ffff'; expected digest '2c3d'"):
+            journal.note_base({"head": "4e5f", "block 0": "ffff"})
+    assert path.read_bytes() == before
+    hostile: list[object] = [{"block 0": "ffff"}, {"block 0": "XYZ"}, {"block 0": 7}, [], {"block 0": ""}]
+    for digests in hostile:
+        path.write_bytes(before + line_of({"base_digests": digests}))
+        with pytest.raises(JournalError, match="line 6"):
+            Journal(path)
+
+
+def test_digests_that_cannot_be_written_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+    written(path)
+
+    def broken(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with contextlib.closing(Journal(path)) as journal:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", broken)
+            with pytest.raises(JournalError, match="Input/output error"):
+                journal.note_base(DIGESTS)
+        assert journal.base_digests == {}
+        journal.append(simple(3))
+    again = Journal(path)
+    assert again.base_digests == {}
+    assert len(again.updates) == 4
+
+
+def a_directory(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def a_fifo(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+PATHS: dict[str, Any] = {
+    "a directory": a_directory,
+    "a FIFO": a_fifo,
+    "/dev/full": lambda path: Path("/dev/full"),
+    "/dev/zero": lambda path: Path("/dev/zero"),
+    "a name of 300 bytes": lambda path: path.with_name("x" * 300),
+    "a path of 5000 bytes": lambda path: path.joinpath(*["x" * 99] * 50),
+    "a file as directory": lambda path: path.write_bytes(b"") * 0 or path / "journal.jsonl",
+    "a null byte": lambda path: f"{path}\0",
+    "a loop of links": lambda path: path.symlink_to(path) or path,
+}
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_path_that_can_be_no_journal_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    path = PATHS[name](tmp_path / "journal.jsonl")
+    with pytest.raises(JournalError, match="expected a readable journal") as info:
+        Journal(path)
+    assert len(str(info.value).splitlines()) == 1
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Permissions hold for everybody but root."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def test_a_journal_that_one_may_not_read_or_write_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = tmp_path_factory.mktemp("shared")
+    for parent in (directory, *directory.parents[:2]):
+        parent.chmod(0o755)
+    path = directory / "journal.jsonl"
+    written(path)
+    path.chmod(0o400 if os.geteuid() == 0 else 0)
+    with as_nobody(), pytest.raises(JournalError, match="Permission denied"):
+        Journal(path)
+    path.chmod(0o444)
+    before = path.read_bytes()
+    with as_nobody(), contextlib.closing(Journal(path)) as journal, pytest.raises(JournalError, match="Permission denied"):
+        journal.append(simple(3))
+    assert path.read_bytes() == before
+    if os.geteuid() == 0:
+        with as_nobody(), pytest.raises(JournalError, match="Permission denied"):
+            Journal(directory / "other.jsonl").begin(HEADER)
+
+
+@pytest.mark.parametrize("content", [b"dear diary", b"\x89PNG", b"abc", b'{"weights": 1}', b"\0\0PK" * 200, b"12345678 {}"])
+def test_a_file_that_is_no_journal_is_not_written_over(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "diary"
+    for ending in (b"", b"\n"):
+        path.write_bytes(content + ending)
+        if content == b"abc" and not ending:
+            assert Journal(path).torn, "three digits of a checksum of the earlier format"
+            continue
+        with pytest.raises(JournalError):
+            Journal(path).begin(HEADER)
+        assert path.read_bytes() == content + ending
+
+
+def test_a_torn_header_is_dropped_in_either_format(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    written(path, 0)
+    whole = path.read_bytes()
+    for line in (whole, earlier_line_of(record_of(whole))):
+        for end in range(1, len(line)):
+            path.write_bytes(line[:end])
+            journal = Journal(path)
+            assert (journal.header, journal.torn) == (None, True)
+    path.write_bytes(bytes(4096) + b"tail of a header")
+    assert Journal(path).torn
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[Update]]:
+    """A journal with a line of the earlier format, and with digests between the steps and after them."""
+    path = tmp_path_factory.mktemp("whole") / "journal.jsonl"
+    path.write_bytes(earlier_line_of({"format": 1, **HEADER, "model": {"norm_eps": 1e-5}}))
+    with contextlib.closing(Journal(path)) as journal:
+        for step in range(4):
+            journal.append(simple(step))
+            if step in (1, 3):
+                journal.note_base({f"block {step}": f"{step:08x}"})
+    return path.read_bytes(), [simple(step) for step in range(4)]
+
+
+PROFILE = settings.default
+assert PROFILE is not None
+DAMAGES = ["flip a bit", "set a byte", "zero a stretch", "cut", "delete bytes", "double bytes"]
+DAMAGES += ["delete a line", "double a line", "move a line", "append"]
+
+
+def damaged(draw: st.DataObject, raw: bytes) -> bytes:
+    lines, at = raw.splitlines(keepends=True), draw.draw(st.integers(0, max(0, len(raw) - 1)))
+    number, other = (draw.draw(st.integers(0, max(0, len(lines) - 1))) for _ in range(2))
+    length = draw.draw(st.integers(1, 200))
+    match draw.draw(st.sampled_from(DAMAGES)):
+        case _ if not raw:
+            return raw
+        case "flip a bit":
+            return raw[:at] + bytes([raw[at] ^ 1 << draw.draw(st.integers(0, 7))]) + raw[at + 1 :]
+        case "set a byte":
+            return raw[:at] + bytes([draw.draw(st.integers(0, 255))]) + raw[at + 1 :]
+        case "zero a stretch":
+            return raw[:at] + bytes(len(raw[at : at + length])) + raw[at + length :]
+        case "cut":
+            return raw[:at]
+        case "delete bytes":
+            return raw[:at] + raw[at + length :]
+        case "double bytes":
+            return raw[: at + length] + raw[at:]
+        case "delete a line":
+            del lines[number]
+        case "double a line":
+            lines.insert(other, lines[number])
+        case "move a line":
+            lines.insert(other, lines.pop(number))
+        case _:
+            return raw + draw.draw(st.binary(min_size=1, max_size=40))
+    return b"".join(lines)
+
+
+@settings(max_examples=PROFILE.max_examples * 5 // 2)  # 200, and thousands behind --long
+@given(data=st.data())
+def test_damage_at_random_is_refused_or_leaves_a_prefix_that_says_so(
+    data: st.DataObject, example: tuple[bytes, list[Update]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    whole, expected = example
+    path = tmp_path_factory.getbasetemp() / "damaged.jsonl"
+    raw = whole
+    for _ in range(data.draw(st.sampled_from([1, 1, 1, 2, 3]))):
+        raw = damaged(data, raw)
+    path.write_bytes(raw)
+    try:
+        journal = Journal(path)
+        journal.begin({**HEADER, "model": {"norm_eps": 1e-5}}) if journal.header else None
+    except JournalError:
+        return
+    length = len(journal.updates)
+    assert repr(list(journal.updates)) == repr(expected[:length])
+    assert journal.base_digests.items() <= {"block 1": "00000001", "block 3": "00000003"}.items()
+    if length < len(expected):
+        lines = whole.splitlines(keepends=True)
+        assert journal.torn or set(raw.splitlines(keepends=True)) < set(lines), "but for whole lines cut off its end"
+        with pytest.raises(JournalError, match="damaged or cut"):
+            journal.require_version(len(expected), "metrics.jsonl")

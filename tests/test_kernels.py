@@ -7,12 +7,14 @@ import shutil
 import sysconfig
 import weakref
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zo2core import ZO2Warning
 from zo2core.kernels import arithmetic, dispatch, native, philox
 from zo2core.kernels.table import table
 from zo2core.types import Descend, Distribution, Perturb, Program
@@ -156,7 +158,28 @@ def test_tensors_that_the_compiled_kernels_cannot_take_go_to_the_reference() -> 
 
 def test_a_library_of_another_revision_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_REVISION", -1)
-    assert native.library.__wrapped__() is None
+    if native.library() is not None:
+        with pytest.warns(ZO2Warning, match="revision"):
+            assert native.library.__wrapped__() is None
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["garbage", "empty", "cut", "cut in its header", "other functions", "a directory"])
+def test_a_library_that_cannot_be_loaded_is_said_in_one_line_and_not_used(kind: str, tmp_path: Path) -> None:
+    whole = native.library()
+    assert whole is not None
+    content = Path(whole._name).read_bytes()
+    renamed = content.replace(b"zo2core_twister_skip", b"zo2core_twister_skap")
+    path = tmp_path / "_native.so"
+    contents = {"garbage": b"x" * 1000, "empty": b"", "cut": content[:-100], "cut in its header": content[:70]}
+    if kind == "a directory":
+        path.mkdir()
+    else:
+        path.write_bytes({**contents, "other functions": renamed}[kind])
+    with pytest.warns(ZO2Warning, match="compiled kernels are not used") as warned:
+        assert native._loaded(path) is None
+    assert len(warned) == 1
+    assert "\n" not in str(warned[0].message)
 
 
 def test_philox_gives_the_integers_of_its_authors() -> None:
@@ -177,7 +200,7 @@ def test_a_program_is_coded_once_for_a_device_and_let_go_with_it(then: Perturb |
     assert coded.instructions[:, 1].tolist() == ([0, 1] if then is None else [0, 1, 1])
     expected = [[-1.0, 0.0, 0.0], [math.inf, 0.1, 0.2], [0.3, 1e-3, 0.0]][: len(kinds)]
     assert torch.equal(coded.scalars[:, 2:], torch.tensor(expected, dtype=torch.float64).float())
-    memory = weakref.ref(coded.instructions.untyped_storage())
+    memory = weakref.ref(coded.instructions)
     del coded, program
     assert memory() is None, "nobody else keeps it"
 

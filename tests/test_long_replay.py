@@ -17,9 +17,11 @@ from zo2core import (
     Evaluation,
     Journal,
     MemoryPolicy,
+    MeZOSGD,
     Replayer,
     SequentialNoise,
     Update,
+    ZOEngine,
 )
 from zo2core.noise.sequential import GENERATOR, STREAM
 from zo2core.planning.host_budget import resident_memory
@@ -46,7 +48,7 @@ def journal(tmp_path: Path) -> Path:
     """Of a run of the toy's, in steps that nobody computed."""
     path = tmp_path / "journal.jsonl"
     written = Journal(path)
-    with Replayer(toy(tmp_path), written):
+    with ZOEngine(toy(tmp_path), MeZOSGD(lr=1e-3, zo_eps=1e-3), journal=written):
         rng = random.Random(0)
         for step in range(UPDATES):
             written.append(update(step, rng, probes=1 + (step % 50 == 7) * 3))

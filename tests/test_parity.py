@@ -110,9 +110,9 @@ def test_tied_opt_keeps_parity_over_many_steps(dtype: torch.dtype, tmp_path: Pat
     assert_parity(lambda: ZOEngine(open_checkpoint(base), plan.estimator()), load_whole(base), plan, batch).close()
 
 
-def test_parameters_larger_than_a_piece_of_noise_keep_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Embedding: 32768 + 8 elements, two whole pieces and a rest shorter than 16, which has to join the last.
-    monkeypatch.setattr(zo2core.noise.sequential, "PIECE", 16384)
+def test_parameters_larger_than_a_chunk_of_noise_keep_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Embedding: 32768 + 8 elements, two whole chunks and a rest shorter than 16, which has to join the last.
+    monkeypatch.setattr(zo2core.noise.sequential, "CHUNK", 16384)
     config = small_config("opt", vocab_size=8194, hidden_size=4, word_embed_proj_dim=4, num_attention_heads=1)
     base = save_model(tmp_path / "base", config)
     batch = make_batch(8194, [5])

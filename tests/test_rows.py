@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from zo2adapters.tasks import chat_template
 from zo2adapters.tasks.batches import collate, evaluation_batches, training_batches
+from zo2adapters.tasks.chat_template import render_chat
 from zo2adapters.tasks.rows import Dataset, TokenizedRow, read_dataset
 from zo2adapters.tasks.tokenizer import pad_token_id
 from zo2core import DataError, OptionError
@@ -394,3 +396,69 @@ def test_a_digest_tells_rows_boundaries_and_prompts_apart() -> None:
     ]
     assert len({each.digest() for each in sets}) == len(sets)
     assert sets[0].digest() == dataset(([1, 2], 0), ([3, 4], 0)).digest()
+
+
+# As models of the hub have them, in all that they use of the language: the first is Llama 3's, the second Qwen's with tools
+# and namespaces, the third Mistral's with its checks, the fourth of a model that is told the date.
+REAL_TEMPLATES = [
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
+    "message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
+    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+    "{%- if tools %}\n    {{- '<|im_start|>system\\n' }}\n{%- else %}\n    {%- if messages[0].role != 'system' %}\n"
+    "        {{- '<|im_start|>system\\nYou are helpful.<|im_end|>\\n' }}\n    {%- endif %}\n{%- endif %}\n"
+    "{%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}\n"
+    "{%- for message in messages[::-1] %}\n    {%- set index = (messages|length - 1) - loop.index0 %}\n"
+    "    {%- if ns.multi_step_tool and message.role == 'user' and not message.content.startswith('<tool_response>') %}\n"
+    "        {%- set ns.multi_step_tool = false %}\n        {%- set ns.last_query_index = index %}\n    {%- endif %}\n"
+    "{%- endfor %}\n{%- for message in messages %}\n    {{- '<|im_start|>' + message.role }}\n"
+    "    {{- '\\n' + message.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' }}\n{%- endfor %}\n"
+    "{%- if add_generation_prompt %}\n    {{- '<|im_start|>assistant\\n' }}\n{%- endif %}",
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% if message['role'] == 'user' %}"
+    "{{ '[INST] ' + message['content'] + ' [/INST]' }}{% else %}{% generation %}{{ message['content'] + eos_token }}"
+    "{% endgeneration %}{% endif %}{% endfor %}",
+    "{%- if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}\n  {% for m in messages %}\n"
+    "  {{ m | tojson }}\n{% if m.role == 'none' %}{% break %}{% endif %}\n  {% endfor %}\nü{{ eos_token }}",
+]
+
+
+@pytest.mark.parametrize("template", REAL_TEMPLATES)
+def test_a_good_template_gives_the_text_that_the_tokenizer_gives(template: str) -> None:
+    tokenizer = make_tokenizer(template=template)
+    extra = {"name": "é\u2028", "thinking": "why", "nothing": None, "tool_calls": [{"a": 1.5}]}
+    conversations: list[list[dict[str, Any]]] = [[ASK], [ASK, ANSWER], [ASK, {**ANSWER, **extra}]]
+    for messages in conversations:
+        for reply_follows in (False, True):
+            expected = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply_follows)
+            assert render_chat(messages, tokenizer, reply_follows=reply_follows) == expected
+
+
+LOOP = "{% for a in range(99999) %}" * 4 + "{{ a if a < 0 }}" + "{% endfor %}" * 4
+HOSTILE_TEMPLATES = {
+    "loops in loops": (LOOP, "longer"),
+    "a long string": ("{{ 'x' * 10**10 }}", "more memory"),
+    "a long list": ("{{ ([0] * 10**10) | length }}", "more memory"),
+    "a wide string": ("{{ 'x' | center(10**10) }}", "more memory"),
+    "doubling": (
+        "{% set n = namespace(s='xx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "more memory",
+    ),
+    "a large number": ("{{ 10 ** (10 ** 10) }}", "longer|more memory"),
+    "a long text": ("{% for i in range(99999) %}" + "x" * 1000 + "{% endfor %}", "characters"),
+    "parentheses": ("{{ " + "(" * 100_000 + " }}", "refuses"),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "refuses"),
+    "no template": ("{% for %}", "refuses"),
+}
+
+
+@pytest.mark.parametrize(("template", "match"), HOSTILE_TEMPLATES.values(), ids=HOSTILE_TEMPLATES)
+def test_a_hostile_template_ends_in_bounded_time_and_memory(
+    template: str, match: str, data_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "SECONDS", 1.0)
+    data_file.write_text(json.dumps({"messages": [ASK, ANSWER]}))
+    with pytest.raises(DataError, match=match) as info:
+        read_dataset(data_file, make_tokenizer(template=template), sequence_length=64)
+    assert "\n" not in str(info.value)
+    assert len(str(info.value)) < 1000

@@ -218,6 +218,9 @@ class BrokenWeights:
     def page_offset(self, spec: ParameterSpec) -> int | None:
         return self._weights.page_offset(spec)
 
+    def origin(self, parameter: str) -> str:
+        return self._weights.origin(parameter)
+
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         if parameter == "p4":
             broken = self.broken
@@ -281,6 +284,9 @@ def test_opening_reads_no_weights(tmp_path: Path) -> None:
 
         def page_offset(self, spec: ParameterSpec) -> int | None:
             return None
+
+        def origin(self, parameter: str) -> str:
+            return "counted"
 
         def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
             reads.append(parameter)

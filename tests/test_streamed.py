@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections import Counter
@@ -47,6 +48,9 @@ class CountingWeights:
 
     def page_offset(self, spec: ParameterSpec) -> int | None:
         return None
+
+    def origin(self, parameter: str) -> str:
+        return "counted"
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         assert self.go.wait(10)
@@ -126,14 +130,58 @@ def test_a_bucket_is_taken_from_the_block_that_comes_last_in_the_order() -> None
     source = make(weights, 3)
     for index in (1, 2, 3):
         source.release(source.acquire(index), 0)
-    source.prefetch([3, 4, 1, 2])
+    source.prefetch([3, 4, 2, 1])
     assert settled(lambda: weights.reads[4] == 1)
-    assert source.prefetch([3, 4]) == source.prefetch([1]) + 1 == 2, "4 took the bucket of 2"
-    source.prefetch([3, 2, 1])  # 4 is not needed any more
-    assert settled(lambda: weights.reads[2] == 2)
-    assert source.prefetch([3, 2]) == source.prefetch([1]) + 1 == 2
+    assert source.prefetch([3, 4]) == source.prefetch([2]) + 1 == 2, "4 took the bucket of 1"
+    source.prefetch([3, 1, 2])  # 4 is not needed any more
+    assert settled(lambda: weights.reads[1] == 2)
+    assert source.prefetch([3, 1]) == source.prefetch([2]) + 1 == 2
     source.close()
-    assert weights.reads == {1: 1, 2: 2, 3: 1, 4: 1}
+    assert weights.reads == {1: 2, 2: 1, 3: 1, 4: 1}
+
+
+class SlowWeights(CountingWeights):
+    """A base that holds up the reads of one segment only."""
+
+    def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
+        if parameter != "p1":
+            out.fill_(int(parameter[1:]))
+            self.reads[int(parameter[1:])] += 1
+        else:
+            super().read_into(parameter, out, start)
+
+
+def test_memory_that_is_read_into_is_not_reused_before_the_reads_have_ended() -> None:
+    weights = SlowWeights()
+    source = make(weights, 1)
+    weights.go.clear()
+    source.prefetch([1])
+    for _ in range(3):
+        assert source.prefetch([2]) == 0, "the only bucket is read into"
+        time.sleep(0.01)
+    assert weights.reads[2] == 0
+    threading.Timer(0.05, weights.go.set).start()
+    bucket = source.acquire(2)
+    assert weights.reads == {1: 1, 2: 1}
+    assert bool((bucket.views[0] == 2).all())
+    source.close()
+
+
+@pytest.mark.parametrize("waits_for", ["its own reads", "another segment's reads"])
+def test_an_interrupted_wait_loses_no_bucket(waits_for: str) -> None:
+    weights = SlowWeights()
+    source = make(weights, 1)
+    weights.go.clear()
+    if waits_for == "another segment's reads":
+        source.prefetch([1])
+    threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        source.acquire(1 if waits_for == "its own reads" else 2)
+    threading.Timer(0.05, weights.go.set).start()
+    bucket = source.acquire(2)
+    assert weights.reads == {1: 1, 2: 1}
+    assert bool((bucket.views[0] == 2).all()), "late reads of the other segment do not fall into it"
+    source.close()
 
 
 @pytest.mark.parametrize("buckets", [None, 3])

@@ -94,7 +94,7 @@ def traced_run(
         MeZOSGD(lr=1e-3, zo_eps=1e-3),
         device=device,
         memory=MemoryPolicy(
-            host=HostPlan((), 2**28, buckets=2 if streamed else None, keep_noise=True),
+            host=HostPlan((), 2**28, buckets=1 if streamed else None, keep_noise=True),
             device="auto" if device.in_place or not order.overlap else plan,
         ),
         write_back=None if streamed else WriteBackPolicy(directory=path.parent / "scratch", every=1),

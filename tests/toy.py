@@ -72,6 +72,7 @@ class ToyBlockModel:
         )
         self.weights = SafetensorsReader(parse_header(file))
         self.companions: Mapping[str, Path | bytes] = {}
+        self.description: Mapping[str, object] = {}
         self._tied = tied
 
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:

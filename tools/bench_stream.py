@@ -1,9 +1,11 @@
 """Stream every block of a checkpoint through a few buckets, against the raw rate of the disk, alternating in one process.
 
     python tools/bench_stream.py DIR --buckets 3
+    python tools/bench_stream.py DIR --check
 
 The raw side reads the same files in order with O_DIRECT into page-aligned buffers, with as many threads as the source.
-The source's side is a sweep that acquires and releases every segment and does nothing with it. Prints a table and JSON.
+The source's side is a sweep that acquires and releases every segment and does nothing with it. With ``--check`` both sides
+are the source's, and one digests every byte, as a run does at its first sweep only. Prints a table and JSON.
 """
 
 from __future__ import annotations
@@ -19,12 +21,21 @@ from pathlib import Path
 from typing import Any
 
 from zo2adapters import open_checkpoint
-from zo2core import HostDevice, StreamedSource
+from zo2core import BlockLayout, HostDevice, StreamedSource
 from zo2core.io.direct_file import byte_view
 from zo2core.planning.host_budget import resident_memory
+from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.loader import CHUNK, READERS, laid_out_as_on_disk
 
 SETTLE = 2.0  # seconds
+
+
+class AlwaysNew(BaseDigests):
+    """Digests every read, where a run digests a segment's first one."""
+
+    def wants(self, layout: BlockLayout) -> bool:
+        """Whatever was read before."""
+        return True
 
 
 def raw_read(paths: list[Path], limit: int) -> tuple[int, float]:
@@ -95,6 +106,46 @@ def bench(directory: Path, buckets: int, rounds: int, portion: int) -> dict[str,
     }
 
 
+def bench_check(directory: Path, buckets: int, rounds: int, portion: int) -> dict[str, Any]:
+    """Read with and without digests in turn, each over the same blocks; which one comes first alternates."""
+    model = open_checkpoint(directory)
+    layouts = laid_out_as_on_disk(model.layouts, model.weights)
+    sources = {
+        name: StreamedSource(model.weights, layouts, HostDevice().host_memory, buckets=buckets, base_digests=digests)
+        for name, digests in (("plain", None), ("checked", AlwaysNew({}, learns=True)))
+    }
+    blocks = [index for index, layout in enumerate(model.layouts) if not layout.resident]
+    portion = min(portion, len(blocks) - 2 * buckets)
+    rates: dict[str, list[float]] = {name: [] for name in sources}
+    cpu: dict[str, list[float]] = {name: [] for name in sources}
+    for turn in range(-1, rounds):  # the first one touches the buckets and does not count
+        part = [blocks[(turn * (portion + buckets) + i) % len(blocks)] for i in range(portion)]
+        nbytes = sum(model.layouts[index].nbytes for index in part)
+        for name in sorted(sources, reverse=turn % 2 == 0):
+            time.sleep(SETTLE)
+            source = sources[name]
+            source.prefetch(part)
+            began, began_cpu = time.perf_counter(), time.process_time()
+            for index in part:
+                source.release(source.acquire(index), 0)
+            seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
+            if turn >= 0:
+                rates[name].append(nbytes / seconds)
+                cpu[name].append(cpu_seconds / nbytes * 1e9)
+    for source in sources.values():
+        source.close()
+    return {
+        "directory": directory.name,
+        "bytes_a_round": nbytes,
+        "buckets": buckets,
+        "rounds": rounds,
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        **{f"{name}_bytes_per_second": spread(values) for name, values in rates.items()},
+        **{f"{name}_cpu_seconds_per_gigabyte": spread(values) for name, values in cpu.items()},
+        "share": spread([ours / theirs for ours, theirs in zip(rates["checked"], rates["plain"], strict=True)]),
+    }
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -102,13 +153,16 @@ def main() -> None:
     parser.add_argument("--buckets", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--blocks", type=int, default=10, help="a round")
+    parser.add_argument("--check", action="store_true", help="compare reading with and without digests")
     options = parser.parse_args()
-    measured = bench(options.directory, options.buckets, options.rounds, options.blocks)
+    run = bench_check if options.check else bench
+    measured = run(options.directory, options.buckets, options.rounds, options.blocks)
     print(f"{'GB/s':24s} {'median':>8s} {'min':>8s} {'max':>8s}")
-    for name in ("raw_bytes_per_second", "streamed_bytes_per_second"):
+    for name in [name for name in measured if name.endswith("_bytes_per_second")]:
         rates = measured[name]
         print(f"{name[: name.index('_')]:24s} " + " ".join(f"{rates[key] / 1e9:8.3f}" for key in ("median", "min", "max")))
-    print(f"{'share of the raw rate':24s} " + " ".join(f"{measured['share'][key]:8.3f}" for key in ("median", "min", "max")))
+    label = "share of the plain rate" if options.check else "share of the raw rate"
+    print(f"{label:24s} " + " ".join(f"{measured['share'][key]:8.3f}" for key in ("median", "min", "max")))
     print(json.dumps(measured))
 
 

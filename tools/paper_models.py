@@ -48,6 +48,10 @@ class PatternReader:
         """Nothing is on disk."""
         return None
 
+    def origin(self, parameter: str) -> str:
+        """Nothing is in a file."""
+        return self.fingerprint
+
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         """Fill memory with a range of one parameter. See the contract."""
         if parameter in self._vectors:

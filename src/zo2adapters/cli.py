@@ -12,6 +12,7 @@ import io
 import itertools
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from zo2core import ZO2Error
 
 REFUSED = 2  # exit status
+_PLAIN_FORMAT = warnings.formatwarning
 _BROKEN_PIPE = 141  # as a shell counts SIGPIPE
 
 
@@ -140,6 +142,7 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         for module in COMMANDS[name].needs:
             importlib.import_module(module)
         _quieten_transformers()
+        warnings.formatwarning = format_warning
         if signals is not None:
             signals.phase = Phase.RUNNING
         command.run()
@@ -241,6 +244,17 @@ def _drop_output() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
+
+
+def format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning of this library as one line; others as Python shows them."""
+    from zo2core import ZO2Warning
+
+    if issubclass(category, ZO2Warning):
+        return f"zo2: {message}\n"
+    return _PLAIN_FORMAT(message, category, filename, lineno, line)
 
 
 if __name__ == "__main__":

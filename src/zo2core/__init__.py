@@ -9,6 +9,7 @@ from zo2core.checkpoint import same_samples as same_samples
 from zo2core.checkpoint import write_checkpoint as write_checkpoint
 from zo2core.checkpoint.writer import new_directory as new_directory
 from zo2core.checkpoint.writer import shard_names as shard_names
+from zo2core.checkpoint.writer import write_companions as write_companions
 from zo2core.checkpoint.writer import write_index as write_index
 from zo2core.devices import CudaDevice as CudaDevice
 from zo2core.devices import HostDevice as HostDevice
@@ -30,10 +31,13 @@ from zo2core.errors import ScratchError as ScratchError
 from zo2core.errors import TraceError as TraceError
 from zo2core.errors import UnsupportedModelError as UnsupportedModelError
 from zo2core.errors import ZO2Error as ZO2Error
+from zo2core.errors import ZO2Warning as ZO2Warning
 from zo2core.errors import reason as reason
 from zo2core.estimators import MeZOSGD as MeZOSGD
 from zo2core.estimators import MultiQueryRGE as MultiQueryRGE
+from zo2core.io.durable import create_file as create_file
 from zo2core.io.durable import make_directory as make_directory
+from zo2core.io.durable import open_regular as open_regular
 from zo2core.io.durable import sync_path as sync_path
 from zo2core.journal import Journal as Journal
 from zo2core.kernels import Distribution as Distribution
@@ -42,7 +46,6 @@ from zo2core.noise import SequentialNoise as SequentialNoise
 from zo2core.planning.autotune import evaluation_seconds as evaluation_seconds
 from zo2core.planning.autotune import read_bytes_per_second as read_bytes_per_second
 from zo2core.planning.autotune import replay_seconds as replay_seconds
-from zo2core.planning.autotune import write_back_interval as write_back_interval
 from zo2core.planning.autotune import write_bytes_per_second as write_bytes_per_second
 from zo2core.planning.device_plan import DevicePlan as DevicePlan
 from zo2core.planning.device_plan import plan_device_memory as plan_device_memory
@@ -56,6 +59,12 @@ from zo2core.planning.memory_plan import MemoryPart as MemoryPart
 from zo2core.planning.memory_plan import MemoryPlan as MemoryPlan
 from zo2core.planning.policies import MemoryPolicy as MemoryPolicy
 from zo2core.planning.policies import WriteBackPolicy as WriteBackPolicy
+from zo2core.planning.write_interval import choose_interval as choose_interval
+from zo2core.planning.write_interval import interval_within as interval_within
+from zo2core.planning.write_interval import require_within as require_within
+from zo2core.planning.write_interval import streamed_bytes as streamed_bytes
+from zo2core.planning.write_interval import terabytes_written as terabytes_written
+from zo2core.planning.write_interval import write_back_interval as write_back_interval
 from zo2core.profiling.chrome_trace import Recording as Recording
 from zo2core.profiling.chrome_trace import Sweep as Sweep
 from zo2core.profiling.chrome_trace import Trace as Trace
@@ -77,6 +86,7 @@ from zo2core.schedulers import OverlappedScheduler as OverlappedScheduler
 from zo2core.schedulers import SerialScheduler as SerialScheduler
 from zo2core.sources import PinnedSource as PinnedSource
 from zo2core.sources import StreamedSource as StreamedSource
+from zo2core.sources.base_digests import verify_base as verify_base
 from zo2core.sources.loader import laid_out_as_on_disk as laid_out_as_on_disk
 from zo2core.sources.scratch import scratch_bytes as scratch_bytes
 from zo2core.sweep.activation_offload import ROOMS as ROOMS

@@ -8,31 +8,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zo2core.devices import choose_device
-from zo2core.errors import OptionError
+from zo2core.errors import JournalError, OptionError
 from zo2core.estimators import direction_seeds
-from zo2core.journal import Journal, digest
+from zo2core.journal import Journal, digest, json_object
 from zo2core.noise import choose_noise
-from zo2core.planning.autotune import replay_seconds, write_back_interval, write_bytes_per_second
 from zo2core.planning.device_plan import DevicePlan, plan_device_memory
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.host_plan import HostPlan, plan_host
 from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
+from zo2core.planning.write_interval import choose_interval, require_within
 from zo2core.profiling.chrome_trace import Trace
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.schedulers import OverlappedScheduler, SerialScheduler
 from zo2core.sources import PinnedSource, StreamedSource
+from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.scratch import Scratch
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout
+from zo2core.updates import seeds_of
 
 
 class Parts(NamedTuple):
@@ -46,6 +49,7 @@ class Parts(NamedTuple):
     device: Device
     noise: NoiseGenerator
     source: BlockSource
+    base_digests: BaseDigests  # of what the source reads; a source that a caller passed has its own, if any
     scheduler: Scheduler
     work_buffer: WorkBuffer
     activations: ActivationOffload
@@ -68,11 +72,12 @@ def build(
     overlap: bool,
     seed: int = 0,
     write_back: WriteBackPolicy | None = None,
+    provenance: Mapping[str, Any] | None = None,
 ) -> Parts:
     """Choose and open the parts of a run.
 
     Args:
-        model: Whose segments.
+        model: The model to run.
         estimator: None for a run that takes no steps.
         journal: A journal, or the path of one; it is begun, or checked to be of this run.
         device: A device, or the name of one.
@@ -83,6 +88,7 @@ def build(
         overlap: Whether transfers and disk overlap with compute.
         seed: Of the run.
         write_back: None never writes.
+        provenance: What of the caller's decides the run, as JSON values; None says nothing.
 
     Raises:
         ZO2Error: as ``ZOEngine`` says. What was opened is closed then.
@@ -90,12 +96,18 @@ def build(
     with ExitStack() as opened:
         require_rows(micro_batch_size)
         layouts, timeline = model.layouts, Timeline()
+        opened.callback(model.weights.close)  # last: until then somebody may read
         trace = _open_trace(trace, opened)
+        replayed = estimator is None and journal is not None
         journal = _open_journal(journal, opened)
+        if replayed and journal.header is None:
+            raise JournalError(
+                journal.name, found="no journal", expected="one that a run has begun", remedy="check the path"
+            )
         if isinstance(device, str):
             device = choose_device(device)
             opened.callback(device.close)
-        recorded = None if journal.header is None else journal.header.get("noise")
+        recorded = journal.noise
         of_choice = choose_noise(recorded, layouts, device.torch_device) if noise is None else noise
         device_plan = _plan_device(layouts, of_choice, device, memory, _most_directions(estimator, journal), overlap=overlap)
         room = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
@@ -113,12 +125,19 @@ def build(
             )
         if noise is None:
             of_choice = choose_noise(recorded, layouts, device.torch_device, memory=max(host_plan.spare, 0))
-        journal.begin(_header(model, of_choice, estimator, seed))
+        opened.push(partial(_withdraw_if_refused, journal))
+        journal.begin(_header(model, of_choice, estimator, seed, provenance))
         used = layouts if host_plan.buckets is None else streamed
-        scratch, every = _open_scratch(write_back, used, of_choice, journal, estimator, resident=host_plan.buckets is None)
+        kept = 0 if device_plan is None else device_plan.kept
+        every = _interval(write_back, model, used, of_choice, estimator, buckets=host_plan.buckets, kept=kept)
+        scratch = None
+        if write_back is not None:
+            scratch = Scratch(Path(write_back.directory), used, journal.chain, journal.require_version)
+        base_digests = BaseDigests(journal.base_digests, learns=estimator is not None)
         source: BlockSource
         try:
-            options: Any = {"scratch": scratch, "write_back_every": every, "timeline": timeline}
+            options: Any = {"scratch": scratch, "write_back_every": every}
+            options |= {"base_digests": base_digests, "timeline": timeline}
             if host_plan.buckets is None:
                 source = PinnedSource(model.weights, used, device.host_memory, **options)
             else:
@@ -128,7 +147,6 @@ def build(
                 scratch.close()
             raise
         opened.callback(source.close)
-        kept = 0 if device_plan is None else device_plan.kept
         scheduler = (
             OverlappedScheduler(source, device, kept=kept, timeline=timeline)
             if overlap
@@ -137,12 +155,11 @@ def build(
         keep_noise = device.in_place and host_plan.keep_noise
         work_buffer = WorkBuffer(layouts, device, of_choice, keep_noise=keep_noise)
         worker = _start_worker(device, opened)
+        least = memory.least_activations
+        activations = ActivationOffload(device, None if least is None else room, waiting, timeline=timeline)
         model.bind(work_buffer.parameters())
-        closing = ExitStack()  # of a run that was refused the checkpoint stays open
-        closing.callback(model.weights.close)  # last: until then somebody may read
-        closing.enter_context(opened.pop_all())
         return Parts(
-            opened=closing,
+            opened=opened.pop_all(),
             micro_batch_size=micro_batch_size,
             journal=journal,
             trace=trace,
@@ -150,11 +167,10 @@ def build(
             device=device,
             noise=of_choice,
             source=source,
+            base_digests=base_digests,
             scheduler=scheduler,
             work_buffer=work_buffer,
-            activations=ActivationOffload(
-                device, None if memory.least_activations is None else room, waiting, timeline=timeline
-            ),
+            activations=activations,
             activation_bytes=room,
             worker=worker,
             host_plan=host_plan,
@@ -176,11 +192,12 @@ def adopt(
     micro_batch_size: int | None,
     trace: Trace | Path | str | None,
     timeline: Timeline | None,
+    provenance: Mapping[str, Any] | None,
 ) -> Parts:
     """Take parts that the caller made, as ``ZOEngine.from_parts`` says.
 
     Raises:
-        OptionError: if the source holds other segments than the model has.
+        OptionError: if the source holds other segments than the model has, or ``provenance`` is none of JSON.
         JournalError: if the journal is of another run.
     """
     with ExitStack() as opened:
@@ -190,12 +207,14 @@ def adopt(
         activation_bytes = parse_size(activations, option="activations")
         trace = _open_trace(trace, opened)
         journal = _open_journal(journal, opened)
-        journal.begin(_header(model, noise, estimator, seed))
+        opened.push(partial(_withdraw_if_refused, journal))
+        journal.begin(_header(model, noise, estimator, seed, provenance))
         if scheduler is None:
             scheduler = OverlappedScheduler(source, device, timeline=timeline)
         opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
         work_buffer = WorkBuffer(model.layouts, device, noise, keep_noise=device.in_place)
         worker = _start_worker(device, opened)
+        offload = ActivationOffload(device, None, timeline=timeline)
         model.bind(work_buffer.parameters())
         return Parts(
             opened=opened.pop_all(),
@@ -206,9 +225,10 @@ def adopt(
             device=device,
             noise=noise,
             source=source,
+            base_digests=BaseDigests({}, learns=False),
             scheduler=scheduler,
             work_buffer=work_buffer,
-            activations=ActivationOffload(device, None, timeline=timeline),
+            activations=offload,
             activation_bytes=activation_bytes,
             worker=worker,
             host_plan=None,
@@ -234,6 +254,13 @@ def _open_trace(trace: Trace | Path | str | None, opened: ExitStack) -> Trace | 
     return made
 
 
+def _withdraw_if_refused(journal: Journal, kind: type[BaseException] | None, *_: object) -> None:
+    """What a run that is refused began must not bind the next one, which may have other options."""
+    if kind is not None:
+        with suppress(OSError):
+            journal.withdraw()
+
+
 def _start_worker(device: Device, opened: ExitStack) -> ThreadPoolExecutor | None:
     if device.torch_device.type != "cpu":
         return None
@@ -242,21 +269,29 @@ def _start_worker(device: Device, opened: ExitStack) -> ThreadPoolExecutor | Non
     return worker
 
 
-def _header(model: BlockModel, noise: NoiseGenerator, estimator: ZOEstimator | None, seed: int) -> Mapping[str, Any]:
-    """What a journal says of the run it belongs to. None says nothing: it fits whatever the journal has."""
+def _header(
+    model: BlockModel,
+    noise: NoiseGenerator,
+    estimator: ZOEstimator | None,
+    seed: int,
+    provenance: Mapping[str, Any] | None,
+) -> Mapping[str, Any]:
+    """What a journal says of the run it belongs to. A value of None matches whatever the journal has."""
     return {
         "base": model.weights.fingerprint,
         "parameters": digest(spec for layout in model.layouts for spec in layout.parameters),
         "noise": noise.name,
         "estimator": None if estimator is None else estimator.options,
         "seed": None if estimator is None else seed,
+        "model": json_object("model.description", model.description),
+        "provenance": None if provenance is None else json_object("provenance", provenance),
     }
 
 
 def _require_same_segments(model: BlockModel, source: BlockSource) -> None:
     """Refuse a source of another model: its bytes would be taken for this one's."""
-    ours = [(layout.kind, layout.parameters) for layout in model.layouts]
-    theirs = [(layout.kind, layout.parameters) for layout in source.layouts]
+    ours = [(layout.kind, layout.parameters, layout.borrowed) for layout in model.layouts]
+    theirs = [(layout.kind, layout.parameters, layout.borrowed) for layout in source.layouts]
     if ours != theirs:
         raise OptionError(
             "source",
@@ -306,29 +341,39 @@ def _plan_device(
 
 def _most_directions(estimator: ZOEstimator | None, journal: Journal) -> int:
     """The most directions that a step probes, of those to come and of those taken."""
-    taken = max((len(update.seeds) for update in journal.updates), default=1)
+    taken = max((len(seeds_of(update)) for update in journal.updates), default=1)
     if estimator is None:
         return taken
     evaluations = estimator.evaluations(0, direction_seeds(0, 0, None))
     return max(taken, len({evaluation.seed for evaluation in evaluations}))
 
 
-def _open_scratch(
+def _interval(
     policy: WriteBackPolicy | None,
+    model: BlockModel,
     layouts: Sequence[BlockLayout],
     noise: NoiseGenerator,
-    journal: Journal,
     estimator: ZOEstimator | None,
     *,
-    resident: bool,
-) -> tuple[Scratch | None, int | None]:
-    """The scratch file of a policy, and after how many steps a segment is written to it."""
+    buckets: int | None,
+    kept: int,
+) -> int | None:
+    """After how many steps a segment is written to the scratch file of a policy."""
     if policy is None:
-        return None, None
-    directory, every = Path(policy.directory), policy.every
+        return None
+    every = policy.every
     if every == "auto":
-        replay = replay_seconds(noise, layouts, in_place=estimator is None or estimator.perturb_in_place)
-        write = sum(layout.nbytes for layout in layouts) / write_bytes_per_second(directory)
-        every = write_back_interval(replay, write, resident=resident)
+        every = choose_interval(
+            layouts,
+            noise,
+            model.weights,
+            Path(policy.directory),
+            in_place=estimator is None or estimator.perturb_in_place,
+            buckets=buckets,
+            kept=kept,
+            terabytes_per_1000_steps=policy.terabytes_per_1000_steps,
+        )
     limits = [limit for limit in (every, policy.snapshot_every) if limit is not None]
-    return Scratch(directory, layouts, journal.chain), min(limits, default=None)
+    interval = min(limits, default=None)
+    require_within(layouts, interval, policy.terabytes_per_1000_steps)
+    return interval

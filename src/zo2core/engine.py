@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -15,15 +14,12 @@ from zo2core.build import Parts, adopt, build
 from zo2core.checkpoint import require_unused, write_checkpoint
 from zo2core.estimators import direction_seeds, learning_rate
 from zo2core.journal import Journal
-from zo2core.planning.device_plan import DevicePlan
-from zo2core.planning.host_plan import HostPlan
-from zo2core.planning.policies import ACTIVATIONS, MemoryPolicy, WriteBackPolicy
-from zo2core.profiling.chrome_trace import Sweep, Trace, TraceRecorder
-from zo2core.profiling.timeline import Timeline
+from zo2core.planning import ACTIVATIONS, DevicePlan, HostPlan, MemoryPolicy, WriteBackPolicy
+from zo2core.profiling import Sweep, Timeline, Trace, TraceRecorder
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.sweep.evaluation_loop import evaluate, fill_sweeps
 from zo2core.sweep.exclusive_use import ExclusiveUse
-from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
+from zo2core.sweep.microbatch import combined_loss, labelled_tokens, require_tensors, split_rows
 from zo2core.sweep.perturber import choose_perturber
 from zo2core.sweep.visitor import SegmentVisitor
 from zo2core.types import Batch, Evaluation, EvaluationResult, StepResult
@@ -35,12 +31,12 @@ Groups = Sequence[tuple[Evaluation | None, Sequence[Batch]]]  # what a sweep eva
 class Replayer:
     """A model at the version that a journal ends with: evaluated, looked at and exported, never trained.
 
-    What the caller passes stays the caller's; what the replayer opens (paths, devices by name) it closes. The model's
-    checkpoint is closed with it. One replayer or engine at a time uses a model.
+    What the caller passes stays the caller's; what the replayer opens (paths, devices by name) it closes, and with it the
+    model's checkpoint. One replayer or engine at a time uses a model: the last one made has bound its modules.
 
     Args:
         model: Cut into embedding, blocks and head; of an adapter, or your own.
-        journal: The updates to replay: a journal, or the path of one. None is the base checkpoint as it is.
+        journal: The updates to replay: a journal that was begun, or the path of one. None is the base checkpoint as it is.
         device: "cpu", "cuda", "cuda:N" or a ``Device``.
         noise: Draws z; by default the generator that the journal was begun with.
         memory: How much memory the process may take.
@@ -51,10 +47,9 @@ class Replayer:
     Raises:
         OptionError: if an option is out of its range, or nothing would heed it.
         MemoryBudgetError: if not even the smallest plan fits into the memory there is.
-        JournalError: if the journal belongs to another base checkpoint, other parameters or other noise.
+        JournalError: if the journal belongs to another base checkpoint, another model or other noise.
         CheckpointError: if the checkpoint cannot be read.
-        DeviceError: if the device is not there, or has not the memory.
-        OutputError: if the trace cannot be made.
+        DeviceError, OutputError: if the device is not there or too small, or the trace cannot be made.
     """
 
     def __init__(
@@ -85,7 +80,7 @@ class Replayer:
     def _take(self, model: BlockModel, parts: Parts) -> None:
         self._model, self._parts = model, parts
         self._recorder = TraceRecorder(parts.timeline, parts.trace)
-        parts.opened.callback(self._recorder.close)
+        parts.opened.callback(self._recorder.flush)
         self._use = ExclusiveUse(type(self).__name__)
 
     @property
@@ -141,17 +136,15 @@ class Replayer:
         prepared = (forward.prepared(self._on_device(batch)) for batch in batches)
         for group in fill_sweeps(prepared, forward, self._parts.activation_bytes - self._parts.activations.room_bytes):
             self._use.require_open()
-            began = time.perf_counter()
-            [outputs] = self._sweep([(None, group)], forward)
-            self._recorder.ended(Sweep("evaluation", began, time.perf_counter()))
+            with self._recorder.sweep("evaluation"):
+                [outputs] = self._sweep([(None, group)], forward)
             yield outputs
 
     def flush(self) -> None:
-        """Bring every segment to the present version."""
+        """Bring every segment to the present version. What reaches the disk is up to the write-back policy."""
         self._use.require_open()
-        began = time.perf_counter()
-        self._sweep([])
-        self._recorder.ended(Sweep("flush", began, time.perf_counter()))
+        with self._recorder.sweep("flush"):
+            self._sweep([])
 
     def parameters_now(self) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Yield every parameter at the present version, one at a time, in visiting order.
@@ -163,11 +156,14 @@ class Replayer:
         self._use.require_open()
         with self._use.begun():
             visitor = self._visitor([])
-            for index, layout in enumerate(self._model.layouts):
-                with self._parts.scheduler.replayed(visitor, index) as bucket:
-                    for spec, view in zip(layout.parameters, bucket.views, strict=True):
-                        yield spec.name, view.view(spec.shape)
-            self._parts.noise.retain(visitor.seeds)
+            try:
+                for index, layout in enumerate(self._model.layouts):
+                    with self._parts.scheduler.replayed(visitor, index) as bucket:
+                        for spec, view in zip(layout.parameters, bucket.views, strict=True):
+                            yield spec.name, view.view(spec.shape)
+            finally:
+                self._parts.noise.retain(visitor.seeds)
+                self._recorder.flush()
 
     def export(self, directory: Path | str) -> None:
         """Write the model at the present version: a directory that ``from_pretrained`` loads.
@@ -192,20 +188,21 @@ class Replayer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _sweep(self, groups: Groups, forward: Forward | None = None) -> list[list[torch.Tensor]]:
-        """Visit all segments once; return what the head gave, a list an evaluation."""
-        visitor = self._visitor(groups, forward)
-        try:
-            with self._use.begun():
+        """Visit all segments once. Returns what the head gave, a list an evaluation."""
+        with self._use.begun():
+            visitor = self._visitor(groups, forward)
+            try:
                 self._parts.scheduler.sweep(visitor, range(len(self._model.layouts)))
-        finally:
-            visitor.finish()
-            self._parts.noise.retain(visitor.seeds)
+            except BaseException:
+                self._recorder.flush()  # what it moved is not the next step's
+                raise
+            finally:
+                visitor.finish()
+                self._parts.noise.retain(visitor.seeds)
         return visitor.outputs
 
     def _visitor(self, groups: Groups, forward: Forward | None = None) -> SegmentVisitor:
@@ -226,6 +223,7 @@ class Replayer:
         return 1.0, True
 
     def _on_device(self, batch: Batch) -> Batch:
+        require_tensors(batch)
         return {key: value.to(self._parts.device.torch_device) for key, value in batch.items()}
 
 
@@ -240,11 +238,11 @@ class ZOEngine(Replayer):
         journal: Updates so far and to come: a journal, or the path of one, which is made if it is not there. None keeps the
             updates in memory. A journal with updates continues its run.
         seed: Of the run: each step's directions depend on it and on the step only.
-        write_back: Whether changed segments are written to disk. Without, blocks are never written, and a resumed run
-            replays the whole journal.
+        write_back: When changed segments are written to disk. None: never; a resumed run replays the whole journal.
+        provenance: What of the caller's decides the run, as JSON values: the journal keeps it and refuses another one.
 
     Raises:
-        ZO2Error: as ``Replayer`` says; ScratchError if the directory of ``write_back`` cannot be written to.
+        ZO2Error: as ``Replayer`` says, and if the directory of ``write_back`` cannot be written to.
     """
 
     def __init__(
@@ -261,6 +259,7 @@ class ZOEngine(Replayer):
         micro_batch_size: int | None = None,
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
+        provenance: Mapping[str, Any] | None = None,
     ) -> None:
         parts = build(
             model,
@@ -274,6 +273,7 @@ class ZOEngine(Replayer):
             overlap=overlap,
             seed=seed,
             write_back=write_back,
+            provenance=provenance,
         )
         self._take(model, parts)
         self._train(estimator, seed)
@@ -294,6 +294,7 @@ class ZOEngine(Replayer):
         micro_batch_size: int | None = None,
         trace: Trace | Path | str | None = None,
         timeline: Timeline | None = None,
+        provenance: Mapping[str, Any] | None = None,
     ) -> Self:
         """An engine of parts that the caller made. They stay the caller's: nothing closes them, not even a refusal.
 
@@ -309,6 +310,7 @@ class ZOEngine(Replayer):
             activations: Bytes, or a size, that an evaluation's activations may take at a time.
             micro_batch_size: As the constructor takes it.
             trace: As the constructor takes it.
+            provenance: As the constructor takes it.
             timeline: What the parts note their work in, if they do: the engine takes the spans from it.
 
         Raises:
@@ -328,6 +330,7 @@ class ZOEngine(Replayer):
             micro_batch_size=micro_batch_size,
             trace=trace,
             timeline=timeline,
+            provenance=provenance,
         )
         engine = cls.__new__(cls)
         engine._take(model, parts)
@@ -360,17 +363,16 @@ class ZOEngine(Replayer):
             BatchError: if the model cannot take the batch.
             NonFiniteLossError: if a loss or a projected gradient is not finite.
             OptionError: if the learning rate of this step, or the seed, is out of its range.
-            JournalError: if the record cannot be written.
+            JournalError: if the record cannot be written, or is none that the weights can bear.
             CheckpointError, ScratchError: if a block cannot be read, or could not be written back.
-            In all these cases the step was not taken: weights and journal are as before.
-            OutputError: if the trace cannot be written; the step was taken.
+            BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
+            In all these cases the step was not taken. OutputError, if the trace cannot be written, comes after the step.
         """
         self._use.require_open()
         began, step = time.perf_counter(), self.version
         lr = learning_rate(self._estimator, step)
-        evaluations = self._estimator.evaluations(step, direction_seeds(self._seed, step, seed))
-        for evaluation in evaluations:
-            evaluation.validated()
+        listed = self._estimator.evaluations(step, direction_seeds(self._seed, step, seed))
+        evaluations = tuple(evaluation.validated() for evaluation in listed)
         self._settle(step)
         micro_batches = split_rows(batch, self._parts.micro_batch_size)
         tokens = [labelled_tokens(micro_batch) for micro_batch in micro_batches] if len(micro_batches) > 1 else [1]
@@ -380,9 +382,10 @@ class ZOEngine(Replayer):
         for evaluation, loss in zip(evaluations, losses, strict=True):
             evaluation.require_finite(loss, step=step)
         update = self._estimator.update(step, evaluations, losses, lr).validated()
+        self._parts.base_digests.note(self._parts.journal)
         self._parts.journal.append(update)
-        done = time.perf_counter()
-        return StepResult.of(update, done - began, self._recorder.ended(Sweep.of_step(step, began, done)))
+        sweep = Sweep.of_step(step, began, time.perf_counter())
+        return StepResult.of(update, sweep.done - began, self._recorder.ended(sweep))
 
     def _perturbation(self) -> tuple[float, bool]:
         return self._estimator.zo_eps, self._estimator.perturb_in_place
@@ -391,5 +394,6 @@ class ZOEngine(Replayer):
         """Bring back what stays on the device, now and then, so that it can be written back at the last step's version."""
         every = self.write_back_every
         if every is not None and step > self._settled + every:
-            self._parts.scheduler.settle()
+            with self._use.begun():
+                self._parts.scheduler.settle()
             self._settled = step - 1

@@ -79,6 +79,10 @@ class ClosedError(ZO2Error):
     """A closed engine or source was used."""
 
 
+class ZO2Warning(UserWarning):
+    """Something is done otherwise than it could have been expected, and no worse: the message is one line."""
+
+
 def reason(error: Exception) -> str:
     """Say why the system refused, in its own words and without the number and path that ``str`` would add."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -290,8 +290,11 @@ class TensorReader(Protocol):
             CheckpointError: if the bytes cannot be read whole.
         """
 
+    def origin(self, parameter: str) -> str:
+        """Return where a parameter comes from, for messages: the path of its file."""
+
     def close(self) -> None:
-        """Give descriptors back. May be called twice."""
+        """Give descriptors back. Whoever reads afterwards opens the files again."""
 
 
 class Forward(Protocol):
@@ -338,6 +341,10 @@ class BlockModel(Forward, Protocol):
     @property
     def weights(self) -> TensorReader:
         """The base checkpoint."""
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """What beside the weights decides the forwards, as JSON values, for the journal: a config, say."""
 
     @property
     def companions(self) -> Mapping[str, Path | bytes]:

@@ -18,6 +18,8 @@ ALIGNMENT = 64  # bytes
 
 MAX_SEED = 2**63 - 1
 
+LARGEST = torch.finfo(torch.float32).max  # of what may be added to a weight: beyond it float32 weights are infinite
+
 Batch: TypeAlias = Mapping[str, torch.Tensor]  # what the model's forward takes: input_ids, attention_mask, labels, ...
 
 
@@ -201,6 +203,55 @@ class Update:
                 remedy="raise zo_eps: the losses' difference was divided by too small a number; the step was not taken",
             )
         return self
+
+    def contradiction(self) -> tuple[str, str] | None:
+        """Tell what of it no estimator can have made.
+
+        Weights in float32 have to stay finite: lr, zo_eps, weight decay, the projected gradients, and each product that is
+        added to a weight, ``lr * g``, ``lr * weight_decay`` and ``shift * zo_eps``, are at most ``LARGEST``.
+
+        Returns:
+            What was found and what was expected; None if nothing is wrong.
+        """
+        shape = self._contradiction_of_lengths()
+        if shape is not None:
+            return shape
+        seeds = {evaluation.seed for evaluation in self.evaluations}
+        for seed in seeds:
+            if not 0 <= seed <= MAX_SEED:
+                return _seed_in_words(seed), f"a seed from 0 to {MAX_SEED}"
+        for seed in self.seeds:
+            if seed not in seeds:
+                return f"an update along {_seed_in_words(seed)}", "the seed of an evaluation"
+        for name, value in (("lr", self.lr), ("zo_eps", self.zo_eps)):
+            if not 0 < value <= LARGEST:
+                return f"{name} {value}", f"a positive number of at most {LARGEST:.4g}"
+        if not 0 <= self.weight_decay <= LARGEST:
+            return f"weight_decay {self.weight_decay}", f"a number from 0 to {LARGEST:.4g}"
+        for loss in self.losses:
+            if not math.isfinite(loss):
+                return f"loss {loss}", "a finite loss"
+        bounded = [("projected gradient", grad) for grad in self.projected_grads]
+        bounded += [("lr * projected gradient", self.lr * grad) for grad in self.projected_grads]
+        bounded += [("shift * zo_eps", shift * self.zo_eps) for _, shift in self.evaluations]
+        for name, value in [*bounded, ("lr * weight_decay", self.lr * self.weight_decay)]:
+            if not abs(value) <= LARGEST:
+                return f"{name} {value:.6g}", f"a number from -{LARGEST:.4g} to {LARGEST:.4g}"
+        return None
+
+    def _contradiction_of_lengths(self) -> tuple[str, str] | None:
+        for name, values in (("evaluations", self.evaluations), ("seeds", self.seeds)):
+            if not values:
+                return f"no {name}", "one at least"
+        if len(self.losses) != len(self.evaluations):
+            return f"{len(self.losses)} losses", f"{len(self.evaluations)}, one an evaluation"
+        if len(self.projected_grads) != len(self.seeds):
+            return f"{len(self.projected_grads)} projected gradients", f"{len(self.seeds)}, one a seed"
+        return None
+
+
+def _seed_in_words(seed: int) -> str:
+    return f"seed {seed}" if seed.bit_length() <= 128 else f"a seed of {seed.bit_length()} bits"
 
 
 class Perturb(NamedTuple):

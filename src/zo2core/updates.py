@@ -27,7 +27,7 @@ class Trajectory(NamedTuple):
 def compile_updates(
     updates: Sequence[Update], then: Evaluation | None = None, zo_eps: float = 1.0
 ) -> Mapping[bool, Program]:
-    """What updates, one after the other, do to a parameter, by whether weight decay applies to it.
+    """Compile updates, one after the other, to two programs: by whether weight decay applies to a parameter.
 
     Args:
         updates: In order; none for weights that stay as they are.

@@ -34,6 +34,8 @@ class AtStep:
     """Dtype of the weights; with a journal, the one that the run was made with, which is also that of --run."""
     memory: str = "auto"
     """Host memory the process may take in all, such as 6GiB; auto takes what is free."""
+    verify_base: bool = False
+    """Read every byte of the base first, and compare it with what the journal keeps of it."""
     device: str = "cpu"
     """Device to compute on: cpu, cuda or cuda:N."""
     device_memory: str = "auto"
@@ -92,18 +94,50 @@ class AtStep:
         """
         if self.journal is not None:
             require_regular(self.journal)
-        journal = Journal(self.journal)
-        if self.journal is not None and journal.header is None:
+        journal = None if self.journal is None else Journal(self.journal)
+        if journal is not None and journal.header is None:
             raise JournalError(self.journal, found="no journal", expected="a run's journal.jsonl", remedy="check the path")
-        taken = len(journal.updates)
+        taken = 0 if journal is None else len(journal.updates)
         if self.at is not None and not 0 <= self.at <= taken:
             steps = f"0 to {taken}, the steps of the run" if self.journal else "none without --run or --journal"
             raise OptionError("at", found=shown(self.at), expected=steps, remedy="name a step that was taken")
+        if self.at is not None:
+            journal = None if journal is None else journal.until(self.at)
+        if self.verify_base:
+            _verify(model, Journal() if journal is None else journal, self.journal)
         return Replayer(
             model,
-            journal if self.at is None else journal.until(self.at),
+            journal,
             memory=MemoryPolicy(host=self.memory, device=self.device_memory, activations=activation_bytes),
             device=self.device,
             micro_batch_size=micro_batch_size,
             trace=trace,
         )
+
+
+def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
+    """Compare the whole base with what a journal keeps of it.
+
+    Raises:
+        OptionError: if there is no journal.
+        JournalError: if it keeps nothing of some segment.
+        CheckpointError: if the base is another one.
+    """
+    from zo2adapters.trainers.base_check import verify_with_progress
+
+    if path is None:
+        raise OptionError(
+            "--verify-base",
+            found="no journal",
+            expected="--run or --journal, which keeps the digests",
+            remedy="leave it out",
+        )
+    unknown = [layout.name for layout in model.layouts if layout.name not in journal.base_digests]
+    if unknown:
+        raise JournalError(
+            path,
+            found=f"no digest of {len(unknown)} of {len(model.layouts)} segments of the base",
+            expected="one of each, as a step of zo2 train notes them",
+            remedy="take a step with --resume and --verify-base, or leave --verify-base out",
+        )
+    verify_with_progress(model, journal)

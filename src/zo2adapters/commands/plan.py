@@ -7,6 +7,7 @@ from pathlib import Path
 
 from zo2adapters.ranges import require_between
 from zo2adapters.trainers.options import MOST_QUERIES, Batching, DtypeName, Noise, Optimization
+from zo2core import WriteBackPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class Plan:
     """Host memory the run may take in all, such as 6GiB; auto takes what is free."""
     scratch: Path = Path()
     """Directory on the disk that the run would write to."""
+    write_limit_tb: float | None = None
+    """Terabytes that 1,000 steps may write there, as for training."""
     device_memory: str | None = None
     """Memory of a GPU to plan for, such as 24GB, which need not be here: how many blocks stay there, and what is moved."""
     bus: str = "25GB"
@@ -37,6 +40,7 @@ class Plan:
 
     def run(self) -> None:
         """Print the plan."""
+        WriteBackPolicy(directory=self.scratch, terabytes_per_1000_steps=self.write_limit_tb)  # refuses what is no limit
         from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
         from zo2adapters.trainers.device_run_plan import plan_device_run
         from zo2adapters.trainers.run_plan import plan_run
@@ -58,6 +62,7 @@ class Plan:
                 micro_rows=self.batching.micro_batch_size,
                 noise=noise,
                 queries=self.queries,
+                write_limit_tb=self.write_limit_tb,
             )
             print(on_device.to_json() if self.json else on_device.table())
             return
@@ -70,5 +75,6 @@ class Plan:
             micro_rows=self.batching.micro_batch_size,
             noise=noise,
             queries=self.queries,
+            write_limit_tb=self.write_limit_tb,
         )
         print(planned.to_json() if self.json else planned.table())

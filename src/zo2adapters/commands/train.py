@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from zo2adapters.trainers.allocator import keep_freed_memory, keeps_memory
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, RunDirectory
 from zo2core import OptionError
@@ -102,6 +103,8 @@ class Train(RunOptions):
         with Trainer(options, resume=self.resume is not None, execution=self.execution) as trainer:
             for line in (*trainer.remarks(), trainer.storage()):
                 print(line, file=sys.stderr)
+            if keeps_memory(trainer.host_plan):
+                keep_freed_memory()
             try:
                 exported = trainer.run()
             except KeyboardInterrupt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +13,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from zo2adapters.models.architecture import Architecture, parameter_names
+from zo2adapters.models.companions import (
+    SUFFIXES,
+    companion_files,
+    portable_companions,
+    remote_code_note,
+    without_remote_code,
+)
 from zo2adapters.models.hf import HFBlockModel, build_skeleton
 from zo2adapters.models.llama import LLAMA
 from zo2adapters.models.opt import OPT
@@ -23,6 +31,7 @@ from zo2core import (
     TensorEntry,
     UnsupportedModelError,
     ZO2Error,
+    ZO2Warning,
     check_float,
     find_tensors,
     same_samples,
@@ -36,8 +45,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-
-_COMPANIONS = {".json", ".txt", ".model", ".jinja"}  # tokenizer, generation config: what a model directory holds besides
 
 _LARGEST = {"num_hidden_layers": 1 << 10, "hidden_size": 1 << 20, "head_dim": 1 << 20, "num_labels": 1 << 20}
 
@@ -97,7 +104,7 @@ def resolve_directory(path: Path | str) -> Path:
     text = str(path)
     if isinstance(path, str) and not text.startswith((".", "/", "~")) and text.count("/") <= 1 and not directory.exists():
         try:
-            patterns = ["*.safetensors", *(f"*{suffix}" for suffix in _COMPANIONS)]
+            patterns = ["*.safetensors", *(f"*{suffix}" for suffix in sorted(SUFFIXES))]
             return Path(snapshot_download(text, allow_patterns=patterns))
         except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
             raise CheckpointError(
@@ -112,13 +119,14 @@ def resolve_directory(path: Path | str) -> Path:
 
 
 def _read_config(directory: Path) -> PretrainedConfig:
-    if not (directory / "config.json").is_file():
+    if not (directory / "config.json").exists():
         raise CheckpointError(
             directory,
             found="no config.json",
             expected="a model directory",
             remedy="name the directory that holds config.json",
         )
+    companion_files(directory)  # refuses what is not to be read, before transformers reads it
     _refuse_oversized(directory / "config.json")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -274,17 +282,12 @@ def _require_dtype(matched: Mapping[str, TensorEntry], dtype: torch.dtype) -> No
             )
 
 
-def companion_files(directory: Path) -> list[Path]:
-    """What a model directory holds beside the weights and their index: config, tokenizer, generation config."""
-    paths = [path for path in sorted(directory.iterdir()) if path.suffix in _COMPANIONS and path.is_file()]
-    return [path for path in paths if not path.name.endswith(".index.json")]
-
-
 def _companions(directory: Path, skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Path | bytes]:
-    files: dict[str, Path | bytes] = {path.name: path for path in companion_files(directory)}
-    config = json.loads((directory / "config.json").read_bytes())
+    files, changed = portable_companions(directory)
+    if changed:
+        warnings.warn(remote_code_note(changed), ZO2Warning, stacklevel=3)
+    config = without_remote_code(json.loads((directory / "config.json").read_bytes()))
     config.pop("torch_dtype", None)
-    config.pop("auto_map", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     config["architectures"] = [type(skeleton).__name__]
     files["config.json"] = json.dumps(config, indent=2).encode() + b"\n"

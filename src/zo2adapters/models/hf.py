@@ -11,6 +11,8 @@ Trade-off: embedding, positions and masks are computed twice a forward, which co
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +29,12 @@ from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.prepared_batch import PreparedBatch, check_batch, is_padded, predictions
 from zo2adapters.models.stubs import CallRecorder, CutError, Stub
 from zo2core import Batch, TensorReader, UnsupportedModelError
+
+_NEUTRAL = {  # keys of a config that no forward of a causal language model reads, or that parameters and batches say
+    *("_name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"),
+    *("id2label", "label2id", "num_labels", "problem_type", "use_cache", "initializer_range", "init_std"),
+    *("return_dict", "output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id"),
+}
 
 
 class Activations(NamedTuple):
@@ -75,6 +83,13 @@ class HFBlockModel:
         for i, layer in enumerate(self._layers):
             last = i + 1 == len(self._layers)
             layers[i] = Stub(layer, self._recorder, last=last, returns_tuple=architecture.returns_tuple)
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """What of the config decides the forwards, with transformers' defaults, and the attention that it chose."""
+        config = json.loads(self.config.to_json_string(use_diff=False))
+        decisive = {key: _finite(value) for key, value in config.items() if key not in _NEUTRAL and value is not None}
+        return {**decisive, "attention": self._skeleton.config._attn_implementation}
 
     @property
     def hf_forward(self) -> Callable[..., Any]:
@@ -175,6 +190,15 @@ class HFBlockModel:
             is_padded=is_padded(batch),
             position_rows=None if positions is None else len(positions),
         )
+
+
+def _finite(value: Any) -> Any:
+    """A JSON value in which infinity and NaN, which JSON lacks, are words."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _branches_of(batch: Batch) -> contextlib.AbstractContextManager[object]:

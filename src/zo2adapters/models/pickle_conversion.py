@@ -1,62 +1,101 @@
 """Turn pickled PyTorch checkpoints into safetensors, one shard at a time and without running what a pickle may hold.
 
 A pickle is a program. torch's restricted reader (``weights_only``) builds tensors and plain containers and refuses every
-other instruction, so converting a file is as safe as that reader; a file it refuses is not converted.
+other instruction; but those few are enough to ask for any memory, to run for ever, or to crash the interpreter. So a child
+process reads, under limits that follow from the file's size. See ``unpickling`` for what it checks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import pickle
-import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-
-from zo2adapters.models.checkpoint import companion_files
-from zo2core import CheckpointError, new_directory, reason, require_unused, shard_names, write_index
+from zo2adapters.confinement.process import ConfinedProcess, ConfinementError
+from zo2adapters.models.companions import portable_companions, remote_code_note
+from zo2core import (
+    CheckpointError,
+    new_directory,
+    open_regular,
+    reason,
+    require_unused,
+    shard_names,
+    write_companions,
+    write_index,
+)
 
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
 
-_ZIP = b"PK\x03\x04"  # how torch.save's files begin since PyTorch 1.6; older ones are bare pickles
-_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
-_DTYPES |= {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8, torch.int8}
-_DTYPES |= {torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
+_TASK = Path(__file__).with_name("unpickling.py")
+_LARGEST_INDEX = 100_000_000  # bytes
 
 
-def convert(source: Path, destination: Path, *, report: Callable[[str], None] | None = None) -> Path:
-    """Write a model directory with pickled weights anew, with safetensors. Memory: one shard.
+@dataclass(frozen=True, kw_only=True)
+class ReadingLimits:
+    """What the reader of a file may take. Weights take about a second and twice their size for each gigabyte."""
+
+    seconds: float = 30.0  # of computing, for any file
+    seconds_per_gigabyte: float = 60.0
+    memory: int = 1 << 29  # bytes, for any file, beside what the reader has once it is started
+    memory_per_byte: int = 4
+
+    def __post_init__(self) -> None:
+        assert min(self.seconds, self.memory) > 0, "a reader needs time and memory"
+
+    def seconds_for(self, nbytes: int) -> float:
+        """Seconds for a file of so many bytes."""
+        return self.seconds + self.seconds_per_gigabyte * nbytes / 1e9
+
+    def memory_for(self, nbytes: int) -> int:
+        """Bytes of memory for a file of so many bytes."""
+        return self.memory + self.memory_per_byte * nbytes
+
+
+def convert(
+    source: Path,
+    destination: Path,
+    *,
+    report: Callable[[str], None] | None = None,
+    limits: ReadingLimits | None = None,
+    reader: ConfinedProcess | None = None,
+) -> Path:
+    """Write a model directory with pickled weights anew, with safetensors. Memory: one shard, in a child process.
 
     Args:
         source: Holds ``pytorch_model.bin``, or shards and ``pytorch_model.bin.index.json``. It is only read.
         destination: Directory to write; must not exist, or be empty. It appears whole or not at all.
-        report: Called with a line about each shard before it is read.
+        report: Called with a line about each shard before it is read, and about what is left out.
+        limits: Of the child process.
+        reader: A child process to use, of ``new_reader``, where several directories are converted. It stays the caller's.
 
     Returns:
         ``destination``.
 
     Raises:
-        CheckpointError: if a file is missing, damaged, outside of ``source`` or holds anything but named tensors.
+        CheckpointError: if a file is missing, damaged, outside of ``source``, exceeds the limits or holds anything but named
+            tensors.
         OutputError: if the destination is in use or cannot be written.
     """
     require_unused(destination)
     expected = _find_shards(source)
+    companions, changed = portable_companions(source)
     names = shard_names(len(expected))
     assigned = {name: shard for shard, tensors in expected.items() for name in tensors}
     weight_map: dict[str, str] = {}
     total_size = 0
-    with new_directory(destination) as partial:
-        _copy_companions(source, partial)
+    report = report or _silent
+    reading = new_reader() if reader is None else contextlib.nullcontext(reader)
+    with new_directory(destination) as partial, reading as child:
+        write_companions(partial, companions)
+        if changed:
+            report(remote_code_note(changed))
         for number, (shard, target) in enumerate(zip(expected, names, strict=True), start=1):
-            if report is not None:
-                report(f"{shard} ({number} of {len(expected)})")
-            sizes = _convert_shard(source / shard, partial / target, shard, assigned)
+            report(f"{shard} ({number} of {len(expected)})")
+            sizes = _convert_shard(child, limits or ReadingLimits(), source / shard, partial / target, shard, assigned)
             for name in sizes:
                 if name in weight_map:
                     raise _malformed(f"{source / shard}: {name}", "a tensor of another shard", "each tensor once")
@@ -69,6 +108,15 @@ def convert(source: Path, destination: Path, *, report: Callable[[str], None] | 
             raise _malformed(source, "no tensors", "a model's weights")
         write_index(partial, weight_map, total_size=total_size)
     return destination
+
+
+def new_reader() -> ConfinedProcess:
+    """A child process that reads pickled files. Its start takes the seconds of an import of torch, at the first file."""
+    return ConfinedProcess(_TASK)
+
+
+def _silent(line: str) -> None:
+    """Report nothing."""
 
 
 def _find_shards(directory: Path) -> dict[str, list[str]]:
@@ -95,7 +143,11 @@ def _find_shards(directory: Path) -> dict[str, list[str]]:
 
 def _read_index(path: Path) -> dict[str, list[str]]:
     try:
-        pairs = list(json.loads(path.read_bytes())["weight_map"].items())
+        with open_regular(path) as file:
+            raw = file.read(_LARGEST_INDEX + 1)
+        if len(raw) > _LARGEST_INDEX:
+            raise _malformed(path, f"more than {_LARGEST_INDEX} bytes", "a JSON object with a weight_map")
+        pairs = list(json.loads(raw)["weight_map"].items())
     except OSError as error:
         raise _unreadable(path, error) from error
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
@@ -117,75 +169,30 @@ def _read_index(path: Path) -> dict[str, list[str]]:
     return dict(sorted(shards.items()))
 
 
-def _convert_shard(source: Path, target: Path, shard: str, assigned: Mapping[str, str]) -> dict[str, int]:
-    """Convert one file; what it loads is gone on return. Returns the bytes of each tensor written."""
-    tensors: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
-    for name, value in _load(source).items():
-        _check(f"{source}: {str(name)[:200]}", name, value)
-        if assigned.get(name, shard) == shard:  # else a copy; the index says which one counts
-            tensors[name] = _own(value.detach(), storages)
+def _convert_shard(
+    reader: ConfinedProcess, limits: ReadingLimits, source: Path, target: Path, shard: str, assigned: Mapping[str, str]
+) -> dict[str, int]:
+    """Have one file converted. Returns the bytes of each tensor written."""
     try:
-        save_file(tensors, target, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error  # the new directory reports it, as it does every write that fails
-    return {name: tensor.nbytes for name, tensor in tensors.items()}
-
-
-def _load(path: Path) -> Mapping[Any, Any]:
-    try:
-        with path.open("rb") as file:
-            mappable = file.read(len(_ZIP)) == _ZIP
+        with open_regular(source) as file:
+            nbytes = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise _unreadable(source, error) from error
+    request = {"source": str(source), "target": str(target), "shard": shard, "assigned": assigned}
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mappable)
-    except pickle.UnpicklingError as error:
-        # The error in the context is the reader's own; torch's text around it tells how to load the file unsafely.
+        result = reader.ask(request, seconds=limits.seconds_for(nbytes), memory=limits.memory_for(nbytes))
+    except ConfinementError as error:
         raise CheckpointError(
-            path,
-            found=f"a pickle that does more than build tensors ({str(error.__context__ or error).splitlines()[0][:200]})",
+            source,
+            found=f"a file that cannot be read within limits ({error})",
             expected="tensors by name",
             remedy="get the file again in case it is damaged; else ask its author for safetensors, and do not load it",
         ) from error
-    # torch's reader meets damaged bytes with whatever they lead to: KeyError, RuntimeError, AssertionError, ...
-    except Exception as error:
-        found = f"a damaged file ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-        raise _malformed(path, found, "a file that torch.save wrote") from error
-    if not isinstance(state, Mapping):
-        raise _malformed(path, f"a {type(state).__name__}", "tensors by name")
-    return state
-
-
-def _check(where: str, name: object, value: object) -> None:
-    if not isinstance(name, str) or name == "__metadata__":  # which safetensors keeps for itself
-        raise _malformed(where, f"the key {str(name)[:80]!r}", "the name of a tensor")
-    if not isinstance(value, torch.Tensor):
-        raise CheckpointError(
-            where,
-            found=f"a {type(value).__name__}",
-            expected="a tensor",
-            remedy="use a checkpoint of model weights alone, without a training state around them",
-        )
-    dense = value.layout is torch.strided and not value.is_nested and value.device.type == "cpu"
-    if not dense or value.dtype not in _DTYPES:
-        found = f"{value.dtype}, {value.layout}, on {value.device.type}"
-        raise _malformed(where, found, "a dense tensor of real numbers, integers or booleans")
-    if value.nbytes > value.untyped_storage().nbytes():  # by strides of 0; a small file could ask for any memory so
-        raise _malformed(where, f"{value.nbytes} bytes", f"{value.untyped_storage().nbytes()}, as are stored")
-
-
-def _own(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
-    """The tensor itself if it lies alone and in order in its storage, else a copy: safetensors shares no memory."""
-    storage = tensor.untyped_storage()
-    whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes and storage.data_ptr() not in storages
-    storages.add(storage.data_ptr())
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _copy_companions(source: Path, destination: Path) -> None:
-    for path in companion_files(source):
-        shutil.copyfile(path, destination / path.name)
+    if "refused" in result:
+        raise CheckpointError(result["refused"].pop("where"), **result["refused"])
+    if "unwritable" in result:
+        raise OSError(result["unwritable"])  # the new directory reports it, as it does every write that fails
+    return dict(result["sizes"])
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.ranges import require_at_least
+from zo2adapters.tasks.chat_template import render_chat
 from zo2adapters.tasks.regular_file import open_regular
 from zo2core import DataError, reason
 
@@ -188,11 +188,7 @@ def _text_ids(text: str, tokenizer: PreTrainedTokenizerBase, *, closed: bool = T
 def _chat_ids(messages: list[Any], tokenizer: PreTrainedTokenizerBase, *, reply_follows: bool = False) -> list[int]:
     found, expected = "messages, and a tokenizer without a chat template", "a tokenizer with a chat template"
     _require(bool(tokenizer.chat_template), found, expected, "use a chat model's tokenizer, or write rows of strings")
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply_follows)
-    except (TemplateError, TypeError, ValueError, RecursionError) as error:
-        found = f"messages that the chat template refuses ({error})"
-        raise DataError("row", found=found, expected="messages it can render", remedy="check their roles") from error
+    text = render_chat(messages, tokenizer, reply_follows=reply_follows)
     # The template writes the special tokens itself; the tokenizer would add them a second time.
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from zo2adapters.models.companions import companion_files
 from zo2core import DataError
 
 
@@ -15,7 +16,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
     Raises:
         DataError: if there is none.
+        CheckpointError: if its files are not to be read.
     """
+    companion_files(directory)  # refuses links out of the directory
     for path in directory.iterdir():
         if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would hang whoever reads it
             raise _unusable(directory, f"{path.name} is no regular file")

@@ -1,36 +1,29 @@
-"""A loss that is not finite: is it the checkpoint, or is it the steps?"""
+"""Read a base checkpoint whole and compare it with what a journal keeps of it, with a progress bar."""
 
 from __future__ import annotations
 
-import torch
+import sys
+from collections.abc import Mapping
+
+from tqdm import tqdm
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import CheckpointError
-
-_CHUNK = 1 << 20  # elements read at a time
+from zo2core import Journal, verify_base
 
 
-def require_finite_base(model: HFBlockModel, where: object) -> None:
-    """Read a model's weights as they are on disk, and refuse the first that is not finite. For when a loss is not.
+def verify_with_progress(model: HFBlockModel, journal: Journal, *, quiet: bool = False) -> Mapping[str, str]:
+    """As ``verify_base``, whose digests that the journal has not are returned.
 
     Args:
-        model: Opened.
-        where: What the user calls it.
+        model: Whose base.
+        journal: Of a run on it.
+        quiet: Whether to show no progress bar.
 
     Raises:
-        CheckpointError: naming the parameter and the number in it.
+        CheckpointError: if the base is another than it was, or cannot be read.
     """
-    for layout in model.layouts:
-        for spec in layout.parameters:
-            for start in range(0, spec.numel, _CHUNK):
-                values = torch.empty(min(_CHUNK, spec.numel - start), dtype=spec.dtype)
-                model.weights.read_into(spec.name, values, start)
-                wrong = (~values.isfinite()).nonzero()
-                if len(wrong):
-                    place = int(wrong[0])
-                    raise CheckpointError(
-                        f"{where}: {spec.name}",
-                        found=f"{values[place].item()} at element {start + place}",
-                        expected="finite weights in the checkpoint",
-                        remedy="get the checkpoint again, or choose a dtype that holds its numbers",
-                    )
+    total = sum(spec.nbytes for layout in model.layouts for spec in layout.parameters)
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="base", disable=quiet, file=sys.stderr, dynamic_ncols=True
+    ) as bar:
+        return verify_base(model, journal, bar.update)

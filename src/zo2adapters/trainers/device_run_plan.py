@@ -14,11 +14,13 @@ from zo2core import (
     HostPlan,
     NoiseGenerator,
     SequentialNoise,
+    interval_within,
     laid_out_as_on_disk,
     parse_size,
     plan_device_memory,
     plan_host,
     streams_that_stay,
+    terabytes_written,
 )
 
 
@@ -32,6 +34,7 @@ class DeviceRunPlan:
     read_bytes: int  # a step, from the disk
     moved_bytes: int  # a step, each way
     waiting_bytes: int  # activations that wait in host memory; moved each way at every segment
+    terabytes_per_1000_steps: float  # written at most: at every step, or as many as are allowed
     bus: int  # bytes a second, each way at the same time
 
     @property
@@ -48,6 +51,7 @@ class DeviceRunPlan:
         rows = [
             ("blocks that stay", f"{self.device_plan.kept} of {self.blocks}"),
             ("read from disk a step", f"{self.read_bytes / 1e9:.2f} GB"),
+            ("written in 1,000 steps", f"at most {self.terabytes_per_1000_steps:.2f} TB; a run measures what is worth it"),
             ("uploaded a step", f"{self.moved_bytes / 1e9:.2f} GB, and as much offloaded beside it"),
             ("activations that wait", f"{self.waiting_bytes / 1e9:.2f} GB in host memory, moved at every block"),
             ("transfers", f"{self.transfer_seconds:.2f} s, at {self.bus / 1e9:.3g} GB/s each way (assumed)"),
@@ -68,6 +72,7 @@ def plan_device_run(
     micro_rows: int | None = None,
     noise: NoiseGenerator | None = None,
     queries: int = 1,
+    write_limit_tb: float | None = None,
 ) -> DeviceRunPlan:
     """Plan a run on a GPU that need not be here. Nothing is loaded or measured.
 
@@ -81,6 +86,7 @@ def plan_device_run(
         micro_rows: Rows that run at a time; None: all of a batch.
         noise: Draws z; None is MeZO's, as a GPU draws it.
         queries: Directions a step.
+        write_limit_tb: Most terabytes that 1,000 steps may write; None: no limit.
 
     Raises:
         MemoryBudgetError: if the host, or the device, is too small for any arrangement.
@@ -118,6 +124,9 @@ def plan_device_run(
         read_bytes=read,
         moved_bytes=_share(blocks, len(blocks) - device_plan.kept),
         waiting_bytes=waiting,
+        terabytes_per_1000_steps=terabytes_written(
+            used, 1 if write_limit_tb is None else interval_within(used, write_limit_tb)
+        ),
         bus=parse_size(bus, option="bus"),
     )
 

@@ -176,7 +176,9 @@ class Storage:
     """Host memory the process may take in all, such as 6GiB; auto takes what is free. Blocks stream from disk if need be."""
     write_back_every: int | Literal["auto", "never"] = "auto"
     """Steps that a block may be ahead of its bytes on disk before it is written to the run's scratch file; until then it is
-    replayed. auto weighs the measured speeds of noise and disk."""
+    replayed. auto measures noise and disk, and writes as seldom as costs at most a tenth of a step."""
+    write_limit_tb: float | None = None
+    """Terabytes that 1,000 steps may write to the scratch file; auto keeps to it. Disks wear out by what is written."""
     snapshot_every: int | None = None
     """Most steps that a resumed run has to replay; after a crash there may be one or two more."""
     activation_memory: str | None = None
@@ -220,6 +222,8 @@ class Execution:
     trace: Path | None = None
     """File to write each sweep to, for ui.perfetto.dev and zo2 timeline: what every lane did when, and how many bytes
     it moved. It must not exist."""
+    verify_base: bool = False
+    """Read every byte of the base before the first step, and compare it with what the journal keeps of it."""
     scheduler: Order = Order.OVERLAPPED
     """Order of transfers and compute. serial does one thing after the other, keeps no block on the device, and is there to
     compare with."""

@@ -31,6 +31,7 @@ from zo2core import (
     OutputError,
     Update,
     ZO2Error,
+    create_file,
     make_directory,
     reason,
     require_unused,
@@ -261,8 +262,9 @@ def _replace(path: Path, text: str) -> None:
     """Give a file another content: on return the new one is durable, before that the old one counts."""
     partial = path.with_suffix(".partial")
     try:
-        with partial.open("w") as file:
-            file.write(text)
+        partial.unlink(missing_ok=True)  # of a process that was killed
+        with create_file(partial) as file:
+            file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

@@ -12,8 +12,8 @@ import torch
 
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.trainers.allocator import with_kept_memory
 from zo2core import (
-    MOST_USEFUL_BUCKETS,
     CounterNoise,
     HostDevice,
     HostPlan,
@@ -22,11 +22,14 @@ from zo2core import (
     aligned,
     evaluation_seconds,
     flat_views,
+    interval_within,
     laid_out_as_on_disk,
     plan_host,
     read_bytes_per_second,
     replay_seconds,
     scratch_bytes,
+    streamed_bytes,
+    terabytes_written,
     write_back_interval,
     write_bytes_per_second,
 )
@@ -49,6 +52,7 @@ class RunPlan:
     scratch_bytes: int  # on disk, once everything was written back
     read_bytes: int  # a step
     written_bytes: int  # a step, on average
+    terabytes_per_1000_steps: float  # that are written: what wears a disk
     forward_seconds: float  # a step's forwards, two a query
     update_seconds: float  # a step's noise and arithmetic
     disk_seconds: float  # beside the other two
@@ -72,6 +76,7 @@ class RunPlan:
             ("scratch on disk, at most", f"{self.scratch_bytes / 1e9:.2f} GB"),
             ("read a step", f"{self.read_bytes / 1e9:.2f} GB"),
             ("written a step", f"{self.written_bytes / 1e9:.2f} GB"),
+            ("written in 1,000 steps", f"{self.terabytes_per_1000_steps:.2f} TB"),
             ("forwards", f"{self.forward_seconds:.2f} s"),
             ("noise and arithmetic", f"{self.update_seconds:.2f} s"),
             ("disk, beside them", f"{self.disk_seconds:.2f} s"),
@@ -91,6 +96,7 @@ def plan_run(
     micro_rows: int | None = None,
     noise: NoiseGenerator | None = None,
     queries: int = 1,
+    write_limit_tb: float | None = None,
 ) -> RunPlan:
     """Plan a run on the CPU. Nothing is loaded; the probes take a few seconds.
 
@@ -103,6 +109,7 @@ def plan_run(
         micro_rows: Rows that run at a time; None: all of a batch.
         noise: Draws z; None is MeZO's, with its walk.
         queries: Directions a step.
+        write_limit_tb: Most terabytes that 1,000 steps may write; None: no limit.
 
     Raises:
         MemoryBudgetError: if no arrangement fits.
@@ -121,20 +128,21 @@ def plan_run(
         activation_bytes=activations,
         may_keep_noise=not isinstance(drawn, CounterNoise),
     )
+    host_plan = with_kept_memory(host_plan, activations)
     layouts = model.layouts if host_plan.buckets is None else on_disk  # as they will lie in buckets
     model_bytes = sum(layout.nbytes for layout in layouts)
-    block_bytes = sum(layout.nbytes for layout in layouts if not layout.resident)
     replay = replay_seconds(drawn, layouts, in_place=not isinstance(drawn, CounterNoise))
     write_rate = write_bytes_per_second(scratch)
     streamed = host_plan.buckets is not None
-    every = write_back_interval(replay, model_bytes / write_rate, resident=not streamed)
-    read, written = 0, model_bytes // every
-    disk_seconds = 0.0
-    if host_plan.buckets is not None:
-        blocks = sum(not layout.resident for layout in layouts)
-        kept = max(host_plan.buckets - MOST_USEFUL_BUCKETS, 0)
-        read = block_bytes * (blocks - kept) // blocks
-        disk_seconds = read / read_bytes_per_second(model.weights, layouts) + written / write_rate
+    read = streamed_bytes(layouts, host_plan.buckets)
+    read_seconds = read / read_bytes_per_second(model.weights, layouts) if read else 0.0
+    # As the engine chooses, which does not know what forwards take.
+    write_seconds = terabytes_written(layouts, 1, steps=1) * 1e12 / write_rate
+    every = write_back_interval(replay, write_seconds, step=max(read_seconds, replay), resident=not streamed)
+    if write_limit_tb is not None:
+        every = max(every, interval_within(layouts, write_limit_tb))
+    written = model_bytes // every
+    disk_seconds = read_seconds + written / write_rate if streamed else 0.0
     lag = (every + 1) / 2 if streamed else 1.0
     if isinstance(drawn, CounterNoise):
         first, other = evaluation_seconds(drawn, layouts)
@@ -148,6 +156,7 @@ def plan_run(
         scratch_bytes=scratch_bytes(layouts),
         read_bytes=read,
         written_bytes=written,
+        terabytes_per_1000_steps=terabytes_written(layouts, every),
         forward_seconds=2 * queries * measured_forward_seconds(model, rows, tokens),
         update_seconds=update,
         disk_seconds=disk_seconds,

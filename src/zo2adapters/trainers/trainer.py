@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import IO, Any
@@ -21,8 +21,11 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import collate, evaluation_batches, training_batches
 from zo2adapters.tasks.rows import Dataset, read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
-from zo2adapters.trainers.base_check import require_finite_base
+from zo2adapters.trainers.allocator import peak_memory, with_kept_memory
+from zo2adapters.trainers.base_check import verify_with_progress
+from zo2adapters.trainers.finite_base import require_finite_base
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
+from zo2adapters.trainers.provenance import provenance
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
 from zo2core import (
     Batch,
@@ -41,6 +44,7 @@ from zo2core import (
     ZOEstimator,
     parse_size,
     reason,
+    terabytes_written,
 )
 
 _RESUMABLE = (CheckpointError, JournalError, OutputError, ScratchError)  # of a disk: once it is mended, the run goes on
@@ -83,13 +87,20 @@ class Trainer:
         activations, least = _reserved(options, model, longest)
         self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
-            self.engine = _build_engine(options, model, estimator, activations, least, execution=execution)
+            self._layouts = model.layouts
+            decides = provenance(options, directory, self._tokens(), sequence_length=length)
+            self.engine = _build_engine(options, model, estimator, activations, least, decides, execution=execution)
+            if execution.verify_base:
+                self._verify_base(model)
         except BaseException:
             if resume:
                 self._run.close()
             else:
                 self._run.remove()
             raise
+        assert self.engine.host_plan is not None, "the engine chose its source"
+        on_host = options.storage.device == "cpu"
+        self.host_plan = with_kept_memory(self.engine.host_plan, activations) if on_host else self.engine.host_plan
         if resume:
             try:
                 _require_steps_to_come(options, self.engine.version)
@@ -124,15 +135,20 @@ class Trainer:
 
     def storage(self) -> str:
         """Where the weights live, in words."""
-        host, device, every = self.engine.host_plan, self.engine.device_plan, self.engine.write_back_every
-        assert host is not None, "the engine chose its source"
+        host, device, every = self.host_plan, self.engine.device_plan, self.engine.write_back_every
         where = "all blocks in memory" if host.buckets is None else f"{host.buckets} blocks in memory at a time"
-        written = "never written back" if every is None else f"written back every {every} steps"
+        written = "never written back"
+        if every is not None:
+            written = f"written back every {every} steps, {self._terabytes(every)} TB in 1,000 steps"
         room = f"about {host.nbytes / 2**30:.1f} of {host.budget / 2**30:.1f} GiB"
         if device is None:
             return f"{where}, {written}; {room}"
         used = f"about {device.nbytes / 2**30:.1f} of {device.budget / 2**30:.1f} GiB"
         return f"{where}, {written}; {room}; {device.kept} blocks stay on {self.options.storage.device}; {used}"
+
+    def _terabytes(self, every: int) -> str:
+        terabytes = terabytes_written(self._layouts, every)
+        return f"{terabytes:.2f}" if terabytes >= 0.01 else "less than 0.01"
 
     def run(self) -> Path:
         """Train, evaluate and export.
@@ -189,8 +205,7 @@ class Trainer:
                 result = engine.step(batch)
                 record = step_record(result, batch)
                 _write(metrics, record)
-                speed, memory = record["tokens_per_second"], record["rss_bytes"] / 1e9
-                bar.set_postfix_str(f"loss {result.loss:.4f}, {speed:.0f} tokens/s, {memory:.2f} GB", refresh=False)
+                bar.set_postfix_str(progress(record), refresh=False)
                 bar.update()
 
     def _export(self) -> Path:
@@ -212,6 +227,17 @@ class Trainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _verify_base(self, model: HFBlockModel) -> None:
+        """Read the base whole; what the journal does not know of it yet is noted there."""
+        journal = self.engine.journal
+        try:
+            unknown = verify_with_progress(model, journal, quiet=self._quiet)
+            if unknown:
+                journal.note_base(unknown)
+        except BaseException:
+            self.engine.close()
+            raise
 
     def _tokens(self) -> dict[str, object]:
         """What the run trains and evaluates on, beyond the files' own bytes."""
@@ -266,6 +292,7 @@ def _build_engine(
     estimator: ZOEstimator,
     activations: int,
     least_activations: int,
+    decides: Mapping[str, Any],
     *,
     execution: Execution,
 ) -> ZOEngine:
@@ -288,10 +315,12 @@ def _build_engine(
             directory=options.output,
             every=None if storage.write_back_every == "never" else storage.write_back_every,
             snapshot_every=storage.snapshot_every,
+            terabytes_per_1000_steps=storage.write_limit_tb,
         ),
         micro_batch_size=options.batching.micro_batch_size,
         overlap=execution.scheduler is Order.OVERLAPPED,
         trace=execution.trace,
+        provenance=decides,
     )
 
 
@@ -336,7 +365,14 @@ def step_record(result: StepResult, batch: Batch) -> dict[str, Any]:
             for lane, use in result.lanes.items()
         },
         "rss_bytes": psutil.Process().memory_info().rss,
+        "peak_rss_bytes": peak_memory(),
     }
+
+
+def progress(record: dict[str, Any]) -> str:
+    """What the progress line says about a step."""
+    memory, peak = record["rss_bytes"] / 1e9, record["peak_rss_bytes"] / 1e9
+    return f"loss {record['loss']:.4f}, {record['tokens_per_second']:.0f} tokens/s, {memory:.2f} GB (peak {peak:.2f})"
 
 
 def perplexity(loss: float) -> float:

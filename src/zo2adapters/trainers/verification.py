@@ -12,7 +12,7 @@ from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.monolithic import MonolithicMeZO
-from zo2adapters.trainers.base_check import require_finite_base
+from zo2adapters.trainers.finite_base import require_finite_base
 from zo2core import (
     IGNORE_INDEX,
     Batch,

@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 import struct
 import threading
 from pathlib import Path
@@ -21,8 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zo2core.errors import CheckpointError, ClosedError, reason
+from zo2core.errors import CheckpointError, reason
 from zo2core.io.direct_file import PAGE, RangedFile, byte_view
+from zo2core.io.durable import open_regular
 from zo2core.types import ParameterSpec
 
 SINGLE_FILE = "model.safetensors"
@@ -49,7 +49,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The floating-point dtype, or None if the tensor is none (integers, booleans, 8-bit floats)."""
+        """The floating-point dtype, or None if the tensor is not of such a dtype (integers, booleans, 8-bit floats)."""
         return _FLOATS.get(self.dtype)
 
 
@@ -66,10 +66,8 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
         CheckpointError: if the file is missing, truncated or malformed.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             info = os.fstat(file.fileno())
-            if not stat.S_ISREG(info.st_mode):
-                raise _malformed(path, "not a regular file", "a safetensors file")
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise _malformed(path, f"{len(prefix)} bytes", "at least 8 bytes, the header's length")
@@ -189,7 +187,11 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
 
 def _parse_index(path: Path) -> dict[str, str]:
     try:
-        index = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            raw = file.read(_MAX_HEADER + 1)
+        if len(raw) > _MAX_HEADER:
+            raise _malformed(path, f"more than {_MAX_HEADER} bytes", "an index")
+        index = json.loads(raw)
         weight_map = index["weight_map"]
         pairs = list(weight_map.items())
     except OSError as error:
@@ -236,7 +238,6 @@ class SafetensorsReader:
         self._entries = dict(entries)
         self._files: dict[Path, RangedFile] = {}
         self._lock = threading.Lock()
-        self._closed = False
 
     @property
     def fingerprint(self) -> str:
@@ -249,22 +250,29 @@ class SafetensorsReader:
         return digest.hexdigest()
 
     def page_offset(self, spec: ParameterSpec) -> int | None:
-        """Bytes from a page's start to a parameter in its shard; None if it is converted, or lies askew."""
+        """Return how many bytes behind a page's start a parameter begins in its shard.
+
+        None if it is converted as it is read, or does not begin at a multiple of its item size.
+        """
         entry = self._entries[spec.name]
         offset = entry.start % PAGE
         return offset if entry.torch_dtype == spec.dtype and offset % spec.dtype.itemsize == 0 else None
 
+    def origin(self, parameter: str) -> str:
+        """The path of a parameter's shard."""
+        return str(self._entries[parameter].path)
+
     def samples(self, entry: TensorEntry) -> list[bytearray]:
-        """Bytes of a tensor's beginning, middle and end.
+        """Read some bytes of a tensor's beginning, middle and end.
 
         Raises:
             CheckpointError: if they cannot be read.
         """
         size = min(_SAMPLE, entry.nbytes)
-        found = [bytearray(size) for _ in range(3)]
-        for sample, offset in zip(found, (0, (entry.nbytes - size) // 2, entry.nbytes - size), strict=True):
+        samples = [bytearray(size) for _ in range(3)]
+        for sample, offset in zip(samples, (0, (entry.nbytes - size) // 2, entry.nbytes - size), strict=True):
             self._read(entry, offset, memoryview(sample))
-        return found
+        return samples
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         """Fill memory with a range of a tensor, converting to its dtype where the file holds another.
@@ -276,7 +284,6 @@ class SafetensorsReader:
 
         Raises:
             CheckpointError: if the file cannot be read or ends early.
-            ClosedError: after ``close``.
         """
         entry = self._entries[parameter]
         dtype = check_float(entry)
@@ -291,17 +298,14 @@ class SafetensorsReader:
             piece.copy_(part)
 
     def close(self) -> None:
-        """Close the shards. May be called twice."""
+        """Close the shards. Whoever reads afterwards opens them again."""
         with self._lock:
-            self._closed = True
             files, self._files = self._files, {}
         for file in files.values():
             file.close()
 
     def _file(self, path: Path) -> RangedFile:
         with self._lock:
-            if self._closed:
-                raise ClosedError(path, found="a closed checkpoint", expected="an open one", remedy="open it again")
             if path not in self._files:
                 self._files[path] = RangedFile(path)
             return self._files[path]

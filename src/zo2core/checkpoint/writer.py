@@ -1,15 +1,16 @@
 """Write safetensors checkpoints as a stream: headers are known beforehand, tensors come one at a time.
 
-A directory appears whole or not at all: everything is written into a temporary sibling that is renamed at the end.
+A directory appears whole or not at all: everything is written beside it, into a directory that nobody else may enter, and
+renamed at the end. Files are created and never opened where something stands: a planted link is not followed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import struct
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -17,13 +18,14 @@ from typing import IO
 import torch
 
 from zo2core.checkpoint.reader import INDEX_FILE, SINGLE_FILE
-from zo2core.errors import OutputError, reason
+from zo2core.errors import CheckpointError, OutputError, reason
 from zo2core.io.direct_file import byte_view
-from zo2core.io.durable import sync_path
+from zo2core.io.durable import create_file, open_regular, sync_path
 from zo2core.types import ParameterSpec
 
 MAX_SHARD = 5_000_000_000  # bytes; what the hub's tools expect
 
+_COPIED = 1 << 20  # bytes at a time
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -67,8 +69,8 @@ def write_checkpoint(
     stream = iter(tensors)
 
     def write_next(file: IO[bytes], spec: ParameterSpec) -> None:
-        found, tensor = next(stream)
-        assert (found, tensor.dtype, tensor.numel()) == (spec.name, spec.dtype, spec.numel)
+        name, tensor = next(stream)
+        assert (name, tensor.dtype, tensor.numel()) == (spec.name, spec.dtype, spec.numel)
         file.write(byte_view(tensor))
 
     lay_out_checkpoint(directory, parameters, write_next, companions, max_shard=max_shard)
@@ -95,15 +97,11 @@ def lay_out_checkpoint(
         OutputError: if the directory is in use or cannot be written. What was begun is removed.
     """
     with new_directory(directory) as partial:
-        for name, content in companions.items():
-            if isinstance(content, bytes):
-                (partial / name).write_bytes(content)
-            else:
-                shutil.copyfile(content, partial / name)
+        write_companions(partial, companions)
         shards = _cut(parameters, max_shard)
         names = shard_names(len(shards))
         for name, specs in zip(names, shards, strict=True):
-            with (partial / name).open("wb") as file:
+            with create_file(partial / name) as file:
                 _write_header(file, specs)
                 for spec in specs:
                     write_data(file, spec)
@@ -119,20 +117,27 @@ def new_directory(directory: Path) -> Iterator[Path]:
         directory: Must not exist, or be empty.
 
     Yields:
-        A temporary sibling to write files into. It becomes ``directory`` at the end, or is removed if the body raises.
+        A directory to write files into. It becomes ``directory`` at the end, or is removed if the body raises.
 
     Raises:
         OutputError: if the directory is in use, or the body or the renaming meets an error of the system.
     """
     require_unused(directory)
-    partial = directory.parent / f".{directory.name}.partial-{os.getpid()}"
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        for path in [*partial.iterdir(), partial]:
-            sync_path(path)
-        partial.rename(directory)
-        sync_path(directory.parent)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        # Open to this user alone and of a name that nobody can guess, so that nothing can be planted in it. The directory
+        # inside it gets the rights of any new one.
+        enclosure = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
+        try:
+            partial = enclosure / directory.name
+            partial.mkdir()
+            yield partial
+            for path in [*partial.iterdir(), partial]:
+                sync_path(path)
+            partial.rename(directory)
+            sync_path(directory.parent)
+        finally:
+            shutil.rmtree(enclosure, ignore_errors=True)
     except OSError as error:
         raise OutputError(
             directory,
@@ -140,8 +145,6 @@ def new_directory(directory: Path) -> Iterator[Path]:
             expected="a directory that can be written",
             remedy="free space or choose another directory",
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def shard_names(count: int) -> list[str]:
@@ -159,7 +162,43 @@ def write_index(directory: Path, weight_map: Mapping[str, str], *, total_size: i
     """
     if not (directory / SINGLE_FILE).exists():
         index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
-        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        write_file(directory / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+
+
+def write_companions(directory: Path, companions: Mapping[str, Path | bytes]) -> None:
+    """Write or copy the small files beside the weights.
+
+    Args:
+        directory: Of the weights.
+        companions: Name to content, or to the file to copy.
+
+    Raises:
+        CheckpointError: if a file to copy cannot be read.
+        OSError: if something is at a path, or the system refuses.
+    """
+    for name, content in companions.items():
+        with create_file(directory / name) as file:
+            if isinstance(content, bytes):
+                file.write(content)
+                continue
+            try:
+                source = open_regular(content)
+            except OSError as error:
+                raise CheckpointError(
+                    content, found=reason(error), expected="a readable file", remedy="restore the base model's files"
+                ) from error
+            with source:
+                shutil.copyfileobj(source, file, _COPIED)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a new file.
+
+    Raises:
+        OSError: if something is at the path, or the system refuses.
+    """
+    with create_file(path) as file:
+        file.write(content)
 
 
 def _cut(parameters: Sequence[ParameterSpec], max_shard: int) -> list[list[ParameterSpec]]:

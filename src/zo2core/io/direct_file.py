@@ -18,19 +18,19 @@ import torch
 
 from zo2core.io.page_memory import anonymous_memory
 
-PAGE = 4096  # bytes; a multiple of the block size of the disks there are
-STAGING = 6 << 20  # bytes of the buffer of one thread, in huge pages: a chunk and the pages it begins and ends in
-IN_PLACE = 1 << 20  # bytes from which on reads of the two broken pages pay
+PAGE = 4096  # bytes; a multiple of the block size of today's disks
+STAGING = 6 << 20  # bytes of one thread's buffer, in huge pages: a chunk and the pages in which it begins and ends
+IN_PLACE = 1 << 20  # bytes; from this size on it pays to read the two broken pages on their own
 
 _thread = threading.local()
 
 
 class RangedFile:
-    """One file, read (and, if asked for, written) by range from any thread.
+    """A file that any thread may read by range, and write if it was opened for writing.
 
     Args:
-        path: Of the file.
-        writable: Also for writing; the file is created if it does not exist.
+        path: The file's path.
+        writable: Open it for writing, too; it is created if it does not exist.
 
     Raises:
         OSError: if it cannot be opened.
@@ -107,9 +107,9 @@ class RangedFile:
                 os.fdatasync(descriptor)
 
     def close(self) -> None:
-        """Close the file; nobody reads or writes it any more. May be called twice."""
+        """Close the file. Nobody may read or write it any more. May be called twice."""
         with self._lock:
-            descriptors = [each for each in (self._direct, self._buffered) if each is not None]
+            descriptors = [descriptor for descriptor in (self._direct, self._buffered) if descriptor is not None]
             self._direct = self._buffered = None
         for descriptor in descriptors:
             os.close(descriptor)

@@ -1,21 +1,24 @@
-"""Directories and files whose names and bytes survive a power failure once a call returns."""
+"""Files opened with care: names and bytes that survive a power failure, and no surprises in what stands at a path."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory, if it is not there, and what is missing above it; on return their names are durable.
+    """Make a directory, unless it exists, and those above it that are missing. On return their names are durable.
 
     Raises:
         OSError: if the system refuses.
     """
-    missing = [each for each in (path, *path.parents) if not each.exists()]
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        sync_path(each.parent)
+    for directory in missing:
+        sync_path(directory.parent)
 
 
 def sync_path(path: Path) -> None:
@@ -29,3 +32,26 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def create_file(path: Path) -> BinaryIO:
+    """Open a new file for writing. Whatever stands at the path already, a link above all, is refused and not followed.
+
+    Raises:
+        OSError: if something is there, or the system refuses.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "wb")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading. A FIFO, on which opening would wait for a writer, a device or a directory is refused.
+
+    Raises:
+        OSError: if it is none, or the system refuses.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))

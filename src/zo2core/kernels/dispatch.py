@@ -23,7 +23,7 @@ _DEVICE_CHUNK = 1 << 22  # and elsewhere, where launches cost more than memory
 def perturb(
     out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, *, shift: float, zo_eps: float, scratch: torch.Tensor
 ) -> None:
-    """As ``arithmetic.perturb``; the scratch may stay as it is."""
+    """As ``arithmetic.perturb``; scratch memory may be left untouched."""
     if native.takes(out, theta, z):
         native.perturb(out, theta, z, shift=shift, zo_eps=zo_eps)
     else:
@@ -38,7 +38,7 @@ def apply(
     scratch: torch.Tensor,
     decay_scratch: torch.Tensor,
 ) -> None:
-    """As ``arithmetic.apply``; the scratch may stay as it is."""
+    """As ``arithmetic.apply``; scratch memory may be left untouched."""
     if native.takes(theta, *zs):
         native.apply(theta, program, zs)
     else:

@@ -27,7 +27,7 @@ class Generator(Protocol):
         """Write the next numbers to a contiguous tensor."""
 
     def skip(self, count: int, dtype: torch.dtype) -> None:
-        """Stand where filling a tensor of so many elements would have led."""
+        """Advance as ``fill`` would with a tensor of so many elements."""
 
     def copy(self) -> Generator:
         """Another one that stands at the same place."""
@@ -51,7 +51,7 @@ class TorchGenerator:
         out.normal_(generator=self._generator)
 
     def skip(self, count: int, dtype: torch.dtype) -> None:
-        """Stand where filling a tensor of so many elements would have led."""
+        """Advance as ``fill`` would with a tensor of so many elements."""
         self.fill(torch.empty(count, dtype=dtype, device=self._generator.device))
 
     def copy(self) -> TorchGenerator:
@@ -82,7 +82,7 @@ class CompiledGenerator:
         self._library.zo2core_twister_fill(self._state, native.DTYPES[out.dtype], out.data_ptr(), out.numel())
 
     def skip(self, count: int, dtype: torch.dtype) -> None:
-        """Stand where filling a tensor of so many elements would have led."""
+        """Advance as ``fill`` would with a tensor of so many elements."""
         self._library.zo2core_twister_skip(self._state, native.DTYPES[dtype], count)
 
     def copy(self) -> CompiledGenerator:
@@ -108,10 +108,10 @@ def agrees(dtype: torch.dtype) -> bool:
     for seed in _SEEDS:
         theirs, ours = TorchGenerator(seed, torch.device("cpu")), CompiledGenerator(seed)
         for size in _SIZES:
-            expected, found = torch.empty(2, size, dtype=dtype)
+            expected, drawn = torch.empty(2, size, dtype=dtype)
             theirs.fill(expected)
-            ours.fill(found)
+            ours.fill(drawn)
             bits = _BITS[dtype.itemsize]
-            if not torch.equal(found.view(bits), expected.view(bits)):
+            if not torch.equal(drawn.view(bits), expected.view(bits)):
                 return False
     return True

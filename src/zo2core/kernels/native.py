@@ -7,6 +7,8 @@ reference, with the same bits.
 from __future__ import annotations
 
 import ctypes
+import struct
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from zo2core.errors import ZO2Warning
 from zo2core.kernels.table import row, table
 from zo2core.types import Distribution, Perturb, Program
 
@@ -31,33 +34,66 @@ class _Direction(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled functions; None where they have not been built, or from another revision of their source."""
+    """The compiled functions; None where they have not been built, or cannot be used, which is said once."""
     for suffix in EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_native{suffix}")
-        if not path.exists():
-            continue
-        loaded = ctypes.CDLL(str(path))
-        if loaded.zo2core_revision() != _REVISION:
-            return None
-        size, pointer, u32, u64 = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
-        loaded.zo2core_fill.argtypes = (ctypes.c_int, pointer, u64, ctypes.c_int, u64, u32, u64)
-        loaded.zo2core_fill.restype = None
-        walk = (ctypes.c_int, pointer, pointer, u64, pointer, size, size, pointer, ctypes.c_int, u32, u64)
-        loaded.zo2core_walk.argtypes = walk
-        loaded.zo2core_walk.restype = None
-        real = ctypes.c_float
-        move = (ctypes.c_int, pointer, pointer, pointer, u64, ctypes.c_int32, real, real, real)
-        loaded.zo2core_move.argtypes = move
-        loaded.zo2core_move.restype = None
-        loaded.zo2core_twister_size.restype = size
-        for function, arguments in (
-            (loaded.zo2core_twister_seed, (pointer, u64)),
-            (loaded.zo2core_twister_fill, (pointer, ctypes.c_int, pointer, u64)),
-            (loaded.zo2core_twister_skip, (pointer, ctypes.c_int, u64)),
-        ):
-            function.argtypes, function.restype = arguments, None
-        return loaded
+        if path.exists():
+            return _loaded(path)
     return None
+
+
+def _loaded(path: Path) -> ctypes.CDLL | None:
+    """The functions of a library, declared; None with a warning if it is damaged, of other hardware or other sources."""
+    try:
+        _require_whole(path)
+        loaded = ctypes.CDLL(str(path))
+        revision = loaded.zo2core_revision()
+        if revision != _REVISION:
+            raise OSError(f"{path}: revision {revision} of the kernels, where {_REVISION} is expected")
+        _declare(loaded)
+    except (OSError, AttributeError) as error:  # the latter for a function that is not in it
+        warnings.warn(
+            f"compiled kernels are not used ({' '.join(str(error).split())[:300]}); all runs on the reference instead, "
+            "slower and with the same bits. Install zo2core again to build them",
+            ZO2Warning,
+            stacklevel=2,
+        )
+        return None
+    return loaded
+
+
+def _require_whole(path: Path) -> None:
+    """Refuse a file that was cut: the loader would map what is not there, and end the process when it touches it.
+
+    An ELF file of 64 bits ends with its section headers, whose place, size and number stand at bytes 40, 58 and 60.
+    """
+    with path.open("rb") as file:
+        header = file.read(64)
+        if len(header) == 64 and header[:6] == b"\x7fELF\x02\x01":
+            (place,), (size, number) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+            length = file.seek(0, 2)
+            if place + size * number > length:
+                raise OSError(f"{path}: {length} bytes of {place + size * number}")
+
+
+def _declare(loaded: ctypes.CDLL) -> None:
+    size, pointer, u32, u64 = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
+    loaded.zo2core_fill.argtypes = (ctypes.c_int, pointer, u64, ctypes.c_int, u64, u32, u64)
+    loaded.zo2core_fill.restype = None
+    walk = (ctypes.c_int, pointer, pointer, u64, pointer, size, size, pointer, ctypes.c_int, u32, u64)
+    loaded.zo2core_walk.argtypes = walk
+    loaded.zo2core_walk.restype = None
+    real = ctypes.c_float
+    move = (ctypes.c_int, pointer, pointer, pointer, u64, ctypes.c_int32, real, real, real)
+    loaded.zo2core_move.argtypes = move
+    loaded.zo2core_move.restype = None
+    loaded.zo2core_twister_size.restype = size
+    for function, arguments in (
+        (loaded.zo2core_twister_seed, (pointer, u64)),
+        (loaded.zo2core_twister_fill, (pointer, ctypes.c_int, pointer, u64)),
+        (loaded.zo2core_twister_skip, (pointer, ctypes.c_int, u64)),
+    ):
+        function.argtypes, function.restype = arguments, None
 
 
 def takes(*tensors: torch.Tensor) -> bool:

@@ -61,10 +61,10 @@ def _coded(program: Program, device: torch.device) -> Table:
     packed = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
     packed[: instructions.nbytes] = instructions.view(-1).view(torch.uint8)
     packed[begin:] = directions.view(-1).view(torch.uint8)
-    there = packed.to(device, non_blocking=True)
-    words = there[: instructions.nbytes]
+    on_device = packed.to(device, non_blocking=True)
+    words = on_device[: instructions.nbytes]
     return Table(
         words.view(torch.int32).view(-1, 5),
         words.view(torch.float32).view(-1, 5),
-        there[begin:].view(torch.int64).view(-1, 2),
+        on_device[begin:].view(torch.int64).view(-1, 2),
     )

@@ -21,7 +21,7 @@ def choose_noise(
     Args:
         name: ``NoiseGenerator.name`` of one of this package's, or None.
         layouts: Segments in visiting order.
-        device: That computes.
+        device: The device that computes.
         memory: Bytes that sequential noise may keep generators in.
 
     Raises:

@@ -39,7 +39,7 @@ class _Stream:
         self.generator = begin()
         self.position = (0, 0)  # place in drawing order, element: what the generator would draw next
         self.copies: dict[int, Generator] = {}  # place -> the generator as it was before that parameter
-        self.run: int | None = None  # place of the one copy that is no jump's: where the segment being drawn begins
+        self.run: int | None = None  # place of the only copy not kept for a jump: where the segment being drawn begins
         self.lock = threading.Lock()
 
     def keep(self, place: int) -> None:
@@ -91,11 +91,10 @@ class SequentialNoise:
         self._starts = starts - self._jumps - {0}
         copies = 1 + len(self._jumps)
         self._most = memory // (STREAM + GENERATOR * (1 + copies))
-        self._chunks: dict[
-            int, list[tuple[int, int]]
-        ] = {}  # by number of elements; for each parameter of OPT-175B: half a GB
-        self._streams: dict[int, _Stream] = {}  # so many seeds', until they are forgotten
-        self._passing: dict[int, _Stream] = {}  # those of others that were used last, the latest at the end
+        # Kept by element count: a list for each parameter of OPT-175B would take half a GB.
+        self._chunks: dict[int, list[tuple[int, int]]] = {}
+        self._streams: dict[int, _Stream] = {}  # streams of the first seeds, as many as memory allows, until ``retain``
+        self._passing: dict[int, _Stream] = {}  # streams of other seeds, used last, the latest at the end
         self._streams_lock = threading.Lock()
 
     @property

@@ -74,16 +74,16 @@ def _control_group_rooms(root: Path) -> Iterator[int]:
 
 
 def _rooms(top: Path, path: str, limit_name: str, usage_name: str, cache_names: tuple[str, ...]) -> Iterator[int]:
-    """Rooms in a group and in all above it. A container may not see its path: then the top counts."""
+    """Yield the bytes that each limit leaves, from this group to the root; of a container that sees no path, the top's."""
     group = top / path.lstrip("/")
     groups = [group, *group.parents] if group.is_dir() else [top]
-    for each in groups:
-        if each != top and top not in each.parents:
+    for nested in groups:
+        if nested != top and top not in nested.parents:
             return
         try:
-            limit = int((each / limit_name).read_text())
-            usage = int((each / usage_name).read_text())
-            stat = dict(line.split() for line in (each / "memory.stat").read_text().splitlines())
+            limit = int((nested / limit_name).read_text())
+            usage = int((nested / usage_name).read_text())
+            stat = dict(line.split() for line in (nested / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             continue  # "max", or no limit at this level
         cache = sum(int(stat.get(name, 0)) for name in cache_names)

@@ -1,4 +1,4 @@
-"""What something takes of a memory, part by part, against what it may take."""
+"""A memory plan: parts in bytes, and the budget that they have to fit into."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,7 +30,7 @@ class MemoryPolicy:
             streams at work take, while the others wait in host memory. None: all have to be on the device.
 
     Raises:
-        OptionError: if a size is none.
+        OptionError: if a value is not a size.
     """
 
     host: int | str | HostPlan = "auto"
@@ -61,9 +62,12 @@ class WriteBackPolicy:
 
     Args:
         directory: Directory of the scratch file. Together with the journal's file it is what a later engine goes on from.
-        every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" weighs the measured speeds
-            of noise and disk; None reads what was written there before, and writes nothing.
+        every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" measures noise and disk,
+            and writes as seldom as costs at most a tenth of a step; None reads what was written there before, and writes
+            only as ``snapshot_every`` says.
         snapshot_every: Bounds what a resumed run has to replay: a segment is written at least this often.
+        terabytes_per_1000_steps: Most that 1,000 steps may write, 10^12 bytes each: "auto" keeps to it, and numbers above
+            that write more are refused. None: no limit.
 
     Raises:
         OptionError: if a number is out of its range.
@@ -72,8 +76,17 @@ class WriteBackPolicy:
     directory: Path | str
     every: int | Literal["auto"] | None = "auto"
     snapshot_every: int | None = None
+    terabytes_per_1000_steps: float | None = None
 
     def __post_init__(self) -> None:
+        limit = self.terabytes_per_1000_steps
+        if limit is not None and not (type(limit) in (int, float) and 0 < limit < math.inf):
+            raise OptionError(
+                "write_back.terabytes_per_1000_steps",
+                found=repr(limit),
+                expected="a number above 0, or None for no limit",
+                remedy="choose such a number; every=None writes nothing",
+            )
         for option, value in (("every", self.every), ("snapshot_every", self.snapshot_every)):
             if value is None or (option == "every" and value == "auto"):
                 continue

@@ -15,7 +15,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -132,7 +134,7 @@ class Trace:
 
 
 class TraceRecorder:
-    """Takes a timeline down, sweep by sweep.
+    """Takes the spans of a timeline, sweep by sweep, adds them up and writes them to a trace.
 
     Args:
         timeline: Nobody else takes spans from it.
@@ -144,7 +146,10 @@ class TraceRecorder:
         self._trace = trace
 
     def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
-        """Take down what was done up to now, and add up what each lane did: all bytes, and the time within the sweep.
+        """Take the spans that are done, write them down, and add up what each lane did.
+
+        Returns:
+            Lane to all bytes it moved, and to the time it was busy within the sweep.
 
         Raises:
             OutputError: if the trace cannot be written.
@@ -154,14 +159,24 @@ class TraceRecorder:
             self._trace.add(spans, sweep)
         return lane_uses(spans, begun=sweep.begun, done=sweep.done)
 
-    def close(self) -> None:
-        """Take down what is left. May be called twice.
+    @contextmanager
+    def sweep(self, name: str) -> Iterator[None]:
+        """Take down what is done meanwhile, however it ends, so that no later step counts it as its own."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.ended(Sweep(name, begun, time.perf_counter()))
+
+    def flush(self) -> None:
+        """Take down what was done outside of sweeps, so that no sweep counts it as its own.
 
         Raises:
             OutputError: if the trace cannot be written.
         """
+        spans = self._timeline.take()
         if self._trace is not None:
-            self._trace.add(self._timeline.take())
+            self._trace.add(spans)
 
 
 @dataclass(frozen=True)
@@ -173,37 +188,38 @@ class Recording:
     sweeps: tuple[Sweep, ...]  # in the order in which they ended
 
     def sweep(self, step: int | None = None) -> Sweep:
-        """One sweep.
+        """Return the sweep of a step.
 
         Args:
-            step: Whose; None: of the last step, or the last one where there are evaluations only.
+            step: The step's number. None: the last step, or the last sweep of all where no step was recorded.
 
         Raises:
-            TraceError: if there is none.
+            TraceError: if there is no such sweep.
         """
         steps = [sweep for sweep in self.sweeps if sweep.name.startswith(_STEP)]
-        found = steps or list(self.sweeps) if step is None else [each for each in steps if each.name == f"{_STEP}{step}"]
-        if not found:
-            there = f"{steps[0].name} to {steps[-1].name}" if steps else f"{len(self.sweeps)} sweeps, none of a step"
+        of_step = [sweep for sweep in steps if sweep.name == f"{_STEP}{step}"]
+        candidates = steps or list(self.sweeps) if step is None else of_step
+        if not candidates:
+            held = f"{steps[0].name} to {steps[-1].name}" if steps else f"{len(self.sweeps)} sweeps, none of a step"
             raise TraceError(
                 self.path,
-                found=there,
+                found=held,
                 expected="a sweep" if step is None else f"{_STEP}{step}",
                 remedy="choose another step, or leave it out to see the last one",
             )
-        return found[-1]
+        return candidates[-1]
 
     def within(self, sweep: Sweep) -> list[Span]:
         """The spans that a sweep's time has a part of, in order."""
-        found = [span for span in self.spans if span.begun.seconds < sweep.done and span.done.seconds > sweep.begun]
-        return sorted(found, key=lambda span: span.begun.seconds)
+        spans = [span for span in self.spans if span.begun.seconds < sweep.done and span.done.seconds > sweep.begun]
+        return sorted(spans, key=lambda span: span.begun.seconds)
 
 
 def read_trace(path: Path) -> Recording:
-    """Read a trace back; a last line that is torn does not count, nor do events of other kinds.
+    """Read a trace back. A last line that is torn does not count, nor do events of other kinds.
 
     Raises:
-        TraceError: if it cannot be read, or is none.
+        TraceError: if the file cannot be read, or is no trace.
     """
     try:
         events = _parse(path.read_text(encoding="utf-8"))
@@ -236,7 +252,7 @@ def read_trace(path: Path) -> Recording:
 
 
 def row_name(span: Span) -> str:
-    """What the lane, and of evaluations the track, is called where it is shown."""
+    """Return what a span's row is called where traces are shown: its lane, or the evaluation."""
     return f"evaluation {span.track + 1}" if span.lane is Lane.EVALUATE else span.lane.value
 
 
@@ -272,5 +288,5 @@ def _microseconds(seconds: float) -> float:
 
 
 def _seconds(microseconds: float) -> float:
-    """So rounded that what ends where something else begins does so after the way through a file, too."""
+    """Convert to seconds, rounded so that times that were equal when they were written are equal when they are read."""
     return round(float(microseconds), _DIGITS) / 1e6

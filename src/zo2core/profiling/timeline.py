@@ -1,4 +1,4 @@
-"""What was done when: the lanes of a sweep, as spans of time with the bytes they moved.
+"""The lanes of a sweep: what was done in each of them when, as spans of time with the bytes they moved.
 
 A lane is something that does one kind of work at a time: the disk's reads, the uploads, replay and forwards, the offloads,
 the disk's writes. The slowest lane alone is the bound that a sweep cannot beat however well the lanes overlap.
@@ -16,14 +16,14 @@ from zo2core.types import Event, Lane, LaneUse
 
 
 class Passed(NamedTuple):
-    """An event that has passed: the host's clock."""
+    """An event that has passed, at a time of the host's clock."""
 
     seconds: float
     passed: bool = True
 
 
 def now() -> Passed:
-    """The host's clock as an event."""
+    """Return the host's present time as an event."""
     return Passed(time.perf_counter())
 
 
@@ -39,10 +39,10 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Spans, noted from any thread.
+    """Spans that any thread may note.
 
     Args:
-        capacity: Spans that are kept; the oldest of more are dropped, so that nobody has to take them.
+        capacity: Spans that are kept. Where nobody takes them the oldest half is dropped.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
@@ -59,7 +59,7 @@ class Timeline:
 
     @contextmanager
     def noted(self, lane: Lane, name: str, nbytes: int = 0) -> Iterator[None]:
-        """Note what the host does meanwhile."""
+        """Note what the host does within the context."""
         begun = now()
         try:
             yield
@@ -77,13 +77,13 @@ class Timeline:
 
 
 class Gathered:
-    """Work in parts, on several threads, noted as one span: from where the first begins to where the last one ends.
+    """Work in parts on several threads, noted as one span: from where the first part begins to where the last one ends.
 
     Args:
-        timeline: To note it in.
-        lane: Of all parts.
-        name: Of the whole.
-        parts: How many there are.
+        timeline: The span is noted there.
+        lane: The lane of all parts.
+        name: The span's name.
+        parts: Number of parts.
     """
 
     def __init__(self, timeline: Timeline, lane: Lane, name: str, parts: int) -> None:
@@ -97,7 +97,7 @@ class Gathered:
 
     @contextmanager
     def part(self, nbytes: int) -> Iterator[None]:
-        """One of them, done meanwhile."""
+        """Do one of the parts within the context."""
         with self._lock:
             begun = self._begun = self._begun or now()
         try:
@@ -115,9 +115,9 @@ def lane_uses(spans: Iterable[Span], *, begun: float = float("-inf"), done: floa
     """Each lane's busy time, work at once counted once, and its bytes.
 
     Args:
-        spans: All bytes of each count.
+        spans: The bytes of every span count, also of one outside the stretch of time.
         begun: Seconds on the events' clock; work before that is not in the busy time.
-        done: The same for work after that.
+        done: Seconds on the events' clock; work after that is not in the busy time.
     """
     by_lane: dict[Lane, list[Span]] = {lane: [] for lane in Lane}
     for span in spans:

@@ -128,9 +128,11 @@ class OverlappedScheduler:
             self._source.prefetch(self._missing(order))
             for position, index in enumerate(order):
                 arrival = self._arrival(index)
-                coming = self._missing([*order[position + 1 :], *order[:position]])
-                ready = min(self._source.prefetch(coming), AHEAD)
-                brought = 0
+                coming: list[int] = []
+                ready = brought = 0
+                if not self._device.in_place:  # in place the source keeps to the order that it was told at the beginning
+                    coming = self._missing([*order[position + 1 :], *order[:position]])
+                    ready = min(self._source.prefetch(coming), AHEAD)
                 while brought < ready and self._bring_ahead(coming[brought]):  # slots go to what is needed first
                     brought += 1
                 self._visit(visitor, arrival)

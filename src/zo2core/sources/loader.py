@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import TypeAlias
 
 import torch
 
-from zo2core.io.direct_file import PAGE, whole_pages
+from zo2core.io.checksum import piece_checksum
+from zo2core.io.direct_file import PAGE, byte_view, whole_pages
 from zo2core.profiling.timeline import Gathered, Timeline
 from zo2core.protocols import TensorReader
-from zo2core.sources.scratch import Scratch
+from zo2core.sources.base_digests import BaseDigests, SegmentDigest
+from zo2core.sources.scratch import PIECE, Scratch
 from zo2core.types import BlockLayout, Lane, aligned
 
-_Key = TypeVar("_Key", int, str)  # of a segment that was written back, or of a parameter of the base
+_Read: TypeAlias = tuple[int, Callable[[], None]]  # bytes, and what brings them
 
 READERS = 4  # threads; one buffered reader does not reach a disk's rate
-CHUNK = 4 << 20  # bytes read at a time, so that all threads work on the segment that is needed first
+CHUNK = PIECE  # bytes read at a time, so that all threads work on the segment that is needed first
 
 
 def portions(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -48,11 +51,18 @@ def _offsets(layout: BlockLayout, weights: TensorReader) -> tuple[int, ...]:
 
 
 class Loading:
-    """Reads under way."""
+    """Reads under way.
 
-    def __init__(self, futures: Sequence[Future[None]], version: int) -> None:
+    Args:
+        futures: Of the reads.
+        version: Of the bytes that come.
+        check: Says, once all have come, whether they count; it may raise CheckpointError.
+    """
+
+    def __init__(self, futures: Sequence[Future[None]], version: int, check: Callable[[], bool] = lambda: True) -> None:
         self._futures = futures
-        self.version = version  # of the bytes that come
+        self._check = check
+        self.version = version
 
     def done(self) -> bool:
         """Whether all reads have ended."""
@@ -67,17 +77,21 @@ class Loading:
         self.settle()
         return any(future.exception() is not None for future in self._futures)
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         """Wait for all reads to end, then report the first failure: none may write into the memory later.
 
+        Returns:
+            Whether the bytes count. If not, what was written back is damaged and given up: the next load brings the base.
+
         Raises:
-            CheckpointError: if a read of the base failed.
+            CheckpointError: if a read of the base failed, or the base is another than it was.
             ScratchError: if a read of written-back bytes failed.
         """
         failures = [future.exception() for future in self._futures]
         for failure in failures:
             if failure is not None:
                 raise failure
+        return self._check()
 
 
 class SegmentLoader:
@@ -87,6 +101,7 @@ class SegmentLoader:
         weights: The base checkpoint. Belongs to the caller.
         layouts: Segments in visiting order.
         scratch: Where written-back segments are; belongs to the caller.
+        base_digests: What the base's segments have to be; None does not look.
         timeline: Takes down every segment's reads.
     """
 
@@ -95,11 +110,13 @@ class SegmentLoader:
         weights: TensorReader,
         layouts: Sequence[BlockLayout],
         scratch: Scratch | None = None,
+        base_digests: BaseDigests | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         self._weights = weights
         self._layouts = layouts
         self._scratch = scratch
+        self._base_digests = base_digests
         self._timeline = Timeline() if timeline is None else timeline
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="zo2-read")
 
@@ -111,32 +128,59 @@ class SegmentLoader:
             pages: uint8, its memory in whole pages.
             views: Of its parameters in that memory.
         """
-        version = 0 if self._scratch is None else self._scratch.version(segment)
-        pages = pages[: whole_pages(self._layouts[segment].nbytes)]
-        if self._scratch is not None and version > 0:
-            starts = range(0, len(pages), CHUNK)
-            written = [(segment, pages[start : start + CHUNK], start) for start in starts]
-            return Loading(self._submit(segment, self._scratch.read, written), version)
-        pieces: list[tuple[str, torch.Tensor, int]] = []
-        for spec, view in zip(self._layouts[segment].parameters, views, strict=True):
+        if self._scratch is not None and self._scratch.version(segment) > 0:
+            return self._load_written(self._scratch, segment, pages[: whole_pages(self._layouts[segment].nbytes)])
+        return self._load_base(segment, views)
+
+    def _load_written(self, scratch: Scratch, segment: int, pages: torch.Tensor) -> Loading:
+        starts = range(0, len(pages), CHUNK)
+        version, checksums = scratch.version(segment), [0] * len(starts)
+        is_unchecked = scratch.is_unchecked(segment)
+
+        def read(place: int, out: torch.Tensor) -> None:
+            scratch.read(segment, out, starts[place])
+            if is_unchecked:
+                checksums[place] = piece_checksum(byte_view(out))  # while the bytes are in a cache
+
+        def check() -> bool:
+            return not is_unchecked or scratch.confirm(segment, checksums)
+
+        pieces = [pages[start : start + CHUNK] for start in starts]
+        reads: list[_Read] = [(out.nbytes, partial(read, place, out)) for place, out in enumerate(pieces)]
+        return Loading(self._submit(segment, reads), version, check)
+
+    def _load_base(self, segment: int, views: Sequence[torch.Tensor]) -> Loading:
+        layout, digests = self._layouts[segment], self._base_digests
+        digest = SegmentDigest(views) if digests is not None and digests.wants(layout) else None
+
+        def read(parameter: int, start: int, stop: int) -> None:
+            self._weights.read_into(layout.parameters[parameter].name, views[parameter][start:stop], start)
+            if digest is not None:
+                digest.add(parameter, start, stop)
+
+        def check() -> bool:
+            if digest is not None and digests is not None:
+                digests.check(layout, digest.value(), self._weights)
+            return True
+
+        reads: list[_Read] = []
+        for parameter, (spec, view) in enumerate(zip(layout.parameters, views, strict=True)):
             step, past = CHUNK // spec.dtype.itemsize, view.data_ptr() % PAGE // spec.dtype.itemsize
             cuts = [0, *range(step - past, spec.numel, step), spec.numel]  # where pages begin
-            pieces += [(spec.name, view[start:stop], start) for start, stop in pairwise(cuts)]
-        return Loading(self._submit(segment, self._weights.read_into, pieces), 0)
+            reads += [
+                ((stop - start) * spec.dtype.itemsize, partial(read, parameter, start, stop))
+                for start, stop in pairwise(cuts)
+            ]
+        return Loading(self._submit(segment, reads), 0, check)
 
-    def _submit(
-        self,
-        segment: int,
-        read: Callable[[_Key, torch.Tensor, int], None],
-        pieces: Sequence[tuple[_Key, torch.Tensor, int]],
-    ) -> list[Future[None]]:
-        gathered = Gathered(self._timeline, Lane.READ, self._layouts[segment].name, len(pieces))
+    def _submit(self, segment: int, reads: Sequence[_Read]) -> list[Future[None]]:
+        gathered = Gathered(self._timeline, Lane.READ, self._layouts[segment].name, len(reads))
 
-        def run(key: _Key, out: torch.Tensor, start: int) -> None:
-            with gathered.part(out.nbytes):
-                read(key, out, start)
+        def run(nbytes: int, read: Callable[[], None]) -> None:
+            with gathered.part(nbytes):
+                read()
 
-        return [self._pool.submit(run, *piece) for piece in pieces]
+        return [self._pool.submit(run, *read) for read in reads]
 
     def close(self) -> None:
         """Drop reads that have not begun, and wait for the others."""

@@ -11,6 +11,7 @@ from zo2core.errors import ClosedError
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import TensorReader
+from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.loader import Loading, SegmentLoader, portions
 from zo2core.sources.reading_order import ReadingOrder
 from zo2core.sources.scratch import Scratch
@@ -30,6 +31,7 @@ class PinnedSource:
         scratch: Files that segments were written back to, and are again. They belong to this source.
         write_back_every: A segment is written back once it is this many versions ahead of its bytes on disk: a snapshot
             that bounds what a resumed run has to replay. None never writes.
+        base_digests: What the base's segments have to be; None does not look.
         timeline: Every read and write is noted there.
 
     Raises:
@@ -44,6 +46,7 @@ class PinnedSource:
         *,
         scratch: Scratch | None = None,
         write_back_every: int | None = None,
+        base_digests: BaseDigests | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         self._layouts = tuple(layouts)
@@ -54,7 +57,7 @@ class PinnedSource:
         for index, layout in enumerate(self._layouts):
             data = self._pages[index][: layout.nbytes]
             self._buckets.append(Bucket(index, data, layout.views(data), version=0))
-        self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, scratch, timeline)
+        self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, scratch, base_digests, timeline)
         self._loading: dict[int, Loading] = {}
         self._filled: set[int] = set()
         self._order = ReadingOrder(self._layouts)
@@ -102,11 +105,10 @@ class PinnedSource:
         if index in self._loading:
             loading = self._loading.pop(index)
             if ahead and loading.failed():  # nobody needed it then; what counts is whether it fails now
-                with self._lock:
-                    self._require_open()
-                    self._start_reading(index)
-                loading = self._loading.pop(index)
-            loading.wait()
+                loading = self._read_again(index)
+            if not loading.wait():  # what was written back is damaged: the base, then, and what it lacks is replayed
+                loading = self._read_again(index)
+                loading.wait()
             self._filled.add(index)
             self._buckets[index] = self._buckets[index]._replace(version=loading.version)
         return self._buckets[index]
@@ -130,6 +132,12 @@ class PinnedSource:
         self._loading.clear()
         self._buckets.clear()
         self._pages.clear()
+
+    def _read_again(self, segment: int) -> Loading:
+        with self._lock:
+            self._require_open()
+            self._start_reading(segment)
+        return self._loading.pop(segment)
 
     def _read_ahead(self) -> None:
         for segment in self._order.ahead():

@@ -25,7 +25,7 @@ class ReadingOrder:
 
     def follow(self, order: Sequence[int]) -> None:
         """Replace the order by another one."""
-        self._ranks = {segment: rank for rank, segment in enumerate(order)}
+        self._ranks = dict(zip(order, range(len(order)), strict=True))
         self._end = len(order)
 
     def acquired(self, segment: int) -> None:

@@ -5,18 +5,25 @@ durable and the manifest says so. So there is no moment at which a segment is lo
 size suffices. What a crash leaves over is never wrong, at worst old: the journal makes up the difference.
 
 Write-ahead: bytes of version v are written only once the journal's records up to v are durable. Every manifest record
-carries the journal's checksum at its version; bytes of another run, or of updates the journal has lost, do not count.
+carries the journal's checksum at its version, so bytes of another run do not count; and a checksum of the bytes, which is
+checked when they are first read after opening. Bytes that are damaged, or of another moment than their record, as in a
+copy of a run that was being written, are given up. Later reads are not checked: only this process writes the file from
+then on, and what happens under a process (a bad sector) the disk reports itself.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from zo2core.errors import ScratchError, reason
+from zo2core.io.checksum import combined_checksum, piece_checksum
 from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
 from zo2core.io.durable import make_directory, sync_path
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
@@ -24,6 +31,10 @@ from zo2core.types import BlockLayout
 
 DATA = "scratch.bin"
 MANIFEST = "scratch.jsonl"
+FORMAT = 2  # of the manifest; records of format 1 had no checksum of the bytes
+PIECE = 4 << 20  # bytes of a slot that have a checksum of their own; a record has the checksum of these
+
+_MOST_STEPS = 1 << 40  # of a run: a version beyond is damage
 
 
 class _Written(NamedTuple):
@@ -31,6 +42,19 @@ class _Written(NamedTuple):
 
     slot: int  # of the file
     version: int  # of the bytes in it
+    chain: int  # the journal's checksum at that version
+    checksum: str  # of the bytes
+    is_checked: bool  # they were written, or read and compared, by this process
+
+    def record(self, segment: int) -> Record:
+        """The manifest's record."""
+        return {
+            "segment": segment,
+            "slot": self.slot,
+            "version": self.version,
+            "chain": self.chain,
+            "xxh3": self.checksum,
+        }
 
 
 class Scratch:
@@ -40,22 +64,34 @@ class Scratch:
         directory: Of the run; what an earlier process left there is used.
         layouts: Segments in visiting order.
         chain: Version to the journal's checksum, None where the journal is not durable that far.
+        require_version: Told every version beyond the journal's end that the manifest has, and where that stands: bytes are
+            written after the journal's records, so it has lost some. None: such bytes just do not count.
 
     Raises:
         ScratchError: if the files cannot be opened.
-        JournalError: if the journal cannot be made durable.
+        JournalError: if the journal cannot be made durable, or has lost records.
     """
 
-    def __init__(self, directory: Path, layouts: Sequence[BlockLayout], chain: Callable[[int], int | None]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        layouts: Sequence[BlockLayout],
+        chain: Callable[[int], int | None],
+        require_version: Callable[[int, str], object] | None = None,
+    ) -> None:
         self.directory = directory
         self._chain = chain
+        self._require_version = require_version
+        self._lock = threading.Lock()  # of what is written where: one thread reads while another one writes
         self._sizes = [whole_pages(layout.nbytes) for layout in layouts]
         self._layout = [None if layout.offsets is None else list(layout.offsets) for layout in layouts]
         self._offsets: list[int] = []  # slot -> byte offset
         self._free: list[set[int]] = []  # segment -> slots it may use next; one set for all blocks
         self._lay_out(layouts)
+        self._slots = [frozenset(slots) for slots in self._free]  # segment -> all slots it may ever use
         self.nbytes = scratch_bytes(layouts)
         self._written: dict[int, _Written] = {}
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="zo2-checksum")
         try:
             make_directory(directory)
             self._manifest = self._open_manifest()
@@ -67,6 +103,29 @@ class Scratch:
         """Version of a segment's bytes here; 0 if there are none, and the base's count."""
         place = self._written.get(segment)
         return 0 if place is None else place.version
+
+    def is_unchecked(self, segment: int) -> bool:
+        """Whether a segment's bytes are as an earlier process left them, and nobody has compared them with their record."""
+        return not self._written[segment].is_checked
+
+    def confirm(self, segment: int, pieces: Sequence[int]) -> bool:
+        """Compare bytes that were read with their record; if they are others, the segment is not here any more.
+
+        Args:
+            segment: Whose bytes.
+            pieces: Checksums of its pieces, in order.
+
+        Returns:
+            Whether they are those that were written.
+        """
+        with self._lock:
+            written = self._written[segment]
+            if written.checksum == combined_checksum(pieces):
+                self._written[segment] = written._replace(is_checked=True)
+                return True
+            del self._written[segment]
+            self._free[segment].add(written.slot)
+            return False
 
     def read(self, segment: int, out: torch.Tensor, start: int = 0) -> None:
         """Fill memory with a range of a segment's bytes. May be called from several threads.
@@ -97,22 +156,29 @@ class Scratch:
         """
         chain = self._chain(version)
         assert chain is not None, "bytes are written after the journal's records"
-        slot = min(self._free[segment])
-        record = {"segment": segment, "slot": slot, "version": version, "chain": chain}
+        with self._lock:
+            slot = min(self._free[segment])
+        view = byte_view(data)
+        hashing = self._hashing.submit(lambda: [piece_checksum(view[at : at + PIECE]) for at in range(0, len(view), PIECE)])
         try:
             self._manifest.retract()  # a record that was written but not synced may name this slot for other bytes
-            self._data.write(self._offsets[slot], byte_view(data))
+            self._data.write(self._offsets[slot], view)
             self._data.sync()
-            self._manifest.append(record)
+            written = _Written(slot, version, chain, combined_checksum(hashing.result()), is_checked=True)
+            self._manifest.append(written.record(segment))
         except OSError as error:
             raise self._failed(error) from error
-        self._free[segment].discard(slot)
-        if segment in self._written:
-            self._free[segment].add(self._written[segment].slot)
-        self._written[segment] = _Written(slot, version)
+        finally:
+            wait([hashing])  # the memory may change once this returns
+        with self._lock:
+            self._free[segment].discard(slot)
+            if segment in self._written:
+                self._free[segment].add(self._written[segment].slot)
+            self._written[segment] = written
 
     def close(self) -> None:
         """Close the files. May be called twice."""
+        self._hashing.shutdown()
         self._data.close()
         self._manifest.close()
 
@@ -135,29 +201,55 @@ class Scratch:
     def _open_manifest(self) -> RecordFile:
         """Take over what is of this run, and write the manifest anew without the rest."""
         path = self.directory / MANIFEST
-        header: Record = {"format": 1, "sizes": self._sizes, "offsets": self._layout, "chain": self._chain(0)}
-        found: dict[int, Record] = {}
+        header: Record = {"format": FORMAT, "sizes": self._sizes, "offsets": self._layout, "chain": self._chain(0)}
         try:
             loaded = RecordFile(path).loaded
         except DamagedRecordError:
             loaded = []  # nothing is lost but time: the journal makes every version again
         if loaded and loaded[0] == header:
-            found = {record["segment"]: record for record in loaded[1:]}
-        data = self.directory / DATA
-        size = data.stat().st_size if data.exists() else 0
-        for segment, record in found.items():
-            there = self._offsets[record["slot"]] + self._sizes[segment] <= size
-            if there and self._chain(record["version"]) == record["chain"]:
-                self._written[segment] = _Written(record["slot"], record["version"])
-                self._free[segment].discard(record["slot"])
+            self._take_over(loaded[1:], str(path))
         partial = path.with_suffix(".partial")
-        live = [found[segment] for segment in sorted(self._written)]
+        live = [self._written[segment].record(segment) for segment in sorted(self._written)]
         # Durable before any slot is written: an older manifest that came back would name slots for other bytes.
         partial.write_bytes(b"".join(to_line(record) for record in [header, *live]))
         sync_path(partial)
         partial.replace(path)
         sync_path(self.directory)
         return RecordFile(path)
+
+    def _take_over(self, records: Sequence[Record], where: str) -> None:
+        """Take over the last record of each segment, where it can be right: its bytes are looked at when they are read."""
+        data = self.directory / DATA
+        size = data.stat().st_size if data.exists() else 0
+        last: dict[int, _Written] = {}
+        for record in records:
+            segment, written = self._understood(record)
+            if segment is not None:
+                last.pop(segment, None)
+            if segment is not None and written is not None:
+                last[segment] = written
+        named = Counter(written.slot for written in last.values())
+        for segment, written in last.items():
+            if self._require_version is not None and self._chain(written.version) is None:
+                self._require_version(written.version, where)
+            there = self._offsets[written.slot] + self._sizes[segment] <= size
+            if there and named[written.slot] == 1 and self._chain(written.version) == written.chain:
+                self._written[segment] = written
+                self._free[segment].discard(written.slot)
+
+    def _understood(self, record: Record) -> tuple[int | None, _Written | None]:
+        """The segment that a record is about, and what it says of it; None for what no record says."""
+        segment, slot, version = (record.get(key) for key in ("segment", "slot", "version"))
+        chain, checksum = record.get("chain"), record.get("xxh3")
+        if type(segment) is not int or not 0 <= segment < len(self._sizes):
+            return None, None
+        if type(slot) is not int or slot not in self._slots[segment]:
+            return segment, None
+        if type(version) is not int or not 0 < version < _MOST_STEPS or type(chain) is not int:
+            return segment, None
+        if not isinstance(checksum, str):
+            return segment, None
+        return segment, _Written(slot, version, chain, checksum, is_checked=False)
 
     def _failed(self, error: OSError | EOFError) -> ScratchError:
         return ScratchError(

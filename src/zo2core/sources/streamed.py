@@ -18,6 +18,7 @@ from zo2core.errors import ClosedError, OptionError
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import TensorReader
+from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.loader import Loading, SegmentLoader, portions
 from zo2core.sources.reading_order import NEVER, READ_AHEAD, ReadingOrder
 from zo2core.sources.scratch import Scratch
@@ -64,10 +65,6 @@ class _BucketMemory:
         self.state: _State = _Empty(_NO_READS)
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
 
-    def holds(self, segment: int) -> bool:
-        """Whether a segment's bytes are here, or on their way."""
-        return not isinstance(self.state, _Empty) and self.state.segment == segment
-
     def views(self, segment: int, layout: BlockLayout) -> tuple[torch.Tensor, ...]:
         """Views of a segment's parameters, made once."""
         if segment not in self._views:
@@ -87,6 +84,7 @@ class StreamedSource:
         scratch: Files that blocks were written back to, and are again. They belong to this source.
         write_back_every: A block is written back once it is this many versions ahead of its bytes on disk; in between it is
             read again and replayed. None never writes.
+        base_digests: What the base's segments have to be; None does not look.
         timeline: Every read and write is noted there.
 
     Raises:
@@ -102,6 +100,7 @@ class StreamedSource:
         buckets: int = 1 + READ_AHEAD,
         scratch: Scratch | None = None,
         write_back_every: int | None = None,
+        base_digests: BaseDigests | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         if buckets < 1:
@@ -114,8 +113,9 @@ class StreamedSource:
         memory = iter(portions(host_memory(sum(sizes)), sizes))
         self._resident = {i: _BucketMemory(next(memory)) for i, layout in enumerate(self._layouts) if layout.resident}
         self._ring = [_BucketMemory(pages) for pages in memory]
+        self._holding: dict[int, _BucketMemory] = {}  # segment to the memory that has it, or that it is on its way to
         self._order = ReadingOrder(self._layouts)
-        self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, scratch, timeline)
+        self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, scratch, base_digests, timeline)
         self._lock = threading.RLock()
 
     @property
@@ -147,10 +147,10 @@ class StreamedSource:
         with self._lock:
             self._require_open()
             self._write_back.check()
-            memory = self._find(index) or self._needed_last(index)
+            memory = self._holding.get(index) or self._needed_last(index)
             before = memory.state
             assert not isinstance(before, _Acquired), "a segment is acquired once at a time"
-            memory.state = _Acquired(index)  # from here on nobody else reads the segment, or into this memory
+            self._change(memory, _Acquired(index))  # from here on nobody else reads the segment, or into this memory
             self._order.acquired(index)
         # The lock is free while this thread waits: the writing thread takes it between two writes.
         if isinstance(before, _Kept) and before.segment == index:
@@ -167,12 +167,11 @@ class StreamedSource:
     def release(self, bucket: Bucket, version: int | None) -> None:
         """Give a bucket back: to be written, kept for a while, or reused."""
         with self._lock:
-            memory = self._find(bucket.segment)
-            assert memory is not None, "released what was not acquired"
+            memory = self._holding[bucket.segment]
             if version is None:
-                memory.state = _Empty(_NO_READS)
+                self._change(memory, _Empty(_NO_READS))
             else:
-                memory.state = _Kept(bucket.segment, version)
+                self._change(memory, _Kept(bucket.segment, version))
                 pages = memory.pages[: whole_pages(self._layouts[bucket.segment].nbytes)]
                 self._write_back.start_if_due(bucket.segment, pages, version, then=self._read_ahead)
             self._read_ahead()
@@ -186,10 +185,16 @@ class StreamedSource:
         self._write_back.close()
         self._ring.clear()
         self._resident.clear()
+        self._holding.clear()
 
-    def _find(self, segment: int) -> _BucketMemory | None:
-        memories = [self._resident[segment]] if segment in self._resident else self._ring
-        return next((memory for memory in memories if memory.holds(segment)), None)
+    def _change(self, memory: _BucketMemory, state: _State) -> None:
+        """Change what is in memory: the one place that does, so that every segment is found where it is."""
+        with self._lock:
+            before, memory.state = memory.state, state
+            if not isinstance(before, _Empty) and self._holding.get(before.segment) is memory:
+                del self._holding[before.segment]
+            if not isinstance(state, _Empty):
+                self._holding[state.segment] = memory
 
     def _read_ahead(self) -> None:
         """Start reading what comes next, as far as that costs nothing that is needed sooner."""
@@ -197,14 +202,14 @@ class StreamedSource:
             if self._loader is None:
                 return
             for segment in self._order.ahead():
-                if self._find(segment) is None and (memory := self._reusable(segment)) is not None:
-                    memory.state = _Ahead(segment, self._load(segment, memory))
+                if segment not in self._holding and (memory := self._reusable(segment)) is not None:
+                    self._change(memory, _Ahead(segment, self._load(segment, memory)))
 
     def _ready(self) -> int:
         """How many of the segments that come next can be acquired without a wait for the disk."""
         ready = 0
         for segment in self._order.ahead():
-            memory = self._find(segment)
+            memory = self._holding.get(segment)
             if memory is None or (isinstance(memory.state, _Ahead) and not memory.state.loading.done()):
                 break
             if self._write_back.busy(segment):
@@ -252,7 +257,7 @@ class StreamedSource:
             else:
                 self._write_back.wait(before.segment)
         except BaseException:
-            memory.state = before  # the wait was interrupted: bytes may still be on their way to the disk
+            self._change(memory, before)  # the wait was interrupted: bytes may still be on their way to the disk
             raise
 
     def _wait_for_reads(self, segment: int, memory: _BucketMemory, ahead: Loading | None) -> int:
@@ -270,9 +275,11 @@ class StreamedSource:
             self._read_ahead()
             if ahead is not None and ahead.failed():  # nobody needed it then; what counts is whether it fails now
                 loading = self._load(segment, memory)
-            loading.wait()
+            if not loading.wait():  # what was written back is damaged: the base, then, and what it lacks is replayed
+                loading = self._load(segment, memory)
+                loading.wait()
         except BaseException:
-            memory.state = _Empty(loading)  # reads may go on if the wait was interrupted
+            self._change(memory, _Empty(loading))  # reads may go on if the wait was interrupted
             raise
         return loading.version
 

@@ -14,16 +14,16 @@ from zo2core.types import BlockLayout, Lane
 
 
 class WriteBack:
-    """A thread that writes, and the rule of when.
+    """A thread that writes segments, and the rule that says when.
 
     Args:
         layouts: Segments in visiting order.
-        scratch: Where to; None never writes. Belongs to this object.
+        scratch: Files to write to; None never writes. They belong to this object.
         every: A segment is written once it is this many versions ahead of its bytes on disk; None never writes.
-        timeline: Takes down every write.
+        timeline: Every write is noted there.
 
     Raises:
-        OptionError: if ``every`` is below 1, or there is nowhere to write to.
+        OptionError: if ``every`` is below 1, or there are no files to write to.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class WriteBack:
         """Start writing a segment that lags far enough, and return at once.
 
         Args:
-            segment: Which one.
-            pages: uint8, its memory in whole pages; unchanged until ``wait`` has returned.
-            version: Of its bytes.
-            then: Called in the writing thread when it is done.
+            segment: The segment's number.
+            pages: uint8, the segment's memory in whole pages. It must not change until ``wait`` has returned.
+            version: Version of the bytes.
+            then: Called in the writing thread when the segment is written.
         """
         if self._scratch is None or self.every is None or version - self._scratch.version(segment) < self.every:
             return
@@ -73,7 +73,7 @@ class WriteBack:
         return future is not None and not future.done()
 
     def wait(self, segment: int) -> None:
-        """Wait until a segment's memory may change."""
+        """Wait until a segment is not being written any more, so that its memory may change."""
         future = self._under_way.get(segment)
         if future is not None:
             self._failure = future.exception() or self._failure
@@ -83,7 +83,7 @@ class WriteBack:
         """Report a write that failed, once.
 
         Raises:
-            ScratchError: if one did.
+            ScratchError: if a write failed.
         """
         for segment in [segment for segment, future in self._under_way.items() if future.done()]:
             self.wait(segment)

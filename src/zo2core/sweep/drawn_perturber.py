@@ -39,7 +39,7 @@ class DrawnPerturber:
         buffer: One sweep at a time may use it.
         worker: The second thread; None does without.
         trajectory: What the sweep does to the weights.
-        parallel_from: Elements of the segments that are worth two threads.
+        parallel_from: Fewest elements of a segment for which two threads are used.
     """
 
     def __init__(

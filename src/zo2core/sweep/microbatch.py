@@ -6,11 +6,11 @@ counts the micro-batches of one step (``num_items_in_batch``). What counts as a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from zo2core.errors import OptionError
+from zo2core.errors import BatchError, OptionError
 from zo2core.types import Batch
 
 IGNORE_INDEX = -100  # label of a token without loss, as in torch and Hugging Face
@@ -31,6 +31,18 @@ def predicted(labels: torch.Tensor) -> torch.Tensor:
 def labelled_tokens(batch: Batch) -> int:
     """Count the tokens that the loss of a batch is averaged over; a batch without labels has none."""
     return int(predicted(batch["labels"]).sum().item()) if "labels" in batch else 0
+
+
+def require_tensors(batch: Mapping[str, object]) -> None:
+    """Refuse a batch that holds something else than tensors.
+
+    Raises:
+        BatchError: naming the entry.
+    """
+    for key, value in batch.items():
+        if not isinstance(value, torch.Tensor):
+            kind = type(value).__name__
+            raise BatchError(f"batch[{key!r}]", found=f"a {kind}", expected="a tensor", remedy="pass tensors alone")
 
 
 def require_rows(rows: int | None) -> None:
@@ -59,6 +71,7 @@ def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
     Returns:
         The micro-batches in order, at least one; the batch itself where nothing is to be split.
     """
+    require_tensors(batch)
     labels = batch.get("labels")
     if rows is None or labels is None or labels.dim() != 2 or len(labels) <= rows:
         return [batch]

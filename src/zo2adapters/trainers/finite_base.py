@@ -1,0 +1,36 @@
+"""A loss that is not finite: is it the checkpoint, or is it the steps?"""
+
+from __future__ import annotations
+
+import torch
+
+from zo2adapters.models.hf import HFBlockModel
+from zo2core import CheckpointError
+
+_CHUNK = 1 << 20  # elements read at a time
+
+
+def require_finite_base(model: HFBlockModel, where: object) -> None:
+    """Read a model's weights as they are on disk, and refuse the first that is not finite. For when a loss is not.
+
+    Args:
+        model: Opened.
+        where: What the user calls it.
+
+    Raises:
+        CheckpointError: naming the parameter and the number in it.
+    """
+    for layout in model.layouts:
+        for spec in layout.parameters:
+            for start in range(0, spec.numel, _CHUNK):
+                values = torch.empty(min(_CHUNK, spec.numel - start), dtype=spec.dtype)
+                model.weights.read_into(spec.name, values, start)
+                wrong = (~values.isfinite()).nonzero()
+                if len(wrong):
+                    place = int(wrong[0])
+                    raise CheckpointError(
+                        f"{where}: {spec.name}",
+                        found=f"{values[place].item()} at element {start + place}",
+                        expected="finite weights in the checkpoint",
+                        remedy="get the checkpoint again, or choose a dtype that holds its numbers",
+                    )

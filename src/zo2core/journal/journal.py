@@ -1,0 +1,324 @@
+"""The journal: an append-only list of updates. With the base checkpoint it is the weights of every step.
+
+On disk it is a file of checksummed records (``io/record_log.py``): the first is the header (format version, what the run was
+made of), each further one an update, or digests of the base's bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from zo2core.errors import JournalError, reason
+from zo2core.io.record_log import DamagedRecordError, DisturbedFileError, Record, RecordFile, to_json
+from zo2core.journal.damage import ImpossibleRecordError, shown
+from zo2core.journal.header import FORMAT, Header, completed, differences, may_begin_a_journal, require_header
+from zo2core.journal.update_record import decode, encode
+from zo2core.types import Update
+
+_DIGESTS = "base_digests"  # the one member of a record of its own kind
+_DIGEST = re.compile("[0-9a-f]+")
+
+
+class Journal:
+    """Updates 0, 1, 2, ... of one run, in memory and, given a path, on disk as well. One thread at a time appends.
+
+    Args:
+        path: File to continue, or to create with the first record. None keeps the journal in memory.
+
+    Raises:
+        JournalError: if the file exists and cannot be read, is none, or is damaged elsewhere than in a torn last record.
+    """
+
+    def __init__(self, path: Path | str | None = None) -> None:
+        self._name = "journal" if path is None else str(path)
+        self._header: Header | None = None
+        self._updates: list[Update] = []
+        self._base_digests: dict[str, str] = {}
+        self._chain: list[int] = [0]  # version -> checksum over header and updates up to it
+        self._torn = False
+        self._begun_here = False  # by this object, and no update followed
+        self._file = None if path is None else self._open(Path(path))
+
+    @property
+    def name(self) -> str:
+        """Its path, for errors; of a journal in memory a word."""
+        return self._name
+
+    @property
+    def header(self) -> Header | None:
+        """What the run was made of; None before it began."""
+        return self._header
+
+    @property
+    def updates(self) -> Sequence[Update]:
+        """All updates so far, a live view."""
+        return self._updates
+
+    @property
+    def base_digests(self) -> Mapping[str, str]:
+        """Hexadecimal digest of the base's bytes of each segment, by the segment's name, as far as noted. A live view."""
+        return MappingProxyType(self._base_digests)
+
+    @property
+    def torn(self) -> bool:
+        """Whether the file ended with something that was no whole record, and was dropped.
+
+        That is what a crash leaves of a step that was not taken, and also what damage to the last record looks like:
+        ``require_version`` tells.
+        """
+        return self._torn
+
+    @property
+    def noise(self) -> str | None:
+        """Name of the generator of z that the run was begun with; None before it began.
+
+        Raises:
+            JournalError: if the header lacks it.
+        """
+        if self._header is None:
+            return None
+        if self._header.get("noise") is None:
+            raise JournalError(
+                self._name,
+                found="a header without noise",
+                expected="the name of the generator of z",
+                remedy="restore the journal from a copy",
+            )
+        return str(self._header["noise"])
+
+    def begin(self, header: Header) -> None:
+        """Write the header of a new journal, or check that an existing one belongs to the same run.
+
+        Args:
+            header: JSON values only. A key with the value None says nothing: it fits whatever the journal has. Nor does
+                "model" or "provenance" where the journal is of an earlier version and lacks it.
+
+        Raises:
+            TypeError, ValueError, RecursionError: if a value is none of JSON, or of another type than such a key has.
+            JournalError: if the journal was begun with another header (each difference is spelled out), or the file cannot
+                be written.
+        """
+        header = completed(header)
+        if self._header is None:
+            header = {key: value for key, value in header.items() if value is not None}
+            require_header(header)
+            self._write(header)
+            self._take_header(header)
+            self._begun_here = True
+            return
+        differing = differences(self._header, header)
+        if differing is not None:
+            theirs, ours = differing
+            raise JournalError(
+                self._name,
+                found=theirs,
+                expected=ours,
+                remedy="continue with the base checkpoint and options the journal was begun with, or begin a new one",
+            )
+
+    def append(self, update: Update) -> None:
+        """Add the next update; on return it is durable if the journal is a file.
+
+        Raises:
+            JournalError: if no estimator can have made the update, the file cannot be written, or somebody removed or
+                replaced it. The journal stays as it was.
+        """
+        assert self._header is not None, "a journal is begun before it goes on"
+        assert update.step == len(self._updates), "updates are appended in order"
+        record = encode(update)
+        try:
+            decode(record)  # refuses what could not be read back, before anything is written
+        except ImpossibleRecordError as error:
+            raise JournalError(
+                f"{self._name}, step {update.step}",
+                found=error.found,
+                expected=error.expected,
+                remedy="mend the estimator, or lower lr; the step was not taken",
+            ) from error
+        self._write(record)
+        self._take_update(record)
+        self._begun_here = False
+
+    def withdraw(self) -> None:
+        """Undo ``begin``, if this object began the journal and no update followed: a run that is refused leaves nothing.
+
+        Raises:
+            OSError: if the file cannot be removed.
+        """
+        if self._begun_here:
+            if self._file is not None:
+                self._file.remove()
+            self._header, self._chain, self._base_digests, self._begun_here = None, [0], {}, False
+
+    def note_base(self, digests: Mapping[str, str]) -> None:
+        """Add digests of the base's bytes; on return they are durable if the journal is a file. They are no update.
+
+        Args:
+            digests: Segment name to lower-case hexadecimal digest. What is known already is not written again.
+
+        Raises:
+            JournalError: if another digest of a segment is known, or the file cannot be written.
+        """
+        assert self._header is not None, "a journal is begun before it goes on"
+        for segment, digest in digests.items():
+            assert _DIGEST.fullmatch(digest), "a digest is written in lower-case hexadecimal digits"
+            known = self._base_digests.get(segment, digest)
+            if known != digest:
+                raise JournalError(
+                    self._name,
+                    found=f"a base whose {segment} has digest {shown(digest)}",
+                    expected=f"digest {shown(known)}, as when the run was begun",
+                    remedy="restore the base checkpoint, or begin a new run",
+                )
+        unknown = {segment: digest for segment, digest in digests.items() if segment not in self._base_digests}
+        if unknown:
+            self._write({_DIGESTS: unknown})
+            self._base_digests |= unknown
+
+    def require_version(self, version: int, where: str) -> None:
+        """Refuse a journal that is shorter than what somebody else knows to have been durable.
+
+        Args:
+            version: Number of updates that were.
+            where: Who knows, for the error: a file's name, say.
+
+        Raises:
+            JournalError: naming both numbers.
+        """
+        if len(self._updates) < version:
+            torn = " and a damaged last record" if self._torn else ""
+            raise JournalError(
+                self._name,
+                found=f"{len(self._updates)} steps{torn}",
+                expected=f"at least {version}, since {where} knows of step {version - 1}",
+                remedy="restore the journal from a copy: its end was damaged or cut",
+            )
+
+    def until(self, step: int) -> Journal:
+        """A copy in memory of the run's first steps.
+
+        Raises:
+            JournalError: if the run is shorter.
+        """
+        if not 0 <= step <= len(self._updates):
+            raise JournalError(
+                self._name,
+                found=f"{len(self._updates)} steps",
+                expected=f"at least {shown(step)}",
+                remedy=f"choose a step from 0 to {len(self._updates)}",
+            )
+        copy = Journal()
+        copy._header = self._header
+        copy._updates = self._updates[:step]
+        copy._base_digests = {**self._base_digests}
+        copy._chain = self._chain[: step + 1]
+        return copy
+
+    def chain(self, version: int) -> int | None:
+        """A checksum over header and updates 0..version-1: tells whether bytes of a version belong to this run.
+
+        Asking makes the journal durable, as far as it goes: bytes of a version may be written once its checksum is known.
+
+        Returns:
+            The checksum; None if the journal is shorter.
+
+        Raises:
+            JournalError: if an existing file cannot be synced.
+        """
+        if self._file is not None:
+            try:
+                self._file.settle()
+            except OSError as error:
+                raise JournalError(
+                    self._name,
+                    found=reason(error),
+                    expected="a file that can be synced",
+                    remedy="mend the disk; blocks are written back only after the journal",
+                ) from error
+        return self._chain[version] if 0 <= version < len(self._chain) else None
+
+    def close(self) -> None:
+        """Close the file. May be called twice."""
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, record: Record) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.append(record)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.retract()  # a record that is there but not synced would count for a resumed run
+            disturbed = isinstance(error, DisturbedFileError)
+            remedy = "put the file back, or resume from a copy" if disturbed else "free space or mend the disk"
+            raise JournalError(
+                self._name,
+                found=reason(error),
+                expected="the file as it was left" if disturbed else "a file that can be written and synced",
+                remedy=f"{remedy}; the step was not taken and can be repeated",
+            ) from error
+
+    def _open(self, path: Path) -> RecordFile:
+        try:
+            file = RecordFile(path)
+        except OSError as error:
+            raise JournalError(path, found=reason(error), expected="a readable journal", remedy="check the path") from error
+        except DamagedRecordError as error:
+            raise _damaged(path, error.line, f"a damaged record ({error})", f"a record of format {FORMAT}") from error
+        for line, record in enumerate(file.loaded, start=1):
+            try:
+                self._take(record)
+            except ImpossibleRecordError as error:
+                raise _damaged(path, line, error.found, error.expected) from error
+            except (ValueError, RecursionError) as error:  # infinity, as json reads 1e999; a value nested too deep
+                raise _damaged(path, line, f"a value that JSON lacks ({error})", f"a record of format {FORMAT}") from error
+        file.loaded.clear()
+        self._torn = bool(file.torn)
+        if self._header is None and not may_begin_a_journal(file.torn):  # it would be written over
+            raise JournalError(path, found=f"{shown(file.torn)}", expected="a journal", remedy="check the path")
+        return file
+
+    def _take(self, record: Record) -> None:
+        if self._header is None:
+            require_header(record)
+            self._take_header(record)
+        elif _DIGESTS in record:
+            self._take_digests(record)
+        else:
+            self._take_update(record)
+
+    def _take_header(self, header: Record) -> None:
+        self._header = header
+        self._chain = [zlib.crc32(to_json(header))]
+
+    def _take_update(self, record: Record) -> None:
+        update = decode(record)
+        if update.step != len(self._updates):
+            raise ImpossibleRecordError(f"step {shown(update.step)}", f"step {len(self._updates)}")
+        self._updates.append(update)
+        self._chain.append(zlib.crc32(to_json(record), self._chain[-1]))
+
+    def _take_digests(self, record: Record) -> None:
+        digests = record[_DIGESTS]
+        if len(record) != 1 or not isinstance(digests, dict):
+            raise ImpossibleRecordError(f"{_DIGESTS} {shown(digests)}", "an object of digests, and nothing beside it")
+        for segment, digest in digests.items():
+            if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+                raise ImpossibleRecordError(f"{shown(digest)} as digest of {shown(segment)}", "hexadecimal digits")
+            if self._base_digests.setdefault(segment, digest) != digest:
+                raise ImpossibleRecordError(f"a second digest of {shown(segment)}", f"{self._base_digests[segment]} again")
+
+
+def _damaged(path: Path, line: int, found: str, expected: str) -> JournalError:
+    return JournalError(
+        f"{path}, line {line}",
+        found=found,
+        expected=expected,
+        remedy="restore the journal from a copy; what follows the damage cannot be trusted",
+    )

@@ -1,0 +1,90 @@
+"""An update as a record of the journal. Floats are written so that reading gives the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zo2core.journal.damage import ImpossibleRecordError, shown
+from zo2core.types import Evaluation, Update
+
+
+def encode(update: Update) -> dict[str, Any]:
+    """The record of an update."""
+    return {
+        "step": update.step,
+        "evaluations": [[int(seed), float(shift)] for seed, shift in update.evaluations],
+        "seeds": [int(seed) for seed in update.seeds],
+        "projected_grads": [float(grad) for grad in update.projected_grads],
+        "lr": float(update.lr),
+        "zo_eps": float(update.zo_eps),
+        "weight_decay": float(update.weight_decay),
+        "perturb_in_place": bool(update.perturb_in_place),
+        "losses": [float(loss) for loss in update.losses],
+    }
+
+
+def decode(record: Mapping[str, Any]) -> Update:
+    """The update of a record.
+
+    Raises:
+        ImpossibleRecordError: if it is none that an estimator can have made.
+    """
+    update = Update(
+        step=_integer(_member(record, "step"), "step"),
+        evaluations=tuple(_evaluation(pair) for pair in _list(record, "evaluations")),
+        seeds=tuple(_integer(seed, "a seed") for seed in _list(record, "seeds")),
+        projected_grads=tuple(_real(grad, "a projected gradient") for grad in _list(record, "projected_grads")),
+        lr=_real(_member(record, "lr"), "lr"),
+        zo_eps=_real(_member(record, "zo_eps"), "zo_eps"),
+        weight_decay=_real(_member(record, "weight_decay"), "weight_decay"),
+        perturb_in_place=_boolean(_member(record, "perturb_in_place"), "perturb_in_place"),
+        losses=tuple(_real(loss, "a loss") for loss in _list(record, "losses")),
+    )
+    contradiction = update.contradiction()
+    if contradiction is not None:
+        raise ImpossibleRecordError(*contradiction)
+    return update
+
+
+def _member(record: Mapping[str, Any], key: str) -> object:
+    if key not in record:
+        raise ImpossibleRecordError(f"no {key}", f"an update with {key}")
+    return record[key]
+
+
+def _list(record: Mapping[str, Any], key: str) -> list[object]:
+    value = _member(record, key)
+    if not isinstance(value, list):
+        raise ImpossibleRecordError(f"{key} {shown(value)}", f"a list as {key}")
+    return value
+
+
+def _evaluation(value: object) -> Evaluation:
+    if not isinstance(value, list) or len(value) != 2:
+        raise ImpossibleRecordError(f"the evaluation {shown(value)}", "[seed, shift]")
+    seed, shift = value
+    return Evaluation(_integer(seed, "a seed"), _real(shift, "a shift"))
+
+
+def _integer(value: object, name: str) -> int:
+    if type(value) is not int:
+        raise ImpossibleRecordError(f"{shown(value)} as {name}", "a whole number")
+    return value
+
+
+def _real(value: object, name: str) -> float:
+    if type(value) is int:
+        try:
+            return float(value)
+        except OverflowError:
+            pass
+    elif type(value) is float:
+        return value
+    raise ImpossibleRecordError(f"{shown(value)} as {name}", "a finite number")
+
+
+def _boolean(value: object, name: str) -> bool:
+    if type(value) is not bool:
+        raise ImpossibleRecordError(f"{shown(value)} as {name}", "true or false")
+    return value

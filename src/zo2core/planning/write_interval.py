@@ -1,0 +1,128 @@
+"""How seldom segments are written back: time against the wear of the disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from zo2core.errors import OptionError
+from zo2core.io.direct_file import whole_pages
+from zo2core.planning.autotune import read_bytes_per_second, replay_seconds, write_bytes_per_second
+from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS
+from zo2core.protocols import NoiseGenerator, TensorReader
+from zo2core.types import BlockLayout
+
+SHARE = 0.1  # of a step's time, that may go into replay so that less is written
+RESUME_SECONDS = 60.0  # that a resumed run may replay a resident model, so that less is written
+
+_LEAST_SNAPSHOT, _MOST_SNAPSHOT = 10, 1000  # steps between writes of a resident model
+
+
+def write_back_interval(replay: float, write: float, *, step: float, resident: bool) -> int:
+    """How many versions a segment may lag before it is written.
+
+    A streamed block that lags k versions is replayed k times at most and (k + 1) / 2 times on average, and written every
+    k-th step. Two rules, and the larger k counts:
+
+    - The least time, where a disk is slow: k = sqrt(2 write / replay) makes (k + 1) / 2 replays and 1 / k writes cheapest.
+    - The least wear for a tenth of a step: the largest k whose (k - 1) / 2 replays beyond the first take that long. So no
+      step takes more than a tenth longer than with the k that costs least time.
+
+    A resident block is never read again, and written only so that a resumed run need not replay everything: as often as
+    costs a hundredth of a replay a step, but not before a resumed run would replay for a minute.
+
+    Args:
+        replay: Seconds to replay one more update over the model.
+        write: Seconds to write the model.
+        step: Seconds of a step, or what it takes at least.
+        resident: Blocks stay in memory.
+    """
+    if resident:
+        cheap, short = math.ceil(100 * write / replay), math.floor(RESUME_SECONDS / replay)
+        return min(max(cheap, short, _LEAST_SNAPSHOT), _MOST_SNAPSHOT)
+    fastest = round(math.sqrt(2 * write / replay))
+    kindest = 1 + math.floor(2 * SHARE * step / replay + 1e-9)
+    return max(fastest, kindest, 1)
+
+
+def terabytes_written(layouts: Sequence[BlockLayout], every: int | None, *, steps: int = 1000) -> float:
+    """Terabytes (10^12 bytes) that steps write to the scratch file where segments are written every so many of them."""
+    return 0.0 if every is None else _written_bytes(layouts) * steps / every / 1e12
+
+
+def interval_within(layouts: Sequence[BlockLayout], terabytes_per_1000_steps: float) -> int:
+    """The smallest interval that writes no more than that."""
+    return max(math.ceil(terabytes_written(layouts, 1) / terabytes_per_1000_steps - 1e-9), 1)
+
+
+def require_within(layouts: Sequence[BlockLayout], every: int | None, terabytes_per_1000_steps: float | None) -> None:
+    """Refuse an interval that writes more than a limit.
+
+    Raises:
+        OptionError: if it does.
+    """
+    if every is None or terabytes_per_1000_steps is None or every >= interval_within(layouts, terabytes_per_1000_steps):
+        return
+    raise OptionError(
+        "write_back",
+        found=f"writing every {every} steps, which is {terabytes_written(layouts, every):.3g} TB in 1,000",
+        expected=f"at most the {terabytes_per_1000_steps:g} TB that are allowed",
+        remedy=f"write every {interval_within(layouts, terabytes_per_1000_steps)} steps, or allow more",
+    )
+
+
+def streamed_bytes(layouts: Sequence[BlockLayout], buckets: int | None, *, kept: int = 0) -> int:
+    """Bytes of blocks that a step reads from the disk.
+
+    Args:
+        layouts: Segments in visiting order.
+        buckets: Of a streamed source; None: blocks are resident.
+        kept: Blocks that stay on a device.
+    """
+    sizes = [layout.nbytes for layout in layouts if not layout.resident]
+    if buckets is None or not sizes:
+        return 0
+    moving = len(sizes) - kept - max(buckets - MOST_USEFUL_BUCKETS, 0)
+    return sum(sizes) * max(moving, 0) // len(sizes)
+
+
+def choose_interval(
+    layouts: Sequence[BlockLayout],
+    noise: NoiseGenerator,
+    weights: TensorReader,
+    directory: Path,
+    *,
+    in_place: bool,
+    buckets: int | None,
+    kept: int = 0,
+    terabytes_per_1000_steps: float | None = None,
+) -> int:
+    """Measure noise and disks, and choose how seldom to write.
+
+    What forwards take is not known here. A step takes at least as long as its reads, and as one replay: that is what counts,
+    though a step that computes for longer could afford to write still less.
+
+    Args:
+        layouts: Segments in visiting order, as they lie in the source's buckets.
+        noise: Draws z.
+        weights: The base checkpoint.
+        directory: Of the scratch file.
+        in_place: Whether updates walk, as MeZO's do.
+        buckets: Of a streamed source; None: blocks are resident.
+        kept: Blocks that stay on a device.
+        terabytes_per_1000_steps: Most that may be written; None: no limit.
+
+    Raises:
+        CheckpointError, ScratchError: if a disk cannot be read from or written to.
+    """
+    replay = replay_seconds(noise, layouts, in_place=in_place)
+    write = _written_bytes(layouts) / write_bytes_per_second(directory)
+    nbytes = streamed_bytes(layouts, buckets, kept=kept)
+    read = nbytes / read_bytes_per_second(weights, layouts) if nbytes else 0.0
+    every = write_back_interval(replay, write, step=max(read, replay), resident=buckets is None)
+    return every if terabytes_per_1000_steps is None else max(every, interval_within(layouts, terabytes_per_1000_steps))
+
+
+def _written_bytes(layouts: Sequence[BlockLayout]) -> int:
+    return sum(whole_pages(layout.nbytes) for layout in layouts)

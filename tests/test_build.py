@@ -1,0 +1,198 @@
+"""The face: what is asked for is heeded or refused, and what a caller passes stays the caller's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import make_batch, save_model, small_config
+from threaded_device import ThreadedDevice, ThreadedStreams
+
+from zo2adapters import open_checkpoint
+from zo2core import (
+    BatchError,
+    HostDevice,
+    Journal,
+    JournalError,
+    MemoryBudgetError,
+    MemoryPolicy,
+    MeZOSGD,
+    OptionError,
+    OutputError,
+    PhiloxNoise,
+    PinnedSource,
+    Replayer,
+    ScratchError,
+    SerialScheduler,
+    Trace,
+    WriteBackPolicy,
+    ZOEngine,
+)
+
+MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
+BATCH = make_batch(40, [9, 5])
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "base", small_config("opt"))
+
+
+class Watched:
+    """A part that says whether it was closed."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+        self.closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MemoryPolicy(host="nonsense"), "memory.host: found 'nonsense'"),
+        (lambda: MemoryPolicy(host=0), "memory.host: found"),
+        (lambda: MemoryPolicy(device="-1GiB"), "memory.device: found"),
+        (lambda: MemoryPolicy(activations=-5), "memory.activations: found"),
+        (lambda: MemoryPolicy(activations=0), "memory.activations: found"),
+        (lambda: MemoryPolicy(least_activations="much"), "memory.least_activations: found"),
+        (lambda: WriteBackPolicy(directory="run", every=0), "write_back.every: found 0"),
+        (lambda: WriteBackPolicy(directory="run", every=True), "write_back.every: found True"),
+        (lambda: WriteBackPolicy(directory="run", every="often"), "write_back.every: found 'often'"),  # type: ignore[arg-type]
+        (lambda: WriteBackPolicy(directory="run", snapshot_every=-3), "write_back.snapshot_every: found -3"),
+    ],
+)
+def test_policies_check_themselves(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": MemoryPolicy(device="8GiB")}, "memory.device"),
+        ({"memory": MemoryPolicy(least_activations=1)}, "memory.least_activations"),
+        ({"micro_batch_size": 0}, "micro_batch_size"),
+        ({"device": "abacus"}, "device"),
+    ],
+)
+def test_an_option_that_nothing_would_heed_is_refused(base: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        ZOEngine(open_checkpoint(base), MEZO, **options)
+    with pytest.raises(OptionError, match=message):
+        Replayer(open_checkpoint(base), **options)
+
+
+def test_a_size_of_device_memory_without_overlap_is_refused(base: Path) -> None:
+    device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
+    with contextlib.closing(device), pytest.raises(OptionError, match=r"memory\.device"):
+        ZOEngine(open_checkpoint(base), MEZO, device=device, overlap=False, memory=MemoryPolicy(device="1GiB"))
+
+
+def test_after_a_refusal_the_callers_parts_and_the_model_are_of_use(base: Path, tmp_path: Path) -> None:
+    model, device = open_checkpoint(base), Watched(HostDevice())
+    with contextlib.closing(Journal(tmp_path / "journal.jsonl")) as journal:
+        with pytest.raises(MemoryBudgetError):
+            ZOEngine(model, MEZO, device=device, journal=journal, memory=MemoryPolicy(host="1KB"))
+        assert not device.closed
+        assert not (tmp_path / "journal.jsonl").exists()
+        with ZOEngine(model, MEZO, device=device, journal=journal) as engine:
+            engine.step(BATCH)
+        assert not device.closed
+        journal.append(MEZO.update(1, MEZO.evaluations(1, iter([3])), [torch.tensor(1.0), torch.tensor(2.0)], 1.0))
+
+
+def test_a_run_that_is_refused_binds_no_later_one(base: Path, tmp_path: Path) -> None:
+    path, nowhere = tmp_path / "journal.jsonl", tmp_path / "file" / "run"
+    (tmp_path / "file").write_text("in the way")
+    for journal in (path, Journal(path)):
+        with pytest.raises(ScratchError):
+            ZOEngine(open_checkpoint(base), MEZO, journal=journal, write_back=WriteBackPolicy(directory=nowhere, every=1))
+        assert not path.exists()
+        with ZOEngine(open_checkpoint(base), MeZOSGD(lr=5e-3, zo_eps=1e-3), journal=journal) as engine:
+            engine.step(BATCH)
+        if isinstance(journal, Journal):
+            journal.close()
+        path.unlink()
+
+
+def test_parts_stay_the_callers(base: Path) -> None:
+    model, device, other = open_checkpoint(base), Watched(HostDevice()), save_model(base.parent / "b", small_config("llama"))
+    source = Watched(PinnedSource(model.weights, model.layouts, device.host_memory))
+    parts: dict[str, Any] = {"source": source, "device": device, "noise": PhiloxNoise()}
+    with pytest.raises(OptionError, match="source"):
+        ZOEngine.from_parts(open_checkpoint(other), MEZO, **parts)
+    with pytest.raises(OptionError, match="activations"):
+        ZOEngine.from_parts(model, MEZO, **parts, activations="nonsense")
+    with pytest.raises(OutputError):
+        ZOEngine.from_parts(model, MEZO, **parts, trace=base / "config.json")
+    losses = []
+    for scheduler in (None, SerialScheduler(source, device)):
+        with ZOEngine.from_parts(model, MEZO, **parts, scheduler=scheduler) as engine:
+            losses.append(engine.evaluate([BATCH]).losses)
+            assert engine.host_plan is None
+            assert engine.device_plan is None
+        assert not source.closed
+        assert not device.closed
+    assert losses[0] == losses[1]
+    assert source.acquire(0).version == 0, "it can still be used"
+
+
+def test_paths_are_opened_and_closed_objects_are_left_open(base: Path, tmp_path: Path) -> None:
+    path, file = tmp_path / "journal.jsonl", tmp_path / "trace.json"
+    with ZOEngine(open_checkpoint(base), MEZO, journal=path, trace=file) as engine:
+        engine.step(BATCH)
+    assert file.read_text().rstrip().endswith("]"), "the trace is complete"
+    with contextlib.closing(Journal(path)) as journal, Trace(tmp_path / "other.json") as trace:
+        with ZOEngine(open_checkpoint(base), MEZO, journal=journal, trace=trace) as engine:
+            engine.step(BATCH)
+        with ZOEngine(open_checkpoint(base), MEZO, journal=journal, trace=trace) as engine:
+            assert engine.step(BATCH).step == 2
+    assert (tmp_path / "other.json").read_text().count('"step ') == 2
+
+
+def test_a_replayer_takes_no_steps_and_makes_no_journal(base: Path, tmp_path: Path) -> None:
+    assert not hasattr(Replayer, "step")
+    missing = tmp_path / "typo.jsonl"
+    with pytest.raises(JournalError, match="no journal"):
+        Replayer(open_checkpoint(base), missing)
+    assert not missing.exists()
+    with Replayer(open_checkpoint(base)) as replayer:
+        assert replayer.version == 0
+
+
+def test_a_batch_of_something_else_than_tensors_is_refused(base: Path) -> None:
+    with ZOEngine(open_checkpoint(base), MEZO) as engine:
+        for use in (engine.step, lambda batch: engine.evaluate([batch])):
+            with pytest.raises(BatchError, match=r"batch\['labels'\]: found a list"):
+                use({**BATCH, "labels": [[1, 2]]})  # type: ignore[dict-item]
+
+
+def test_what_an_iteration_or_a_failed_step_moved_is_not_the_next_steps(base: Path) -> None:
+    class FailureError(Exception):
+        pass
+
+    device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
+    model = open_checkpoint(base)
+    with contextlib.closing(device), ZOEngine(model, MEZO, device=device, overlap=False) as engine:
+        moved = [engine.step(BATCH, seed=seed).bytes_moved for seed in range(3)]
+        assert len(list(engine.parameters_now())) > 0
+        head = model.head
+
+        def failing(*_: object) -> torch.Tensor:
+            raise FailureError
+
+        model.head = failing  # type: ignore[method-assign, assignment]
+        with pytest.raises(FailureError):
+            engine.step(BATCH)
+        model.head = head  # type: ignore[method-assign]
+        assert engine.step(BATCH).bytes_moved <= moved[2]

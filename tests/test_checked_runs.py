@@ -1,0 +1,99 @@
+"""Runs as people start them: the base is compared, what is written is told and limited."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from models import WORDS, save_model, save_tokenizer, small_config
+
+from zo2adapters.cli import main
+from zo2adapters.commands.export import Export
+from zo2adapters.trainers.options import Batching, Execution, Optimization, Storage, TrainOptions
+from zo2adapters.trainers.trainer import Trainer
+from zo2core import CheckpointError, Journal, JournalError, OptionError, SafetensorsReader, terabytes_written
+from zo2core.checkpoint import parse_header
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> TrainOptions:
+    base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=3))
+    save_tokenizer(base)
+    rows = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:] for other in WORDS[8:]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return TrainOptions(
+        model=str(base),
+        data=tmp_path / "rows.jsonl",
+        output=tmp_path / "run",
+        steps=3,
+        optimization=Optimization(lr=1e-2),
+        batching=Batching(batch_size=3),
+        storage=Storage(write_back_every=2),
+    )
+
+
+def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_to(options: TrainOptions) -> None:
+    with Trainer(options, quiet=True) as trainer:
+        assert "written back every 2 steps, less than 0.01 TB in 1,000 steps" in trainer.storage()
+    storage = replace(options.storage, write_limit_tb=1e-6)
+    with pytest.raises(OptionError, match=r"write_back: found writing every 2 steps.*TB in 1,000; expected at most"):
+        Trainer(replace(options, output=options.output.with_name("other"), storage=storage), quiet=True)
+    storage = replace(storage, write_back_every="auto")
+    with Trainer(replace(options, output=options.output.with_name("third"), storage=storage), quiet=True) as trainer:
+        every = trainer.engine.write_back_every
+        assert every is not None
+        layouts = trainer.engine._parts.source.layouts
+        assert terabytes_written(layouts, every) <= 1e-6
+
+
+def test_the_whole_base_is_compared_when_that_is_asked_for(
+    options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(options.output)
+    with Trainer(options, quiet=True) as trainer:
+        trainer.run()
+    main(["train", "--resume", run, "--verify-base"])
+    main(["export", "--run", run, "--output", str(tmp_path / "out"), "--verify-base"])
+    main(["evaluate", "--run", run, "--data", str(tmp_path / "rows.jsonl"), "--verify-base"])
+    assert capsys.readouterr().err.count("base: 100%") >= 3
+    with pytest.raises(OptionError, match="--verify-base: found no journal"):
+        Export(model=options.model, output=tmp_path / "more", verify_base=True).run()
+    shard = Path(options.model) / "model.safetensors"
+    name, entry = max(parse_header(shard).items(), key=lambda item: item[1].nbytes)
+    data = bytearray(shard.read_bytes())
+    data[entry.start + entry.nbytes // 3] ^= 1
+    with pytest.MonkeyPatch.context() as patch:  # as if no sample had met it
+        patch.setattr(SafetensorsReader, "fingerprint", Journal(options.output / "journal.jsonl").header["base"])  # type: ignore[index]
+        shard.write_bytes(data)
+        for verify in (True, False):
+            with pytest.raises(CheckpointError, match=r"model\.safetensors: .*: found content of digest"):
+                Export(run_directory=options.output, output=tmp_path / "more", verify_base=verify).run()
+    assert name
+    assert not (tmp_path / "more").exists()
+
+
+def test_a_journal_without_digests_cannot_verify_a_base(options: TrainOptions, tmp_path: Path) -> None:
+    with Trainer(options, quiet=True):
+        pass
+    with pytest.raises(JournalError, match="no digest of 5 of 5 segments of the base"):
+        Export(run_directory=options.output, output=tmp_path / "out", verify_base=True).run()
+    with Trainer(options, resume=True, quiet=True, execution=Execution(verify_base=True)) as trainer:
+        assert len(trainer.engine.journal.base_digests) == 5
+    Export(run_directory=options.output, output=tmp_path / "out", verify_base=True).run()
+
+
+def test_a_plan_says_how_many_terabytes_are_written(options: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = ["plan", "--model", options.model, "--scratch", str(options.data.parent), "--batch-size", "1"]
+    main(plan)
+    assert "written in 1,000 steps     0.00 TB" in capsys.readouterr().out
+    for more in ([], ["--device-memory", "1GB"]):
+        written = []
+        for limit in ([], ["--write-limit-tb", "1e-8"]):
+            main([*plan, *more, *limit, "--json"])
+            written.append(json.loads(capsys.readouterr().out)["terabytes_per_1000_steps"])
+        assert 0 < written[1] <= 1e-8 < written[0]
+    with pytest.raises(SystemExit):
+        main([*plan, "--write-limit-tb", "0"])
+    assert "found 0.0; expected a number above 0" in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""The files beside a model's weights, from a stranger: what is read, what is refused, what goes along."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from models import save_model, save_tokenizer, small_config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from zo2adapters import open_checkpoint
+from zo2adapters.cli import format_warning
+from zo2adapters.tasks.tokenizer import load_tokenizer
+from zo2core import CheckpointError, MeZOSGD, ZO2Error, ZO2Warning, ZOEngine
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    directory = save_model(tmp_path / "base", small_config("llama"))
+    save_tokenizer(directory)
+    return directory
+
+
+def export(directory: Path, out: Path) -> Path:
+    with ZOEngine(open_checkpoint(directory), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+        engine.export(out)
+    return out
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "config.json", "tokenizer.json", "generation_config.json"])
+def test_a_link_out_of_the_directory_is_refused(name: str, base: Path, tmp_path: Path) -> None:
+    (base / name).unlink(missing_ok=True)
+    (tmp_path / "secret").write_text("{}")
+    (base / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="a link to") as info:
+        open_checkpoint(base)
+    assert info.value.where == str(base / name)
+    with pytest.raises(CheckpointError, match="a link to"):
+        load_tokenizer(base)
+
+
+def test_links_inside_the_directory_and_of_the_hubs_cache_are_followed(base: Path, tmp_path: Path) -> None:
+    (base / "again.txt").symlink_to("config.json")
+    revision, blobs = tmp_path / "models--a--b" / "snapshots" / "abc", tmp_path / "models--a--b" / "blobs"
+    revision.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(base.iterdir())):
+        (blobs / str(number)).write_bytes(path.read_bytes())
+        (revision / path.name).symlink_to(f"../../blobs/{number}")
+    for source in (base, revision):
+        out = export(source, tmp_path / f"out-{source.name}")
+        assert (out / "again.txt").read_bytes() == (base / "config.json").read_bytes()
+        assert not any(path.is_symlink() for path in out.iterdir())
+        assert load_tokenizer(source) is not None
+
+
+def test_a_blob_that_links_elsewhere_is_refused(base: Path, tmp_path: Path) -> None:
+    revision = tmp_path / "m" / "snapshots" / "abc"
+    revision.parent.mkdir(parents=True)
+    base.rename(revision)
+    (tmp_path / "m" / "blobs").mkdir()
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "m" / "blobs" / "0").symlink_to(tmp_path / "secret")
+    (revision / "notes.txt").symlink_to("../../blobs/0")
+    with pytest.raises(CheckpointError, match="a link to"):
+        open_checkpoint(revision)
+
+
+def listen(path: Path) -> None:
+    where = os.open(path.parent, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"/proc/self/fd/{where}/{path.name}")  # a socket's own path may not be long
+    os.close(where)
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+ODD: dict[str, Callable[[Path], object]] = {
+    "a FIFO": os.mkfifo,
+    "a socket": listen,
+    "a directory": Path.mkdir,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to nothing": lambda path: path.symlink_to("nothing"),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "1 TiB": sparse,
+    "lists in lists": lambda path: path.write_bytes(b"[" * 1_000_000),
+    "objects in objects": lambda path: path.write_bytes(b'{"a":' * 10_000 + b"1" + b"}" * 10_000),
+    "no JSON": lambda path: path.write_bytes(b"\xff\x00"),
+}
+
+
+@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "additional_chat_templates/x.jinja"]
+)
+def test_a_file_that_is_none_or_absurd_is_refused_at_once(name: str, make: Callable[[Path], object], base: Path) -> None:
+    (base / "additional_chat_templates").mkdir()
+    (base / name).unlink(missing_ok=True)
+    make(base / name)
+    if name.endswith("jinja") and (base / name).is_file() and (base / name).stat().st_size < 1 << 30:
+        return  # any text may be a template
+
+    def use() -> None:
+        open_checkpoint(base)
+        load_tokenizer(base)
+
+    with pytest.raises(ZO2Error) as info:
+        use()
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, listen, Path.mkdir])
+def test_a_shard_that_is_no_file_is_refused_at_once(make: Callable[[Path], object], base: Path) -> None:
+    (base / "model.safetensors").unlink()
+    make(base / "model.safetensors")
+    with pytest.raises(CheckpointError):
+        open_checkpoint(base)
+
+
+def test_an_export_holds_no_remote_code_and_loads_without(base: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json"):
+        path = base / name
+        values = {**json.loads(path.read_bytes()), "auto_map": {"AutoConfig": "code.Config"}}
+        path.write_text(json.dumps({**values, "inner": [{"auto_map": {"AutoModel": "code.Model"}, "kept": 1}]}))
+    (base / "code.py").write_text("raise SystemExit")
+    with pytest.warns(ZO2Warning, match="auto_map is left out") as warned:
+        out = export(base, tmp_path / "out")
+    assert len(warned) == 1
+    assert "\n" not in str(warned[0].message)
+    assert not any(b"auto_map" in path.read_bytes() for path in out.iterdir())
+    assert not (out / "code.py").exists()
+    assert json.loads((out / "config.json").read_bytes())["inner"] == [{"kept": 1}]
+    assert AutoConfig.from_pretrained(out, trust_remote_code=False).model_type == "llama"
+    assert AutoModelForCausalLM.from_pretrained(out, trust_remote_code=False) is not None
+    assert AutoTokenizer.from_pretrained(out, trust_remote_code=False) is not None
+
+
+def test_a_command_shows_a_warning_of_ours_as_one_line() -> None:
+    assert format_warning(ZO2Warning("said"), ZO2Warning, "file.py", 1) == "zo2: said\n"
+    assert "file.py:1" in format_warning(UserWarning("said"), UserWarning, "file.py", 1)

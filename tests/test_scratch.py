@@ -1,0 +1,307 @@
+"""What is in the scratch file is checked: whatever happens to it between two processes, the weights are those of the run."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy import ToyBlockModel
+
+from zo2core import HostPlan, JournalError, MemoryPolicy, MeZOSGD, PhiloxNoise, WriteBackPolicy, ZOEngine
+from zo2core.io.direct_file import PAGE, RangedFile
+from zo2core.io.record_log import RecordFile, to_line
+
+IDS = torch.randint(0, 50, (2, 6), generator=torch.Generator().manual_seed(0))
+BATCH = {"input_ids": IDS, "labels": IDS}
+BEFORE, AFTER = 4, 3  # steps of the process that wrote the file, and of the one that goes on
+LAYERS = 4
+BUCKETS = {"resident": None, "one bucket": 1, "three buckets": 3}
+
+every_source = pytest.mark.parametrize("buckets", BUCKETS.values(), ids=BUCKETS)
+
+
+def engine(run: Path, buckets: int | None, every: int | None = 1) -> ZOEngine:
+    """An engine that goes on from whatever is in the run's directory."""
+    model = ToyBlockModel(50, 40, LAYERS, tied=True, dtype=torch.float32, file=run.parent / f"{run.name}.safetensors")
+    return ZOEngine(
+        model,
+        MeZOSGD(lr=1e-2, zo_eps=1e-3),
+        noise=PhiloxNoise(),
+        journal=run / "journal.jsonl",
+        memory=MemoryPolicy(host=HostPlan((), budget=2**28, buckets=buckets, keep_noise=False)),
+        write_back=WriteBackPolicy(directory=run, every=every),
+    )
+
+
+def train(run: Path, buckets: int | None, steps: int) -> dict[str, bytes]:
+    """Take steps; return the final weights."""
+    with engine(run, buckets) as training:
+        for _ in range(steps):
+            training.step(BATCH)
+        return {name: tensor.numpy().tobytes() for name, tensor in training.parameters_now()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    return train(tmp_path_factory.mktemp("undisturbed") / "run", None, BEFORE + AFTER)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that were interrupted, with all segments written back: blocks that stream lie as on disk, others are packed."""
+    folder = tmp_path_factory.mktemp("written")
+    for kind, buckets in (("resident", None), ("streamed", 1)):
+        train(folder / kind, buckets, BEFORE)
+    return folder
+
+
+def copied(written: Path, folder: Path, buckets: int | None = 1) -> Path:
+    shutil.copytree(written / ("resident" if buckets is None else "streamed"), folder / "run")
+    return folder / "run"
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    return [dict(record) for record in RecordFile(run / "scratch.jsonl").loaded]
+
+
+def rewrite(run: Path, changed: list[dict[str, Any]]) -> None:
+    """A manifest whose lines have right checksums."""
+    (run / "scratch.jsonl").write_bytes(b"".join(to_line(record) for record in changed))
+
+
+def flip_a_bit(run: Path, rng: random.Random) -> None:
+    data = bytearray((run / "scratch.bin").read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    (run / "scratch.bin").write_bytes(data)
+
+
+def zero_a_page(run: Path, rng: random.Random) -> None:
+    data = bytearray((run / "scratch.bin").read_bytes())
+    at = rng.randrange(len(data) // PAGE) * PAGE
+    data[at : at + PAGE] = bytes(PAGE)
+    (run / "scratch.bin").write_bytes(data)
+
+
+def exchange_pages(run: Path, rng: random.Random) -> None:
+    data = bytearray((run / "scratch.bin").read_bytes())
+    one, other = (rng.randrange(len(data) // PAGE) * PAGE for _ in range(2))
+    data[one : one + PAGE], data[other : other + PAGE] = data[other : other + PAGE], data[one : one + PAGE]
+    (run / "scratch.bin").write_bytes(data)
+
+
+def cut_the_file(run: Path, rng: random.Random) -> None:
+    data = (run / "scratch.bin").read_bytes()
+    (run / "scratch.bin").write_bytes(data[: rng.randrange(len(data))])
+
+
+def cut_the_manifest(run: Path, rng: random.Random) -> None:
+    manifest = (run / "scratch.jsonl").read_bytes()
+    (run / "scratch.jsonl").write_bytes(manifest[: rng.randrange(len(manifest))])
+
+
+def drop_lines(run: Path, rng: random.Random) -> None:
+    header, *rest = records(run)
+    rewrite(run, [header, *(record for record in rest if rng.random() < 0.7)])
+
+
+def reorder_lines(run: Path, rng: random.Random) -> None:
+    header, *rest = records(run)
+    rewrite(run, [header, *rng.sample(rest, len(rest))])
+
+
+def repeat_lines(run: Path, rng: random.Random) -> None:
+    header, *rest = records(run)
+    rewrite(run, [header, *rest, *rng.choices(rest, k=5)])
+
+
+def exchange_what_records_name(run: Path, rng: random.Random) -> None:
+    header, *rest = records(run)
+    one, other = rng.sample(rest, 2)
+    for key in rng.sample(["segment", "slot", "version", "chain", "xxh3"], rng.randint(1, 4)):
+        one[key], other[key] = other[key], one[key]
+    rewrite(run, [header, *rest])
+
+
+def write_nonsense(run: Path, rng: random.Random) -> None:
+    header, *rest = records(run)
+    nonsense: list[Any] = [None, True, -1, 10**40, 99, 1.5, "1", [], {}, "f" * 16, [0]]
+    for record in rng.sample(rest, 3):
+        key = rng.choice(list(record))
+        if rng.random() < 0.3:
+            del record[key]
+        else:
+            record[key] = rng.choice([value for value in nonsense if key != "version" or value != 99])
+    rewrite(run, [header, *rest])
+
+
+DAMAGES: list[Callable[[Path, random.Random], None]] = [
+    flip_a_bit,
+    zero_a_page,
+    exchange_pages,
+    cut_the_file,
+    cut_the_manifest,
+    drop_lines,
+    reorder_lines,
+    repeat_lines,
+    exchange_what_records_name,
+    write_nonsense,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_scratch_file_costs_time_and_changes_no_bit(
+    damage: Callable[[Path, random.Random], None],
+    written: Path,
+    undisturbed: dict[str, bytes],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    for seed in range(300 if request.config.getoption("--long") else 5):
+        rng = random.Random(f"{damage.__name__} {seed}")
+        (tmp_path / str(seed)).mkdir()
+        buckets = rng.choice(list(BUCKETS.values()))
+        run = copied(written, tmp_path / str(seed), buckets)
+        damage(run, rng)
+        if rng.random() < 0.3:
+            rng.choice(DAMAGES[:3])(run, rng)
+        assert train(run, buckets, AFTER) == undisturbed, seed
+        shutil.rmtree(tmp_path / str(seed))
+
+
+@every_source
+def test_one_flipped_bit_gives_up_its_segment_alone(
+    buckets: int | None, written: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    run = copied(written, tmp_path, buckets)
+    lasts = {record["segment"]: record for record in records(run)[1:]}
+    data = bytearray((run / "scratch.bin").read_bytes())
+    data[lasts[2]["slot"] * max(records(run)[0]["sizes"][1:-1]) + 5] ^= 1
+    (run / "scratch.bin").write_bytes(data)
+    with engine(run, buckets) as resumed:
+        source = resumed._parts.source
+        versions = {}
+        for index in range(len(source.layouts)):
+            bucket = source.acquire(index)
+            versions[index] = bucket.version
+            source.release(bucket, bucket.version)
+        assert versions == {index: 0 if index == 2 else lasts[index]["version"] for index in versions}
+    assert train(run, buckets, AFTER) == undisturbed
+
+
+@every_source
+def test_two_segments_of_one_slot_are_both_replayed(
+    buckets: int | None, written: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    run = copied(written, tmp_path, buckets)
+    header, *rest = records(run)
+    lasts = {record["segment"]: record for record in rest}
+    lasts[3]["slot"] = lasts[2]["slot"]
+    rewrite(run, [header, *lasts.values()])
+    with engine(run, buckets) as resumed:
+        assert resumed.version == BEFORE
+    assert [record["segment"] for record in records(run)[1:]] == sorted(set(lasts) - {2, 3}), "they do not count any more"
+    assert train(run, buckets, AFTER) == undisturbed
+
+
+def test_records_without_a_checksum_do_not_count(written: Path, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
+    run = copied(written, tmp_path)
+    header, *rest = records(run)
+    for record in rest:
+        del record["xxh3"]
+    rewrite(run, [header, *rest])
+    with engine(run, 1):
+        assert len(records(run)) == 1
+    assert train(run, 1, AFTER) == undisturbed
+
+
+def test_a_manifest_of_the_format_before_does_not_count(
+    written: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    run = copied(written, tmp_path)
+    header, *rest = records(run)
+    rewrite(run, [{**header, "format": 1}, *({k: v for k, v in record.items() if k != "xxh3"} for record in rest)])
+    assert train(run, 1, AFTER) == undisturbed
+
+
+def test_a_manifest_that_knows_a_later_version_tells_that_the_journal_was_cut(written: Path, tmp_path: Path) -> None:
+    run = copied(written, tmp_path)
+    journal = run / "journal.jsonl"
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:-2]))
+    with pytest.raises(JournalError, match=r"scratch\.jsonl"):
+        engine(run, 1)
+
+
+def test_a_version_that_no_run_reaches_is_damage_and_no_cut(
+    written: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    run = copied(written, tmp_path)
+    header, *rest = records(run)
+    rest[-1]["version"] = 10**30
+    rewrite(run, [header, *rest])
+    assert train(run, 3, AFTER) == undisturbed
+
+
+@every_source
+def test_a_copy_of_a_live_run_goes_on_with_the_same_bits(
+    buckets: int | None,
+    undisturbed: dict[str, bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    """In the middle of writes: half of the bytes are there; and each file is of another moment."""
+    run, rng = tmp_path / "run", random.Random(0)
+    write, calls, copies = RangedFile.write, 0, []
+    wanted = 60 if request.config.getoption("--long") else 6
+    every = max(BEFORE * (LAYERS + 2) // wanted, 1)
+    partial: dict[Path, list[str]] = {}
+
+    def copying(self: RangedFile, offset: int, data: memoryview) -> None:
+        nonlocal calls
+        half = len(data) // (2 * PAGE) * PAGE
+        write(self, offset, data[:half])
+        calls += 1
+        if calls % every == 0:
+            copy = tmp_path / f"copy {calls}"
+            copy.mkdir()
+            partial[copy] = rng.sample(["scratch.jsonl", "scratch.bin", "journal.jsonl"], 3)
+            copies.append(copy)
+        for copy, names in partial.items():
+            if names and rng.random() < 0.7 and (run / names[0]).exists():
+                shutil.copy(run / names[0], copy / names.pop(0))
+        write(self, offset + half, data[half:])
+
+    monkeypatch.setattr(RangedFile, "write", copying)
+    train(run, buckets, BEFORE + AFTER)
+    monkeypatch.undo()
+    goes_on = 0
+    for copy in copies:
+        for name in partial[copy]:
+            shutil.copy(run / name, copy)
+        done = sum(b'"step"' in line for line in (copy / "journal.jsonl").read_bytes().splitlines(keepends=True))
+        try:
+            assert train(copy, buckets, BEFORE + AFTER - done) == undisturbed
+            goes_on += 1
+        except JournalError as error:  # the journal was copied long before the manifest
+            assert "scratch.jsonl" in str(error)  # noqa: PT017
+    assert goes_on > 0
+
+
+def test_bytes_are_hashed_beside_the_write_and_memory_is_free_when_it_ends(written: Path) -> None:
+    """Records of a run name the checksum of what the file holds."""
+    header, *rest = records(written / "streamed")
+    assert header["format"] == 2
+    lasts = {record["segment"]: record for record in rest}
+    assert set(lasts) == set(range(LAYERS + 2))
+    assert all(len(record["xxh3"]) == 16 for record in lasts.values())
+    for line in (written / "streamed/scratch.jsonl").read_bytes().splitlines():
+        raw, _, member = line.rpartition(b',"crc32":"')
+        assert int(member[:8], 16) == zlib.crc32(raw)
+        json.loads(line)
