@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             status = _status(sys.argv[1:], signals)
         finally:
-            signals.phase = Phase.ENDING
+            signals.end()
     if status != 0:
         sys.exit(status)
 

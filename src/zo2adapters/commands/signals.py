@@ -25,7 +25,6 @@ class Phase(Enum):
 
     STARTING = "starting"  # nothing was begun
     RUNNING = "running"
-    ENDING = "ending"  # all is done but Python's own end, which takes no exception
 
 
 class Interrupted(KeyboardInterrupt):
@@ -50,6 +49,11 @@ class SignalHandling:
                 signal.signal(number, self._handle)
         sys.unraisablehook = self._handle_unraisable
 
+    def end(self) -> None:
+        """Ignore signals from here on: all is done but Python's own end, which takes no exception and forgets handlers."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
     def _handle(self, number: int, _: FrameType | None) -> None:
         self._count += 1
         if self.phase is Phase.STARTING:
@@ -58,7 +62,7 @@ class SignalHandling:
             _leave(number, "ended at once")
         if self._count > 1:
             _say("stopping; once more ends it at once")
-        elif self.phase is Phase.RUNNING:
+        else:
             raise Interrupted(number)
 
     def _handle_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
