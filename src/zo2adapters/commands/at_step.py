@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from zo2adapters.ranges import shown
+from zo2adapters.tasks.regular_file import require_regular
 from zo2adapters.trainers.options import DtypeName
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer
@@ -91,6 +92,8 @@ class AtStep:
             JournalError: if there is no journal, or it does not fit the base.
             OptionError: if the run has no such step.
         """
+        if self.journal is not None:
+            require_regular(self.journal)
         journal = None if self.journal is None else Journal(self.journal)
         if journal is not None and journal.header is None:
             raise JournalError(self.journal, found="no journal", expected="a run's journal.jsonl", remedy="check the path")

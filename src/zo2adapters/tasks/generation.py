@@ -116,7 +116,7 @@ def generate(
     for _ in range(max_new_tokens):
         batch = {"input_ids": ids, "attention_mask": mask, **({"position_ids": positions} if takes_positions else {})}
         [[logits]] = engine.forwards([batch], forward)
-        if bool(logits.isnan().any()):
+        if not bool(logits.isfinite().all()):
             raise NonFiniteLossError(
                 "generation", found="logits that are no numbers", expected="finite logits", remedy="check the weights"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -33,3 +34,13 @@ def read_regular(path: Path) -> bytes:
     """
     with open_regular(path) as file:
         return file.read()
+
+
+def require_regular(path: Path) -> None:
+    """Refuse what is there and is no regular file; what is not there is for others to refuse.
+
+    Raises:
+        OSError: naming the path.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        open_regular(path).close()

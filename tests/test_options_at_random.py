@@ -1,0 +1,220 @@
+"""Options drawn at random for every command: a result, or one typed line; never a traceback, a hang or a leftover."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from command_lines import assert_typed, make_place, run_here
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+SECONDS = 60  # a command takes a fraction of one
+LONG = settings.get_profile("long").max_examples
+
+WHOLE = [0, 1, 2, 3, 7, -1, 2**31, 2**63, "9" * 400, "9" * 5000, "1e3", "x", ""]
+REAL = [1e-6, 1e-3, 0.5, 0, -1, 1e6, 1e300, "1e999", "nan", "inf", "-inf", "x", ""]
+SIZES = ["auto", "4GiB", "300MB", "1MB", "8", "0", "-1", "9" * 400, "1e3", "6Gib", "much", ""]
+DTYPES = ["auto", "float32", "bfloat16", "float16", "float64", "int8", ""]
+DEVICES = ["cpu", "cuda:99", "gpu", ""]
+FLAG = None  # an option that takes no value
+
+Choices = dict[str, list[Any] | None]  # the values of an option
+
+BATCHING: Choices = {
+    "batch-size": WHOLE,
+    "micro-batch-size": WHOLE,
+    "loss-chunk": WHOLE,
+    "sequence-length": WHOLE,
+}
+PATHS = [
+    "{place}/nowhere",
+    "{place}/rows.jsonl",
+    "{place}/base",
+    "{place}/pipe",
+    "{place}/" + "n" * 300,
+    "/dev/full",
+    "",
+    ".",
+]
+DATA = ["{place}/rows.jsonl", "{place}/choices.jsonl", *PATHS]
+MODELS = ["{place}/base", *PATHS]
+STEP: Choices = {
+    "model": MODELS,
+    "journal": ["{place}/run/journal.jsonl", *PATHS],
+    "run": ["{place}/run", *PATHS],
+    "at": WHOLE,
+    "dtype": DTYPES,
+    "memory": SIZES,
+    "device": DEVICES,
+    "device-memory": SIZES,
+}
+OUTPUTS = ["{place}/new", "{place}/deep/new", *PATHS]
+
+OPTIONS: dict[str, Choices] = {
+    "train": {
+        **BATCHING,
+        "model": MODELS,
+        "data": DATA,
+        "evaluation": DATA,
+        "output": OUTPUTS,
+        "steps": [1, 2, 3, 0, -1, "1e3", "x"],
+        "evaluate-every": WHOLE,
+        "seed": WHOLE,
+        "dtype": DTYPES,
+        "lr": REAL,
+        "zo-eps": REAL,
+        "weight-decay": REAL,
+        "noise": ["mezo", "gaussian", "rademacher", "white"],
+        "exact-mezo": FLAG,
+        "perturb-in-place": FLAG,
+        "decay": ["constant", "linear", "cosine", "steep"],
+        "queries": [1, 2, 3, 0, -1, 2**63, "x"],
+        "warmup-steps": WHOLE,
+        "memory": SIZES,
+        "write-back-every": [*WHOLE, "auto", "never"],
+        "snapshot-every": WHOLE,
+        "activation-memory": SIZES,
+        "device": DEVICES,
+        "device-memory": SIZES,
+        "trace": OUTPUTS,
+        "scheduler": ["serial", "overlapped", "none"],
+        "resume": ["{place}/run", *PATHS],
+    },
+    "evaluate": {**STEP, **BATCHING, "data": DATA, "activation-memory": SIZES, "trace": OUTPUTS},
+    "generate": {
+        **STEP,
+        "prompt": ["the cat", "", "the", "nothing known", " " * 9, "\udcff"],
+        "max-new-tokens": WHOLE,
+        "temperature": REAL,
+        "top-p": REAL,
+        "seed": WHOLE,
+    },
+    "export": {**STEP, "output": OUTPUTS},
+    "verify": {
+        "model": MODELS,
+        "dtype": DTYPES,
+        "steps": [1, 2, 0, -1, "x"],
+        "batch-size": WHOLE,
+        "tokens": WHOLE,
+        "lr": REAL,
+        "zo-eps": REAL,
+        "weight-decay": REAL,
+        "seed": WHOLE,
+    },
+    "plan": {
+        **BATCHING,
+        "model": MODELS,
+        "dtype": DTYPES,
+        "memory": SIZES,
+        "scratch": PATHS,
+        "device-memory": SIZES,
+        "bus": SIZES,
+        "json": FLAG,
+        "noise": ["mezo", "gaussian", "rademacher", "white"],
+        "exact-mezo": FLAG,
+        "queries": WHOLE,
+    },
+    "journal": {"last": WHOLE, "": ["{place}/run", *PATHS]},
+    "timeline": {"": ["{place}/trace.json", *PATHS], "output": ["{place}/picture.png", *OUTPUTS], "step": WHOLE},
+    "convert": {"model": MODELS, "output": OUTPUTS},
+    "demo": {"keep": ["{place}/base", "/dev/full"], "seed": ["x"]},
+}
+
+# What a command line holds unless something else was drawn: most draws should come as far as the model.
+DEFAULTS: dict[str, dict[str, str]] = {
+    "train": {"model": "{place}/base", "data": "{place}/rows.jsonl", "output": "{place}/new", "steps": "2"},
+    "evaluate": {"model": "{place}/base", "data": "{place}/rows.jsonl"},
+    "generate": {"model": "{place}/base", "prompt": "the cat", "max-new-tokens": "2"},
+    "export": {"run": "{place}/run", "output": "{place}/new"},
+    "verify": {"model": "{place}/base", "tokens": "5", "steps": "1"},
+    "plan": {"model": "{place}/base", "batch-size": "3"},
+    "journal": {"": "{place}/run"},
+    "timeline": {"": "{place}/trace.json", "output": "{place}/picture.png"},
+    "convert": {"model": "{place}/base", "output": "{place}/new"},
+    "demo": {"keep": "{place}/base"},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_place(tmp_path_factory.mktemp("random"))
+    given = ["--model", folder / "base", "--data", folder / "rows.jsonl", "--output", folder / "run"]
+    assert run_here("train", *given, "--steps", 4, "--batch-size", 3, "--trace", folder / "trace.json").status == 0
+    os.mkfifo(folder / "pipe")
+    shutil.copytree(folder / "run", folder / "kept run")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let what hangs fail. The working directory is one that a relative path may fill."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise AssertionError(f"it hangs in {frame}")
+
+    monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGALRM, end)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@st.composite
+def command_lines(draw: st.DrawFn, name: str) -> list[str]:
+    options = OPTIONS[name]
+    chosen = draw(st.lists(st.sampled_from(sorted(options)), max_size=3, unique=True))
+    values: dict[str, str | None] = dict(DEFAULTS[name])
+    if name == "train" and "resume" in chosen:
+        values = {}
+    for option in chosen:
+        of_option = options[option]
+        values[option] = None if of_option is None else str(draw(st.sampled_from(of_option)))
+    words: list[str] = []
+    for option, value in values.items():
+        words += [*([f"--{option}"] if option else []), *([] if value is None else [value])]
+    return [name, *words]
+
+
+def snapshot(place: Path) -> dict[str, int]:
+    return {str(path.relative_to(place)): path.lstat().st_size for path in place.rglob("*")}
+
+
+def restore(place: Path) -> None:
+    """Take away what a command was asked to make."""
+    for name in ("new", "deep", "nowhere", "run"):
+        shutil.rmtree(place / name, ignore_errors=True)
+        (place / name).unlink(missing_ok=True)
+    (place / "picture.png").unlink(missing_ok=True)
+    shutil.copytree(place / "kept run", place / "run")
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_at_random_give_a_result_or_one_typed_line(place: Path, name: str, request: pytest.FixtureRequest) -> None:
+    is_long = request.config.getoption("--long")
+    most = {"train": 20, "demo": 2, "journal": 5, "timeline": 4, "convert": 4}.get(name, 9)
+
+    @settings(max_examples=LONG // 4 if is_long and name != "demo" else most)
+    @given(line=command_lines(name))
+    def check(line: list[str]) -> None:
+        restore(place)
+        before = snapshot(place)
+        arguments = [word.replace("{place}", str(place)) for word in line]
+        signal.alarm(SECONDS)
+        ended = run_here(*arguments)
+        signal.alarm(0)
+        assert ended.status in (0, 2), (json.dumps(arguments), ended)
+        if ended.status == 2:
+            assert_typed(ended)
+            after = snapshot(place)
+            if name != "train" or "--resume" not in line:
+                assert after == before, sorted(set(after) ^ set(before))
+
+    check()
