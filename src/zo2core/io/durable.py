@@ -54,4 +54,4 @@ def open_regular(path: Path) -> BinaryIO:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "not a regular file", str(path))
+    raise OSError(errno.EINVAL, "no regular file", str(path))
