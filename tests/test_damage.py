@@ -1,4 +1,4 @@
-"""Damage at random to every file of a run, and copies of a live run: the undisturbed bits or one typed line, never silence."""
+"""Damage at random to every file of a run, and copies of a live one: the undisturbed bits or one typed line, never silence."""
 
 from __future__ import annotations
 
