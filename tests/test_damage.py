@@ -1,4 +1,4 @@
-"""Damage at random to every file of a run, and copies of a live one: the undisturbed bits or one typed line, never silence."""
+"""Damage at random to every file of a run, and copies of a live one: the undisturbed bits or one typed line."""
 
 from __future__ import annotations
 
