@@ -116,7 +116,7 @@ def test_a_run_on_a_device_of_its_own_memory_gives_the_same_model(
     run("train", "--resume", resumed)
     assert asked == ["cuda:1", "cuda:1"]
     for other in (there, resumed):
-        assert (other / "journal.jsonl").read_bytes() == (here / "journal.jsonl").read_bytes()
+        assert list(Journal(other / "journal.jsonl").updates) == list(Journal(here / "journal.jsonl").updates)
         assert (other / "model/model.safetensors").read_bytes() == (here / "model/model.safetensors").read_bytes()
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from zo2adapters.cli import COMMANDS
 from zo2adapters.commands.refusals import refusal_of
-from zo2core import Journal, MemoryBudgetError
+from zo2core import Journal, MemoryBudgetError, Replayer
 
 HUGE = "9" * 400
 
@@ -281,7 +281,7 @@ def test_rows_that_the_journal_has_lost_are_told_and_kept(run: Path) -> None:
     (run / "journal.jsonl").write_bytes(b"".join(lines[:-2]))
     metrics = (run / "metrics.jsonl").read_bytes()
     said = refusal("train", "--resume", run)
-    assert "journal.jsonl: found 4 steps; expected 6, of which metrics.jsonl has rows" in said
+    assert "journal.jsonl: found 4 steps; expected at least 6, since metrics.jsonl knows of step 5" in said
     assert (run / "metrics.jsonl").read_bytes() == metrics
     assert (run / "journal.jsonl").read_bytes() == b"".join(lines[:-2])
     (run / "metrics.jsonl").unlink()
@@ -364,7 +364,7 @@ def test_a_header_without_noise_is_told(run: Path) -> None:
     from zo2core.io.record_log import to_line
 
     first, *lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
-    header = json.loads(first[first.index(b"{") :])
+    header = json.loads(first)
     del header["noise"], header["crc32"]
     (run / "journal.jsonl").write_bytes(b"".join([to_line(header), *lines]))
     assert "noise" in refusal("train", "--resume", run)
@@ -391,7 +391,7 @@ def test_pipes_and_directories_in_place_of_data_do_not_hang(place: Path) -> None
         assert said in refusal("evaluate", "--model", place / "base", "--data", place / name)
     (place / "base/tokenizer.json").unlink()
     os.mkfifo(place / "base/tokenizer.json")
-    assert "tokenizer.json is no regular file" in refusal(*train(place))
+    assert "base/tokenizer.json" in refusal(*train(place))
 
 
 def test_numbers_of_many_digits_in_a_row_are_told(place: Path) -> None:
@@ -427,15 +427,13 @@ def test_a_base_that_vanishes_is_named(run: Path, place: Path, monkeypatch: pyte
     said = refusal("train", "--resume", run)
     assert f"{place / 'base'}: found no directory" in said
     (place / "elsewhere").rename(place / "base")
-    import zo2adapters.models.exported as exported
+    real = Replayer.export
 
-    real = exported._require_companions
-
-    def vanish(model: object) -> None:
-        monkeypatch.setattr(exported, "_require_companions", real)
+    def export(self: Replayer, directory: Path) -> None:
         (place / "base/tokenizer.json").unlink()
+        real(self, directory)
 
-    monkeypatch.setattr(exported, "_require_companions", vanish)
+    monkeypatch.setattr(Replayer, "export", export)
     said = refusal("export", "--run", run, "--output", place / "new")
     assert f"{place / 'base/tokenizer.json'}: found No such file or directory" in said
     assert not (place / "new").exists()

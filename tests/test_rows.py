@@ -283,7 +283,7 @@ def test_a_file_without_rows_is_refused(data_file: Path, content: bytes) -> None
 
 
 def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
-    for path, found in ((tmp_path / "absent.jsonl", "No such file"), (tmp_path, "regular file")):
+    for path, found in ((tmp_path / "absent.jsonl", "No such file"), (tmp_path, "no regular file")):
         with pytest.raises(DataError) as caught:
             read_dataset(path, TOKENIZER, sequence_length=8)
         assert caught.value.where == str(path)

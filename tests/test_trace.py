@@ -408,6 +408,8 @@ def test_the_commands_trace_resume_and_draw(model: Path, tmp_path: Path, capsys:
 
     lines = (out / "journal.jsonl").read_bytes().splitlines(keepends=True)
     (out / "journal.jsonl").write_bytes(b"".join(lines[:-1]))
+    for name in ("metrics.jsonl", "scratch.bin", "scratch.jsonl"):  # which know that there was one step more
+        (out / name).unlink(missing_ok=True)
     run("train", "--resume", out, "--trace", tmp_path / "c.json", "--scheduler", "serial")
     assert [sweep.name for sweep in read_trace(tmp_path / "c.json").sweeps] == ["step 2", "evaluation"]
     assert (out / "journal.jsonl").read_bytes() == b"".join(lines)

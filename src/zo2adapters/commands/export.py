@@ -19,11 +19,10 @@ class Export(AtStep):
     def run(self) -> None:
         """Replay and write."""
         from zo2adapters.models.checkpoint import open_checkpoint
-        from zo2adapters.models.exported import export
 
         require_unused(self.output)
         at = self.resolved()
         model = open_checkpoint(at.base(), dtype=at.dtype)
         with at.engine(model) as engine:
-            export(engine, model, self.output)
+            engine.export(self.output)
             print(f"{self.output}: the model after {engine.version} steps")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,10 +26,9 @@ from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.provenance import file_sha256
 from zo2core import (
     DataError,
-    JournalError,
+    Journal,
     OptionError,
     OutputError,
-    Update,
     ZO2Error,
     create_file,
     make_directory,
@@ -135,7 +134,7 @@ class RunDirectory:
     def _write_record(self) -> None:
         _replace(self.path / OPTIONS, json.dumps(self._record, indent=2) + "\n")
 
-    def metrics(self, updates: Sequence[Update]) -> list[Row]:
+    def metrics(self, journal: Journal) -> list[Row]:
         """Bring the metrics in line with the journal: whatever is damaged is made up from it.
 
         Returns:
@@ -152,14 +151,8 @@ class RunDirectory:
             raw = b""
         except OSError:  # a pipe, say: nothing to read, and nothing to write into
             raw = None
-        aligned = align_rows(raw or b"", updates)
-        if aligned.steps_seen > len(updates):
-            raise JournalError(
-                self.path / JOURNAL,
-                found=f"{len(updates)} steps",
-                expected=f"{aligned.steps_seen}, of which {METRICS} has rows: the journal has lost its end",
-                remedy=f"restore the journal from a copy, or remove {METRICS} to go on from step {len(updates)}",
-            )
+        aligned = align_rows(raw or b"", journal.updates)
+        journal.require_version(aligned.steps_seen, METRICS)
         text = "".join(json.dumps(row) + "\n" for row in aligned.rows)
         if text.encode() != raw:
             _replace(path, text)

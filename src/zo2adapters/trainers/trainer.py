@@ -15,7 +15,7 @@ import psutil
 from tqdm import tqdm
 
 from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
-from zo2adapters.models.exported import export, holds_model
+from zo2adapters.models.exported import holds_model
 from zo2adapters.models.footprint import activation_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import collate, evaluation_batches, training_batches
@@ -184,7 +184,7 @@ class Trainer:
         rows = training_batches(
             self._data, batch_size=options.batching.batch_size, seed=options.seed, first_step=engine.version
         )
-        evaluated = {row["step"] for row in self._run.metrics(engine.journal.updates) if "evaluation_loss" in row}
+        evaluated = {row["step"] for row in self._run.metrics(engine.journal) if "evaluation_loss" in row}
         with (
             (options.output / METRICS).open("ab", buffering=0) as metrics,
             tqdm(
@@ -214,7 +214,7 @@ class Trainer:
         if not holds_model(exported):
             for partial in self.options.output.glob(f".{MODEL}.partial-*"):  # of an export that was killed
                 shutil.rmtree(partial)
-            export(self.engine, self._model, exported)
+            self.engine.export(exported)
         return exported
 
     def close(self) -> None:
