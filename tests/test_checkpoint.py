@@ -251,11 +251,11 @@ def test_a_companion_that_has_gone_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 def test_a_fifo_or_a_device_is_refused_without_waiting(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
-    with pytest.raises(CheckpointError, match="not a regular file"):
+    with pytest.raises(CheckpointError, match="no regular file"):
         find_tensors(tmp_path)
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
-    with pytest.raises(CheckpointError, match="not a regular file"):
+    with pytest.raises(CheckpointError, match="no regular file"):
         find_tensors(tmp_path)
 
 

@@ -372,13 +372,13 @@ def test_a_flipped_bit_is_found_by_the_checksum(tmp_path: Path) -> None:
 def test_a_shard_that_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     os.mkfifo(tmp_path / "base" / SINGLE_FILE)
-    refusal(tmp_path / "base", match="not a regular file")
+    refusal(tmp_path / "base", match="no regular file")
 
 
 def test_an_index_that_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     os.mkfifo(tmp_path / "base" / INDEX_FILE)
-    refusal(tmp_path / "base", match="not a regular file")
+    refusal(tmp_path / "base", match="no regular file")
 
 
 def test_a_link_out_of_the_directory_is_not_copied(tmp_path: Path) -> None:

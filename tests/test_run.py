@@ -70,8 +70,17 @@ def interrupt_after(options: TrainOptions, steps: int) -> None:
 
 def outcome(run: Path) -> dict[str, object]:
     """Everything of a run that does not measure time."""
-    timed = {"tokens_per_second", "seconds", "rss_bytes", "evaluation_seconds", "bytes_moved", "bound_seconds", "lanes"}
-    timed |= {"tokens", "peak_rss_bytes"}  # lost with the other numbers, where the journal outlives the metrics
+    timed = {
+        "tokens_per_second",
+        "seconds",
+        "rss_bytes",
+        "peak_rss_bytes",
+        "evaluation_seconds",
+        "bytes_moved",
+        "bound_seconds",
+        "lanes",
+    }
+    timed |= {"tokens"}  # lost with the other numbers, where the journal outlives the metrics
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {
         "journal": (run / "journal.jsonl").read_bytes(),

@@ -92,7 +92,7 @@ def _checked(path: Path, directory: Path) -> Path:
             remedy="do not use this model unless you know why it links there; then put a copy in the link's place",
         )
     if not stat.S_ISREG(info.st_mode):
-        raise _refused(path, "not a regular file", "a regular file")
+        raise _refused(path, "no regular file", "a regular file")
     largest = _LARGEST_CONFIG if path.name.endswith("config.json") else _LARGEST
     if info.st_size > largest:
         raise _refused(path, f"{info.st_size} bytes", f"at most {largest}")

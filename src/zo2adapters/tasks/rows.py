@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.ranges import require_at_least
 from zo2adapters.tasks.chat_template import render_chat
-from zo2adapters.tasks.regular_file import open_regular
-from zo2core import DataError, reason
+from zo2core import DataError, open_regular, reason
 
 
 @dataclass(frozen=True, slots=True)

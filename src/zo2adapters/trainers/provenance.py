@@ -6,9 +6,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from zo2adapters.tasks.regular_file import open_regular
 from zo2adapters.trainers.options import TrainOptions
-from zo2core import DataError, reason
+from zo2core import DataError, open_regular, reason
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

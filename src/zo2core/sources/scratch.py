@@ -32,7 +32,9 @@ from zo2core.types import BlockLayout
 DATA = "scratch.bin"
 MANIFEST = "scratch.jsonl"
 FORMAT = 2  # of the manifest; records of format 1 had no checksum of the bytes
-PIECE = 4 << 20  # bytes of a slot that have a checksum of their own; a record has the checksum of these
+PIECE = (
+    4 << 20
+)  # bytes of a slot that have a checksum of their own; a record has the checksum of these, and of its own words
 
 _MOST_STEPS = 1 << 40  # of a run: a version beyond is damage
 
@@ -43,7 +45,7 @@ class _Written(NamedTuple):
     slot: int  # of the file
     version: int  # of the bytes in it
     chain: int  # the journal's checksum at that version
-    checksum: str  # of the bytes
+    checksum: str  # of the bytes, and of whose they are: of segment, version and chain
     is_checked: bool  # they were written, or read and compared, by this process
 
     def record(self, segment: int) -> Record:
@@ -120,7 +122,7 @@ class Scratch:
         """
         with self._lock:
             written = self._written[segment]
-            if written.checksum == combined_checksum(pieces):
+            if written.checksum == combined_checksum([segment, written.version, written.chain, *pieces]):
                 self._written[segment] = written._replace(is_checked=True)
                 return True
             del self._written[segment]
@@ -164,7 +166,9 @@ class Scratch:
             self._manifest.retract()  # a record that was written but not synced may name this slot for other bytes
             self._data.write(self._offsets[slot], view)
             self._data.sync()
-            written = _Written(slot, version, chain, combined_checksum(hashing.result()), is_checked=True)
+            written = _Written(
+                slot, version, chain, combined_checksum([segment, version, chain, *hashing.result()]), is_checked=True
+            )
             self._manifest.append(written.record(segment))
         except OSError as error:
             raise self._failed(error) from error
