@@ -34,7 +34,7 @@ def test_a_journal_of_ones_own_noise_needs_it_again(tmp_path: Path) -> None:
             return "own"
 
     base, path = save_model(tmp_path / "base", small_config()), tmp_path / "journal.jsonl"
-    with Replayer(open_checkpoint(base), noise=Own(), journal=path):
+    with ZOEngine(open_checkpoint(base), MeZOSGD(lr=0.1, zo_eps=0.1), noise=Own(), journal=path):
         pass
     with pytest.raises(OptionError, match=r"noise: found 'own'.*philox4x32-10-rademacher"):
         Replayer(open_checkpoint(base), path)
