@@ -47,6 +47,7 @@ class Plan(NamedTuple):
     between: list[str]  # after each step: what is done in BETWEEN
     queries: int = 0  # directions a step; 0 is MeZO's own estimator
     distribution: Distribution | None = None  # of counter-based noise; None is MeZO's noise
+    autocast: torch.dtype | None = None  # of mixed precision; None is exact precision
 
     def estimator(self) -> MeZOSGD:
         plain = MeZOSGD(
@@ -168,6 +169,7 @@ def assert_parity(make: Callable[[], ZOEngine], whole: nn.Module, plan: Plan, ba
         weight_decay=plan.weight_decay,
         perturb_in_place=plan.perturb_in_place,
         draw=None if distribution is None else draw,
+        autocast=plan.autocast,
     )
     for step, (seed, between) in enumerate(zip(plan.seeds, plan.between, strict=True)):
         before = [p.data.clone() for p in whole.parameters()]

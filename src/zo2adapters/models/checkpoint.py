@@ -23,6 +23,7 @@ from zo2adapters.models.companions import (
 from zo2adapters.models.hf import HFBlockModel, build_skeleton
 from zo2adapters.models.llama import LLAMA
 from zo2adapters.models.opt import OPT
+from zo2adapters.models.precision import Precision, choose_precision
 from zo2adapters.models.qwen import QWEN2, QWEN3
 from zo2core import (
     CheckpointError,
@@ -53,6 +54,7 @@ def open_checkpoint(
     path: Path | str,
     *,
     dtype: torch.dtype | str = "auto",
+    precision: Precision | str = "exact",
     architecture: Architecture | None = None,
     loss_chunk: int | None = None,
 ) -> HFBlockModel:
@@ -62,7 +64,9 @@ def open_checkpoint(
         path: Directory in the Hugging Face layout with safetensors weights, or a hub id, which is downloaded into the hub's
             cache and used from there.
         dtype: The weights' dtype in memory. "auto" takes the config's and refuses shards that hold another; a dtype, or its
-            name, converts.
+            name, converts. In mixed precision it is the dtype that is computed with; "auto" takes what is fastest here.
+        precision: ``"exact"`` is one dtype for all; ``"mixed"`` stores float32 and computes in 16 bits; a ``Precision`` says
+            all of it, and takes no ``dtype``.
         architecture: For model types this library does not know.
         loss_chunk: Compute head and loss over so many labelled tokens at a time: the logits are never there whole. The loss
             then differs from Hugging Face's by the order in which floats are summed. None: its own, bit for bit.
@@ -73,7 +77,8 @@ def open_checkpoint(
     Raises:
         UnsupportedModelError: for an unknown architecture, quantised weights or pickled shards.
         CheckpointError: if files are missing or malformed, or tensors do not match the config.
-        OptionError: for an unknown dtype, or a ``loss_chunk`` out of its range.
+        OptionError: for an unknown dtype or precision, for dtypes that do not go together, or a ``loss_chunk`` out of its
+            range.
     """
     if loss_chunk is not None and loss_chunk < 1:
         raise OptionError("loss_chunk", found=repr(loss_chunk), expected="at least 1", remedy="leave it out for no chunks")
@@ -83,13 +88,21 @@ def open_checkpoint(
         architecture = _known(directory, config)
     _refuse_pickled(directory)
     entries = find_tensors(directory)
-    wanted = _dtype(dtype, config, entries)
-    skeleton = _build(directory, config, wanted)
+    own = _dtype("auto", config, entries)
+    chosen = choose_precision(precision, own if dtype == "auto" else _dtype(dtype, config, entries), given=dtype != "auto")
+    skeleton = _build(directory, config, chosen.stored)
     matched = _match(directory, entries, skeleton, architecture)
-    if dtype == "auto":
-        _require_dtype(matched, wanted)
-    companions = _companions(directory, skeleton, wanted)
-    return HFBlockModel(skeleton, architecture, SafetensorsReader(matched), companions, loss_chunk=loss_chunk)
+    if dtype == "auto" and precision == "exact":
+        _require_dtype(matched, chosen.stored)
+    companions = _companions(directory, skeleton, chosen.stored)
+    return HFBlockModel(
+        skeleton,
+        architecture,
+        SafetensorsReader(matched),
+        companions,
+        loss_chunk=loss_chunk,
+        autocast=chosen.autocast,
+    )
 
 
 def resolve_directory(path: Path | str) -> Path:
