@@ -94,7 +94,7 @@ def test_mixed_precision_is_monolithic_mezo_in_float32_under_autocast(
         run = Path(folder, "run")
 
         def make() -> ZOEngine:
-            return storage.engine(open_checkpoint(base, precision="mixed", dtype=autocast), plan, run)
+            return storage.engine(open_checkpoint(base, precision="mixed", dtype=autocast, loss_chunk=None), plan, run)
 
         assert_parity(make, load_whole(base, torch.float32), plan, batch).close()
 

@@ -72,6 +72,7 @@ class ToyBlockModel:
         )
         self.weights = SafetensorsReader(parse_header(file))
         self.companions: Mapping[str, Path | bytes] = {}
+        self.export_dtype: torch.dtype | None = None
         self.description: Mapping[str, object] = {}
         self._tied = tied
 

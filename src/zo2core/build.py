@@ -216,9 +216,7 @@ def adopt(
         if scheduler is None:
             scheduler = OverlappedScheduler(source, device, timeline=timeline)
         opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
-        work_buffer = WorkBuffer(
-            model.layouts, device, noise, keep_noise=device.in_place, walks=estimator.perturb_in_place
-        )
+        work_buffer = WorkBuffer(model.layouts, device, noise, keep_noise=device.in_place, walks=estimator.perturb_in_place)
         worker = _start_worker(device, opened)
         offload = ActivationOffload(device, None, timeline=timeline)
         for index, parameters in enumerate(work_buffer.parameters()):

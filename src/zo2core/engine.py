@@ -176,9 +176,9 @@ class Replayer:
         """
         self._use.require_open()
         require_unused(Path(directory))
-        specs = [spec for layout in self._model.layouts for spec in layout.parameters]
+        model, specs = self._model, [spec for layout in self._model.layouts for spec in layout.parameters]
         with closing(self.parameters_now()) as tensors:  # lets go of its bucket, also when writing fails
-            write_checkpoint(Path(directory), specs, tensors, self._model.companions)
+            write_checkpoint(Path(directory), specs, tensors, model.companions, dtype=model.export_dtype)
 
     def close(self) -> None:
         """Stop all work and close what the engine opened. May be called twice."""

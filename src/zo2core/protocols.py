@@ -350,6 +350,10 @@ class BlockModel(Forward, Protocol):
     def companions(self) -> Mapping[str, Path | bytes]:
         """Files an exported model needs beside its weights: name to content, or to the file to copy."""
 
+    @property
+    def export_dtype(self) -> torch.dtype | None:
+        """To which exported weights are rounded; None: they are written as they are stored."""
+
     def bind(self, index: int, parameters: Mapping[str, torch.Tensor]) -> None:
         """Make these tensors a segment's parameters, for good. Called once a segment; contents change from visit to visit.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zo2adapters.ranges import require_between
-from zo2adapters.trainers.options import MOST_QUERIES, Batching, DtypeName, Noise, Optimization
+from zo2adapters.trainers.options import MOST_QUERIES, Batching, DtypeName, Noise, Optimization, PrecisionName
 from zo2core import WriteBackPolicy
 
 
@@ -17,7 +17,9 @@ class Plan:
     model: str
     """Model directory with safetensors weights, or a hub id."""
     dtype: DtypeName = "auto"
-    """Dtype of the weights; auto is the checkpoint's own."""
+    """Dtype of the weights, as for training."""
+    precision: PrecisionName = "auto"
+    """exact, mixed or auto, as for training."""
     memory: str = "auto"
     """Host memory the run may take in all, such as 6GiB; auto takes what is free."""
     scratch: Path = Path()
@@ -48,7 +50,10 @@ class Plan:
         require_between("queries", self.queries, 1, MOST_QUERIES)
         self.batching.require_valid()
         directory = resolve_directory(self.model)
-        model = open_checkpoint(directory, dtype=self.dtype, loss_chunk=self.batching.loss_chunk)
+        precision = "exact" if self.precision == "auto" and self.exact_mezo else self.precision
+        model = open_checkpoint(
+            directory, dtype=self.dtype, precision=precision, loss_chunk=self.batching.loss_chunk or "auto"
+        )
         tokens = self.batching.length_for(model)
         noise = Optimization(noise=self.noise, exact_mezo=self.exact_mezo).generator(model.layouts)
         if self.device_memory is not None:

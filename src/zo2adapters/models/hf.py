@@ -54,6 +54,7 @@ class HFBlockModel:
         companions: Files to lay beside exported weights.
         loss_chunk: Labelled tokens whose logits are there at a time; None: all.
         autocast: The dtype of ``torch.autocast`` in the forward; None runs without.
+        export_dtype: To which exported weights are rounded; None: they are written as they are stored.
 
     Raises:
         UnsupportedModelError: if the architecture's declaration does not fit the model.
@@ -68,10 +69,12 @@ class HFBlockModel:
         *,
         loss_chunk: int | None = None,
         autocast: torch.dtype | None = None,
+        export_dtype: torch.dtype | None = None,
     ) -> None:
         self.config = skeleton.config
         self.layouts = segment_layouts(skeleton, architecture, autocast)
         self.autocast = autocast
+        self.export_dtype = export_dtype
         self.weights = weights
         self.companions = companions
         self.loss_chunk = loss_chunk

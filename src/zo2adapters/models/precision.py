@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -79,17 +80,19 @@ def choose_precision(precision: Precision | str, dtype: torch.dtype, *, given: b
     """The precision by its name, for a dtype.
 
     Args:
-        precision: ``"exact"``, ``"mixed"``, or all of it.
+        precision: ``"exact"``, ``"mixed"``, ``"auto"`` (mixed for a dtype of 16 bits), or all of it.
         dtype: The checkpoint's, or the one that a caller gave.
         given: Whether a caller gave it.
 
     Raises:
         OptionError: if the name is unknown, or dtype and precision do not go together.
     """
+    if precision == "auto":
+        precision = "mixed" if dtype in _HALVES else "exact"
     if precision == "exact":
         return Precision(stored=dtype)
     if precision == "mixed" and (not given or dtype in _HALVES):
-        return Precision(stored=torch.float32, computed=dtype if given else fastest_half())
+        return Precision(stored=torch.float32, computed=dtype if given else faster_half(product_seconds))
     if isinstance(precision, Precision) and not given:
         return precision
     if precision == "mixed" or isinstance(precision, Precision):
@@ -100,27 +103,30 @@ def choose_precision(precision: Precision | str, dtype: torch.dtype, *, given: b
             remedy="leave it out",
         )
     raise OptionError(
-        "precision", found=repr(precision), expected="'exact', 'mixed' or a Precision", remedy="choose one of these"
+        "precision", found=repr(precision), expected="'auto', 'exact', 'mixed' or a Precision", remedy="choose one of these"
     )
 
 
-@cache
-def fastest_half() -> torch.dtype:
-    """The 16-bit dtype in which a matrix product takes least time on this CPU; bfloat16 where they are close.
+def faster_half(seconds: Callable[[torch.dtype], float]) -> torch.dtype:
+    """The 16-bit dtype in which products take less time; bfloat16 where they are close.
 
-    OPT's checkpoints are float16, which CPUs without its instructions convert element by element.
+    Args:
+        seconds: What a product takes in a dtype.
     """
-    seconds = {}
-    for dtype in _HALVES:
-        rows, weights = torch.ones(32, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-        best = math.inf
-        for _ in range(_ROUNDS):
-            began = time.perf_counter()
-            nn.functional.linear(rows, weights)
-            best = min(best, time.perf_counter() - began)
-        seconds[dtype] = best
-    bfloat, half = (seconds[dtype] for dtype in _HALVES)
+    bfloat, half = (seconds(dtype) for dtype in _HALVES)
     return torch.float16 if half < _CLEARLY * bfloat else torch.bfloat16
+
+
+@cache
+def product_seconds(dtype: torch.dtype) -> float:
+    """Measure a matrix product on this CPU: one without a dtype's instructions converts element by element."""
+    rows, weights = torch.ones(32, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+    best = math.inf
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        nn.functional.linear(rows, weights)
+        best = min(best, time.perf_counter() - began)
+    return best
 
 
 def autocast_dtype(modules: list[nn.Module], autocast: torch.dtype | None) -> torch.dtype | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.trainers.field_types import require_field_types
@@ -38,6 +38,7 @@ LARGEST_LR = 1.0
 LARGEST_EPS = 1.0
 
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+PrecisionName: TypeAlias = Literal["auto", "exact", "mixed"]
 
 
 class Noise(Enum):
@@ -130,8 +131,8 @@ class Batching:
     micro_batch_size: int | None = None
     """Rows that run at a time, where a whole batch does not fit. Each block serves all pieces in its one visit."""
     loss_chunk: int | None = None
-    """Labelled tokens whose logits are in memory at a time; by default all of a batch's. The loss differs by the order of
-    its sum only."""
+    """Labelled tokens whose logits are in memory at a time. By default all of a batch's in exact precision, and in mixed
+    precision what a cache holds. The loss differs by the order of its sum only."""
     sequence_length: int | None = None
     """Longest row in tokens; longer ones are cut at the end. By default 1024, or what the model takes if that is less."""
 
@@ -242,7 +243,12 @@ class RunOptions:
     seed: int = 0
     """Seed of the order of rows and of the directions."""
     dtype: DtypeName = "auto"
-    """Dtype of the weights; auto is the checkpoint's own."""
+    """Dtype of the weights; auto is the checkpoint's own. In mixed precision it is the dtype that is computed with, and auto
+    takes the faster of the 16-bit ones."""
+    precision: PrecisionName = "auto"
+    """exact has one dtype for all, with MeZO's rounding: in 16 bits small updates are lost. mixed keeps weights in float32,
+    whatever the checkpoint has, and computes under autocast. auto is mixed for weights of 16 bits, except with
+    --exact-mezo."""
     optimization: Optimization = field(default_factory=Optimization)
     batching: Batching = field(default_factory=Batching)
     storage: Storage = field(default_factory=Storage)
@@ -273,6 +279,21 @@ class TrainOptions(RunOptions):
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must not exist, or be empty."""
     schedule_steps: int | None = None
     """Steps for which the run's learning rate was scheduled; None: ``steps``. A run that was lengthened has more steps."""
+
+    def precision_asked(self) -> PrecisionName:
+        """The precision to open the model in."""
+        return "exact" if self.precision == "auto" and self.optimization.exact_mezo else self.precision
+
+    def settled(self, model: HFBlockModel) -> TrainOptions:
+        """The same options with what was chosen for this machine written down: a resumed run has to do the same."""
+        if model.autocast is None:
+            return replace(self, precision="exact")
+        return replace(
+            self,
+            precision="mixed",
+            dtype=cast("DtypeName", str(model.autocast).removeprefix("torch.")),
+            batching=replace(self.batching, loss_chunk=model.loss_chunk),
+        )
 
     def require_valid(self) -> None:
         """As above; and a run with a schedule can be lengthened only where the schedule does not end.
@@ -326,6 +347,7 @@ class TrainOptions(RunOptions):
         optimization = dict(values.pop("optimization"))
         optimization["decay"] = Decay(optimization["decay"])
         optimization["noise"] = Noise(optimization["noise"])
+        values.setdefault("precision", "exact")  # that of runs of earlier versions
         evaluation = values.pop("evaluation")
         options = cls(
             output=output,

@@ -75,7 +75,10 @@ class Trainer:
         execution = Execution() if execution is None else execution
         directory = resolve_directory(options.model)
         batching = options.batching
-        model = self._model = open_checkpoint(directory, dtype=options.dtype, loss_chunk=batching.loss_chunk)
+        model = self._model = open_checkpoint(
+            directory, dtype=options.dtype, precision=options.precision_asked(), loss_chunk=batching.loss_chunk or "auto"
+        )
+        self.options = options = options.settled(model)
         tokenizer = load_tokenizer(directory)
         length = batching.length_for(model)
         self._pad = pad_token_id(tokenizer)

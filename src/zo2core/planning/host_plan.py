@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zo2core.io.direct_file import STAGING, whole_pages
+from zo2core.noise.sizes import noise_bytes
 from zo2core.planning.host_budget import free_memory, parse_size, resident_memory
 from zo2core.planning.memory_plan import MemoryPart, MemoryPlan
 from zo2core.sources.loader import READERS
 from zo2core.sources.reading_order import READ_AHEAD
-from zo2core.noise.sizes import noise_bytes
 from zo2core.types import BlockLayout, walk_bytes, work_bytes
 
 # Note: Headroom. The allocators of Python and torch keep memory beside what is counted here, and other programs may take

@@ -83,7 +83,9 @@ class WorkBuffer:
             drawn = {spec.name: z for spec, z in zip((*shared, *unshared), zs, strict=True)}
             works = flat_views([spec.in_forward() for spec in used.values()], work)
             rounded = [spec for spec in used.values() if spec.is_rounded]
-            walked = {} if walk is None else dict(zip((spec.name for spec in rounded), flat_views(rounded, walk), strict=True))
+            walked: dict[str, torch.Tensor] = {}
+            if walk is not None:
+                walked.update(zip((spec.name for spec in rounded), flat_views(rounded, walk), strict=True))
             views = [
                 ParameterView(
                     spec,
