@@ -68,17 +68,21 @@ def test_the_faster_of_the_16_bit_dtypes_is_computed_with() -> None:
     assert faster_half({torch.bfloat16: 1.0, torch.float16: 0.9}.__getitem__) is torch.bfloat16
 
 
-class Casts(TorchDispatchMode):
+_CONVERSIONS = [torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype, torch.ops.aten.to.dtype_layout]
+
+
+class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the shapes of all tensors that are converted to another dtype."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.shapes: set[tuple[int, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default:
+        out = func(*args, **(kwargs or {}))
+        if func in _CONVERSIONS and out.dtype is not args[0].dtype:
             self.shapes.add(tuple(args[0].shape))
-        return func(*args, **(kwargs or {}))
+        return out
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

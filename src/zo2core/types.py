@@ -17,7 +17,6 @@ from zo2core.errors import NonFiniteLossError, OptionError
 ALIGNMENT = 64  # bytes
 
 MAX_SEED = 2**63 - 1
-
 LARGEST = torch.finfo(torch.float32).max  # of what may be added to a weight: beyond it float32 weights are infinite
 
 Batch: TypeAlias = Mapping[str, torch.Tensor]  # what the model's forward takes: input_ids, attention_mask, labels, ...

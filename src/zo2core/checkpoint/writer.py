@@ -76,7 +76,8 @@ def write_checkpoint(
         assert (name, tensor.numel()) == (spec.name, spec.numel)
         step = spec.numel if tensor.dtype is spec.dtype else _COPIED
         for start in range(0, spec.numel, max(step, 1)):
-            file.write(byte_view(tensor.view(-1)[start : start + step].to(spec.dtype)))
+            part = tensor.view(-1)[start : start + step].to(spec.dtype)
+            file.write(byte_view(part))  # a view of its memory, which it does not keep alive
 
     written = parameters if dtype is None else [replace(spec, dtype=dtype) for spec in parameters]
     lay_out_checkpoint(directory, written, write_next, companions, max_shard=max_shard)
