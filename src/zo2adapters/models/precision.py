@@ -15,8 +15,8 @@ from zo2core import OptionError
 
 _STORED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HALVES = (torch.bfloat16, torch.float16)
-_ROUNDS = 3  # of the probe; the best counts
-_CLEARLY = 0.67  # times bfloat16's seconds: float16 has fewer exponents, so it has to be worth it
+_ROUNDS = 20  # of the probe; the best counts
+_CLEARLY = 0.5  # times bfloat16's seconds: float16 has fewer exponents, so it has to be worth it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,13 +119,21 @@ def faster_half(seconds: Callable[[torch.dtype], float]) -> torch.dtype:
 
 @cache
 def product_seconds(dtype: torch.dtype) -> float:
-    """Measure a matrix product on this CPU: one without a dtype's instructions converts element by element."""
-    rows, weights = torch.ones(32, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-    best = math.inf
-    for _ in range(_ROUNDS):
-        began = time.perf_counter()
-        nn.functional.linear(rows, weights)
-        best = min(best, time.perf_counter() - began)
+    """Measure a matrix product on this CPU: one without a dtype's instructions converts element by element.
+
+    Seconds are the processor's, of one thread: on the wall, and among threads that wait for each other, whoever else is at
+    work would decide.
+    """
+    rows, weights = torch.ones(64, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+    best, threads = math.inf, torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(_ROUNDS):
+            began = time.thread_time()
+            nn.functional.linear(rows, weights)
+            best = min(best, time.thread_time() - began)
+    finally:
+        torch.set_num_threads(threads)
     return best
 
 
