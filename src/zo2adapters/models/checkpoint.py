@@ -48,7 +48,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
 }
 
-_LOGIT_BYTES = 6 << 20  # of a chunk's logits in float32, which a cache holds
+_LOGIT_BYTES = 24 << 20  # of a chunk's logits in float32, which a last-level cache holds
 _FEWEST_AT_ONCE = 16  # labelled tokens: the head's weights are read once for each chunk
 
 _LARGEST = {"num_hidden_layers": 1 << 10, "hidden_size": 1 << 20, "head_dim": 1 << 20, "num_labels": 1 << 20}
