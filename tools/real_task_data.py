@@ -118,8 +118,7 @@ def write_model(gguf: Path, directory: Path) -> None:
     named: dict[str, Any] = {"gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **named).bfloat16()
     model.config.dtype = torch.bfloat16
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # its weights are numbers now
+    del model.config.quantization_config, model.hf_quantizer  # its weights are numbers now
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(gguf.parent, **named).save_pretrained(directory)
 
