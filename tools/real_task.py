@@ -185,7 +185,7 @@ def report(options: argparse.Namespace) -> None:
         plot(runs, options.output.with_suffix(".png"))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reporting.set_defaults(command=report)
     reporting.add_argument("folder", type=Path, help="the --output of run")
     reporting.add_argument("--output", type=Path, default=None, help="path without suffix, for .json and .png")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     options.command(options)
 
 
