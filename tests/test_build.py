@@ -108,7 +108,7 @@ def test_after_a_refusal_the_callers_parts_and_the_model_are_of_use(base: Path, 
         with ZOEngine(model, MEZO, device=device, journal=journal) as engine:
             engine.step(BATCH)
         assert not device.closed
-        journal.append(MEZO.update(1, MEZO.evaluations(1, iter([3])), [torch.tensor(1.0), torch.tensor(2.0)], 1.0))
+        journal.append(MEZO.update(1, MEZO.evaluations(1, iter([3])), [torch.tensor(1.0), torch.tensor(2.0)], 1.0, ()))
 
 
 def test_a_run_that_is_refused_binds_no_later_one(base: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_an_update_carries_all_that_replaying_needs(make: Callable[[], ZOEstimat
     estimator = make()
     evaluations = estimator.evaluations(4, seeds())
     losses = [torch.tensor(1.0 + 0.5 * i) for i in range(len(evaluations))]
-    update = estimator.update(4, evaluations, losses, 0.25)
+    update = estimator.update(4, evaluations, losses, 0.25, ())
     assert (update.step, update.zo_eps) == (4, estimator.zo_eps)
     assert update.lr * len(update.seeds) == 0.25
     assert update.evaluations == evaluations
@@ -53,7 +53,7 @@ def test_an_update_carries_all_that_replaying_needs(make: Callable[[], ZOEstimat
 def test_equal_losses_give_no_gradient(make: Callable[[], ZOEstimator]) -> None:
     estimator = make()
     evaluations = estimator.evaluations(0, seeds())
-    update = estimator.update(0, evaluations, [torch.tensor(2.0)] * len(evaluations), 1.0)
+    update = estimator.update(0, evaluations, [torch.tensor(2.0)] * len(evaluations), 1.0, ())
     assert update.projected_grads == (0.0,) * len(update.seeds)
 
 
@@ -66,7 +66,7 @@ def test_mezo_divides_in_the_dtype_of_the_losses() -> None:
     estimator = MeZOSGD(lr=1.0, zo_eps=1e-3)
     evaluations = estimator.evaluations(0, seeds())
     plus, minus = torch.tensor(2.3456789), torch.tensor(2.3446789)
-    grad = estimator.update(0, evaluations, [plus, minus], 1.0).projected_grads[0]
+    grad = estimator.update(0, evaluations, [plus, minus], 1.0, ()).projected_grads[0]
     assert grad == ((plus - minus) / 2e-3).item()
     assert grad != (plus.item() - minus.item()) / 2e-3  # as Python's doubles would have it
 
@@ -97,7 +97,7 @@ def test_a_seed_that_comes_up_twice_is_one_direction() -> None:
 def test_each_query_has_its_own_gradient_and_a_share_of_the_learning_rate() -> None:
     estimator = MultiQueryRGE(lr=1.0, zo_eps=0.5, q=2)
     losses = [torch.tensor(value) for value in (3.0, 1.0, 1.5, 2.0)]
-    update = estimator.update(0, estimator.evaluations(0, seeds()), losses, 0.1)
+    update = estimator.update(0, estimator.evaluations(0, seeds()), losses, 0.1, ())
     assert (update.seeds, update.projected_grads, update.lr) == ((7, 8), (2.0, -0.5), 0.05)
     assert update.losses == (3.0, 1.0, 1.5, 2.0)
 
