@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zo2core.build
 from zo2adapters.cli import COMMANDS, main
+from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
+from zo2adapters.trainers.options import Optimization, TrainOptions
+from zo2adapters.trainers.trainer import Trainer
 from zo2core import Journal, OptionError
 
 ROWS = [
@@ -116,6 +120,29 @@ def test_estimators_reach_the_updates_and_a_resumed_run(
     assert journal.header["estimator"]["name"] == name
     for update in journal.updates:
         assert (len(set(update.seeds)), len(update.losses), update.lr) == (3, forwards, 1e-2 / 3)
+
+
+def test_plans_and_runs_reserve_memory_for_the_forwards_of_an_estimator(
+    base: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planned(name: str, queries: int) -> int:
+        run("plan", "--model", base, "--batch-size", 2, "--json", "--estimator", name, "--queries", queries)
+        parts = json.loads(capsys.readouterr().out)["host_plan"]["parts"]
+        return sum(int(part["nbytes"]) for part in parts if part["name"] == "activations, reserved")
+
+    def reserved(name: str, queries: int) -> int:
+        optimization = Optimization(estimator=EstimatorName(name), queries=queries)
+        options = TrainOptions(model=str(base), data=rows, output=tmp_path / "out", optimization=optimization)
+        with Trainer(options, quiet=True) as trainer:
+            parts = trainer.host_plan.parts
+        shutil.rmtree(tmp_path / "out")
+        return sum(part.nbytes for part in parts if part.name == "activations, reserved")
+
+    for nbytes in (planned, reserved):
+        two = nbytes("mezo", 1)
+        eight = nbytes("mezo", 4)
+        assert 6 * (nbytes("fzoo", 4) - two) == 3 * (eight - two) > 0  # five forwards
+        assert nbytes("meazo", 4) == eight
 
 
 def test_a_run_begun_before_there_were_estimators_goes_on(base: Path, rows: Path, tmp_path: Path) -> None:
