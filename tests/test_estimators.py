@@ -33,18 +33,20 @@ def seeds() -> Iterator[int]:
     return itertools.count(7)
 
 
-def take(estimator: ZOEstimator, past: Sequence[Update], losses: Sequence[float] | None = None) -> Update:
-    """The step that follows a run's updates; without losses, with some that differ from step to step."""
+def take(
+    estimator: ZOEstimator, past: Sequence[Update], losses: Sequence[float] | None = None, *, phase: float = 0.0
+) -> Update:
+    """The step that follows a run's updates; without losses, with some that differ from step to step and by a phase."""
     step = len(past)
     evaluations = estimator.evaluations(step, itertools.count(1000 * step))
-    values = [math.sin(9 * step + place) for place in range(len(evaluations))] if losses is None else losses
+    values = [math.sin(9 * step + place + phase) for place in range(len(evaluations))] if losses is None else losses
     return estimator.update(step, evaluations, [torch.tensor(value) for value in values], 0.25, past)
 
 
-def run_of(estimator: ZOEstimator, steps: int) -> list[Update]:
+def run_of(estimator: ZOEstimator, steps: int, *, phase: float = 0.0) -> list[Update]:
     past: list[Update] = []
     for _ in range(steps):
-        past.append(take(estimator, past))
+        past.append(take(estimator, past, phase=phase))
     return past
 
 
@@ -87,7 +89,7 @@ def test_an_update_follows_from_the_past_alone(make: Callable[[], ZOEstimator]) 
     for step in (0, 1, 5, 11):
         assert take(make(), whole[:step]) == whole[step]
         assert take(estimator, whole[:step]) == whole[step]
-    run_of(estimator, 3)
+    run_of(estimator, 11, phase=1.0)
     assert take(estimator, whole[:11]) == whole[11]
 
 
