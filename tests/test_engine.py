@@ -367,7 +367,7 @@ def test_the_work_buffer_is_allocated_once_and_views_stay(base: Path) -> None:
 
 
 def test_updates_are_replaced_never_edited() -> None:
-    update = MEZO.update(0, MEZO.evaluations(0, iter([1])), [torch.tensor(1.0), torch.tensor(2.0)], 1.0)
+    update = MEZO.update(0, MEZO.evaluations(0, iter([1])), [torch.tensor(1.0), torch.tensor(2.0)], 1.0, ())
     with pytest.raises(AttributeError):
         update.lr = 2.0  # type: ignore[misc]
     assert replace(update, lr=2.0).lr == 2.0

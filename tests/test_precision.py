@@ -222,3 +222,11 @@ def test_kernels_round_what_leaves_them_once(
         monkeypatch.undo()
         for ours, theirs in zip(*outcomes, strict=True):
             assert_same_bits("compiled and reference", ours, theirs)
+
+
+def test_a_run_says_its_precision_and_what_it_costs(options: TrainOptions, tmp_path: Path) -> None:
+    with Trainer(options, quiet=True) as trainer:
+        assert trainer.remarks()[0].startswith("precision: mixed, weights in float32, computed in ")
+    with Trainer(replace(options, output=tmp_path / "exact", precision="exact"), quiet=True) as trainer:
+        line = trainer.remarks()[0]
+    assert line.startswith("precision: exact, all in float16") and "mixed" in line and "slower" in line

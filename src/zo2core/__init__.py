@@ -33,6 +33,8 @@ from zo2core.errors import UnsupportedModelError as UnsupportedModelError
 from zo2core.errors import ZO2Error as ZO2Error
 from zo2core.errors import ZO2Warning as ZO2Warning
 from zo2core.errors import reason as reason
+from zo2core.estimators import FZOO as FZOO
+from zo2core.estimators import MEAZO as MEAZO
 from zo2core.estimators import MeZOSGD as MeZOSGD
 from zo2core.estimators import MultiQueryRGE as MultiQueryRGE
 from zo2core.io.durable import create_file as create_file

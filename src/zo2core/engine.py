@@ -381,7 +381,7 @@ class ZOEngine(Replayer):
         losses = [combined_loss(losses_of_parts, tokens) for losses_of_parts in outputs]
         for evaluation, loss in zip(evaluations, losses, strict=True):
             evaluation.require_finite(loss, step=step)
-        update = self._estimator.update(step, evaluations, losses, lr).validated()
+        update = self._estimator.update(step, evaluations, losses, lr, self._parts.journal.updates).validated()
         self._parts.base_digests.note(self._parts.journal)
         self._parts.journal.append(update)
         sweep = Sweep.of_step(step, began, time.perf_counter())

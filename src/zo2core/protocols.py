@@ -129,6 +129,10 @@ class ZOEstimator(Protocol):
         """Whether evaluations walk from one to the next, as MeZO's weights do, or each start from the weights."""
 
     @property
+    def distribution(self) -> Distribution | None:
+        """How its directions have to be distributed; None: they may be any that have mean 0 and variance 1."""
+
+    @property
     def options(self) -> Mapping[str, Any]:
         """What it computes, as JSON values, for the journal: two estimators of equal options give the same updates."""
 
@@ -140,8 +144,18 @@ class ZOEstimator(Protocol):
             rng: Seeds for directions, as many as are asked for.
         """
 
-    def update(self, step: int, evaluations: Sequence[Evaluation], losses: Sequence[torch.Tensor], lr: float) -> Update:
+    def update(
+        self,
+        step: int,
+        evaluations: Sequence[Evaluation],
+        losses: Sequence[torch.Tensor],
+        lr: float,
+        past: Sequence[Update],
+    ) -> Update:
         """Turn losses into an update.
+
+        An estimator has no state: what depends on earlier steps follows from ``past``, so that a resumed run goes on with
+        the same bits.
 
         Args:
             step: 0-based.
@@ -149,6 +163,7 @@ class ZOEstimator(Protocol):
             losses: 0-d tensors, one an evaluation, in the dtype and on the device in which the model computed them: MeZO
                 takes their difference there.
             lr: Of this step.
+            past: The run's updates as the journal has them, of which only the first ``step`` are this step's past.
         """
 
 

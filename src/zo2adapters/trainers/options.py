@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
+from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.field_types import require_field_types
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
+from zo2adapters.trainers.step_size import require_sane_step
 from zo2core import (
+    FZOO,
+    MEAZO,
     BlockLayout,
     Distribution,
     MeZOSGD,
@@ -21,6 +25,7 @@ from zo2core import (
     NoiseGenerator,
     OptionError,
     PhiloxNoise,
+    ZOEstimator,
     parse_size,
 )
 
@@ -30,12 +35,6 @@ if TYPE_CHECKING:
 DEFAULT_LENGTH = 1024  # tokens, where the model takes as many
 MOST_ROWS = 1 << 16  # of a batch: each is an object, whatever memory there is
 MOST_QUERIES = 1 << 16
-
-# Note: Largest steps. An update moves a weight by lr times the projected gradient, which for a pre-trained model is between
-# 0.1 and 1000, and weights are below 1. What is used lies between 1e-8 and 1e-2. Beyond 1 one step leaves nothing of a
-# model, however its loss turns out; the same holds of a perturbation by more than the weights themselves.
-LARGEST_LR = 1.0
-LARGEST_EPS = 1.0
 
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 PrecisionName: TypeAlias = Literal["auto", "exact", "mixed"]
@@ -62,6 +61,10 @@ class Optimization:
     """Peak learning rate. MeZO's range for full fine-tuning of OPT is 1e-7 to 1e-6; small models take more."""
     zo_eps: float = 1e-3
     """Perturbation scale: evaluations are made at the weights plus and minus zo_eps times a random direction."""
+    estimator: EstimatorName = EstimatorName.MEZO
+    """What turns losses into steps. fzoo takes one side of each of several --queries, and divides by how far their losses
+    spread; meazo divides by how large projected gradients have been. Their --lr is about how far a step moves a weight,
+    such as 1e-5: another scale than MeZO's."""
     weight_decay: float = 0.0
     """Weight decay of MeZO's update; biases and layer norms do not decay."""
     noise: Noise = Noise.RADEMACHER
@@ -74,7 +77,8 @@ class Optimization:
     decay: Decay = Decay.CONSTANT
     """How the learning rate falls after the warm-up."""
     queries: int = 1
-    """Directions a step. Each costs two more forwards, but no block is moved once more; its update takes lr / queries."""
+    """Directions a step. Each costs two more forwards, with fzoo one, but no block is moved once more; its update takes
+    lr / queries."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly."""
 
@@ -83,43 +87,44 @@ class Optimization:
         distribution = None if self.exact_mezo else self.noise.distribution
         return None if distribution is None else PhiloxNoise(distribution)
 
-    def estimator(self, steps: int) -> MeZOSGD:
+    @property
+    def evaluations(self) -> int:
+        """Forwards of a batch in a step."""
+        return self.estimator.evaluations(self.queries)
+
+    def require_consistent(self) -> None:
+        """Refuse options that do not go with the estimator.
+
+        Raises:
+            OptionError: naming the option.
+        """
+        self.estimator.require_consistent(
+            exact_mezo=self.exact_mezo,
+            noise=self.noise.value,
+            perturb_in_place=self.perturb_in_place,
+            queries=self.queries,
+        )
+
+    def estimator_of(self, steps: int) -> ZOEstimator:
         """The estimator of a run of so many steps.
 
         Raises:
-            OptionError: if a number is out of its range.
+            OptionError: if a number is out of its range, or options do not go together.
         """
+        require_between("queries", self.queries, 1, MOST_QUERIES)
+        self.require_consistent()
         in_place = self.perturb_in_place or self.exact_mezo
         estimator = MeZOSGD(  # refuses a bad peak before it is scheduled
             lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=in_place
         )
         require_sane_step(self.lr, self.zo_eps, self.weight_decay)
         lr = LearningRate(peak=self.lr, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
-        if self.queries == 1:
-            return replace(estimator, lr=lr)
-        require_between("queries", self.queries, 1, MOST_QUERIES)
-        return MultiQueryRGE(
-            lr=lr,
-            zo_eps=self.zo_eps,
-            weight_decay=self.weight_decay,
-            perturb_in_place=in_place,
-            q=self.queries,
-        )
-
-
-def require_sane_step(lr: float, zo_eps: float, weight_decay: float) -> None:
-    """Refuse numbers with which a single step leaves nothing of a model.
-
-    Raises:
-        OptionError: naming the option, and why.
-    """
-    for option, value, most, why in (
-        ("lr", lr, LARGEST_LR, "an update moves each weight by lr times the projected gradient"),
-        ("zo_eps", zo_eps, LARGEST_EPS, "weights are perturbed by this much, and are mostly smaller"),
-        ("weight_decay", weight_decay, 1 / lr, "a step takes lr times weight_decay of a weight away"),
-    ):
-        if value > most:
-            raise OptionError(option, found=repr(value), expected=f"at most {most:g}: {why}", remedy=f"lower {option}")
+        if self.estimator is EstimatorName.FZOO:
+            return FZOO(lr=lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, q=self.queries)
+        estimator = replace(estimator, lr=lr)
+        if self.estimator is EstimatorName.MEAZO:
+            return MEAZO(**vars(estimator), q=self.queries)
+        return estimator if self.queries == 1 else MultiQueryRGE(**vars(estimator), q=self.queries)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +244,7 @@ class RunOptions:
     evaluate_every: int | None = None
     """Steps after which to evaluate again."""
     steps: int = 1000
-    """Zeroth-order steps to take; each runs two forwards of one batch a query."""
+    """Zeroth-order steps to take; each runs two forwards of one batch a query, or with fzoo one and one more."""
     seed: int = 0
     """Seed of the order of rows and of the directions."""
     dtype: DtypeName = "auto"
@@ -311,13 +316,13 @@ class TrainOptions(RunOptions):
                 remedy="leave it out, or begin a new run; a run of constant lr can be lengthened",
             )
 
-    def estimator(self) -> MeZOSGD:
+    def estimator(self) -> ZOEstimator:
         """The estimator of the run.
 
         Raises:
-            OptionError: if a number is out of its range.
+            OptionError: if a number is out of its range, or options do not go together.
         """
-        return self.optimization.estimator(self.steps if self.schedule_steps is None else self.schedule_steps)
+        return self.optimization.estimator_of(self.steps if self.schedule_steps is None else self.schedule_steps)
 
     def with_steps(self, steps: int) -> TrainOptions:
         """The same run with another number of steps, on the learning rate that it was begun with."""
@@ -348,6 +353,7 @@ class TrainOptions(RunOptions):
         optimization["decay"] = Decay(optimization["decay"])
         optimization["noise"] = Noise(optimization["noise"])
         values.setdefault("precision", "exact")  # that of runs of earlier versions
+        optimization["estimator"] = EstimatorName(optimization.get("estimator", "mezo"))  # earlier runs had no other one
         evaluation = values.pop("evaluation")
         options = cls(
             output=output,

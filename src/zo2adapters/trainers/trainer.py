@@ -26,6 +26,7 @@ from zo2adapters.trainers.base_check import verify_with_progress
 from zo2adapters.trainers.finite_base import require_finite_base
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.provenance import provenance
+from zo2adapters.trainers.remarks import remarks
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
 from zo2core import (
     Batch,
@@ -113,12 +114,8 @@ class Trainer:
                 raise
 
     def remarks(self) -> list[str]:
-        """What a user should know of the data, a line each."""
-        rows, batch_size, truncated = len(self._data), self.options.batching.batch_size, self._data.truncated
-        lines = [f"{truncated} rows were cut to the sequence length"] if truncated else []
-        if batch_size > rows:
-            lines.append(f"a batch of {batch_size} rows takes each of the {rows} rows of the data more than once")
-        return lines
+        """What a user should know of precision and data, a line each."""
+        return remarks(self.options, self._model, self._data)
 
     def divergence(self) -> str | None:
         """Say if the steps left nothing of the model, in a line; None if they did not.
@@ -280,7 +277,7 @@ def _reserved(options: TrainOptions, model: HFBlockModel, longest: int) -> tuple
     """
     config, batching, given = model.config, options.batching, options.storage.activation_memory
     rows, micro_rows, chunk = batching.batch_size, batching.micro_batch_size, batching.loss_chunk
-    streams = 2 * options.optimization.queries
+    streams = options.optimization.evaluations
     reserved = (
         activation_bytes(config, rows, longest, streams=streams, micro_rows=micro_rows, loss_chunk=chunk)
         if given is None

@@ -19,3 +19,11 @@ def direction_seeds(run_seed: int, step: int, given: int | None) -> Iterator[int
     rng = random.Random(f"{run_seed}/{step}" if given is None else f"given/{given}")  # noqa: S311 - no secret
     while True:
         yield rng.randrange(1_000_000_000)
+
+
+def distinct(seeds: Iterator[int], count: int) -> tuple[int, ...]:
+    """The first seeds that differ from each other: one that comes up again is passed over, so that q directions are q."""
+    found: dict[int, None] = {}
+    while len(found) < count:
+        found[next(seeds)] = None
+    return tuple(found)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import is_dataclass
 
-from zo2core.errors import OptionError
+from zo2core.estimators.ranges import require_positive
 from zo2core.protocols import ZOEstimator
 
 
@@ -26,13 +25,3 @@ def describe_lr(lr: float | Callable[[int], float]) -> float | str:
     if not callable(lr):
         return float(lr)
     return repr(lr) if is_dataclass(lr) else "a function"
-
-
-def require_positive(name: str, value: float) -> None:
-    """Refuse a number that is not positive and finite.
-
-    Raises:
-        OptionError: naming the option.
-    """
-    if not (math.isfinite(value) and value > 0):
-        raise OptionError(name, found=repr(value), expected="a positive finite number", remedy=f"choose {name} > 0")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zo2core.errors import OptionError
-from zo2core.estimators.learning_rate import describe_lr, require_positive
-from zo2core.types import Evaluation, Update
+from zo2core.estimators.learning_rate import describe_lr
+from zo2core.estimators.ranges import require_positive, require_weight_decay
+from zo2core.types import Distribution, Evaluation, Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +37,12 @@ class MeZOSGD:
         if not callable(self.lr):
             require_positive("lr", self.lr)
         require_positive("zo_eps", self.zo_eps)
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise OptionError(
-                "weight_decay",
-                found=repr(self.weight_decay),
-                expected="a finite number of at least 0",
-                remedy="pass 0 for no weight decay",
-            )
+        require_weight_decay(self.weight_decay)
+
+    @property
+    def distribution(self) -> Distribution | None:
+        """None: directions of any distribution will do."""
+        return None
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -62,7 +60,14 @@ class MeZOSGD:
         seed = next(rng)
         return (Evaluation(seed, 1.0), Evaluation(seed, -1.0))
 
-    def update(self, step: int, evaluations: Sequence[Evaluation], losses: Sequence[torch.Tensor], lr: float) -> Update:
+    def update(
+        self,
+        step: int,
+        evaluations: Sequence[Evaluation],
+        losses: Sequence[torch.Tensor],
+        lr: float,
+        past: Sequence[Update],
+    ) -> Update:
         """The projected gradient and its update; the difference is taken in the losses' own dtype, as MeZO does."""
         plus, minus = losses
         projected_grad = float(((plus - minus) / (2 * self.zo_eps)).item())

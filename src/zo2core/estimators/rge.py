@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from zo2core.errors import OptionError
+from zo2core.estimators.direction_seeds import distinct
 from zo2core.estimators.mezo import MeZOSGD
+from zo2core.estimators.ranges import require_query_count
 from zo2core.types import Evaluation, Update
 
 
@@ -36,8 +37,7 @@ class MultiQueryRGE(MeZOSGD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.q, int) or self.q < 1:
-            raise OptionError("q", found=repr(self.q), expected="a whole number of at least 1", remedy="choose q >= 1")
+        require_query_count(self.q, least=1)
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -45,16 +45,21 @@ class MultiQueryRGE(MeZOSGD):
         return {**super().options, "name": "multi-query-rge", "q": self.q}
 
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
-        """Both sides of each direction in turn. A seed that comes up again is passed over: q directions are q."""
-        seeds: dict[int, None] = {}
-        while len(seeds) < self.q:
-            seeds[next(rng)] = None
-        return tuple(Evaluation(seed, shift) for seed in seeds for shift in (1.0, -1.0))
+        """Both sides of each direction in turn."""
+        return tuple(Evaluation(seed, shift) for seed in distinct(rng, self.q) for shift in (1.0, -1.0))
 
-    def update(self, step: int, evaluations: Sequence[Evaluation], losses: Sequence[torch.Tensor], lr: float) -> Update:
+    def update(
+        self,
+        step: int,
+        evaluations: Sequence[Evaluation],
+        losses: Sequence[torch.Tensor],
+        lr: float,
+        past: Sequence[Update],
+    ) -> Update:
         """One projected gradient a direction, to be applied with ``lr / q`` each."""
         pairs = range(0, 2 * self.q, 2)
-        probes = [super(MultiQueryRGE, self).update(step, evaluations[i : i + 2], losses[i : i + 2], lr) for i in pairs]
+        one = super().update
+        probes = [one(step, evaluations[i : i + 2], losses[i : i + 2], lr, past) for i in pairs]
         return replace(
             probes[0],
             evaluations=tuple(evaluations),
