@@ -24,6 +24,8 @@ from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2core import Distribution, MeZOSGD, ZOEngine
 from zo2core.sources.scratch import Scratch
 
+PROFILE = settings.default
+assert PROFILE is not None
 THREADS_FROM = st.sampled_from([0, 200, zo2core.sweep.perturber.PARALLEL_FROM])  # elements: all segments, some, none
 
 
@@ -69,7 +71,7 @@ def test_trajectory_is_monolithic_mezo(
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
-@settings(max_examples=settings.default.max_examples // 3)
+@settings(max_examples=PROFILE.max_examples // 3)
 @given(
     data=st.data(),
     dtype=st.sampled_from(DTYPES),
