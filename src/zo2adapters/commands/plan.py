@@ -57,7 +57,8 @@ class Plan:
         optimization.require_consistent()
         self.batching.require_valid()
         directory = resolve_directory(self.model)
-        precision = "exact" if self.precision == "auto" and self.exact_mezo else self.precision
+        stays_exact = self.exact_mezo or self.device_memory is not None  # as TrainOptions.precision_asked
+        precision = "exact" if self.precision == "auto" and stays_exact else self.precision
         model = open_checkpoint(
             directory, dtype=self.dtype, precision=precision, loss_chunk=self.batching.loss_chunk or "auto"
         )

@@ -252,8 +252,8 @@ class RunOptions:
     takes the faster of the 16-bit ones."""
     precision: PrecisionName = "auto"
     """exact has one dtype for all, with MeZO's rounding: in 16 bits small updates are lost. mixed keeps weights in float32,
-    whatever the checkpoint has, and computes under autocast. auto is mixed for weights of 16 bits, except with
-    --exact-mezo."""
+    whatever the checkpoint has, and computes under autocast. auto is mixed for weights of 16 bits on the CPU; it is exact
+    with --exact-mezo, and on a GPU, to which float32 would travel twice as long."""
     optimization: Optimization = field(default_factory=Optimization)
     batching: Batching = field(default_factory=Batching)
     storage: Storage = field(default_factory=Storage)
@@ -287,7 +287,8 @@ class TrainOptions(RunOptions):
 
     def precision_asked(self) -> PrecisionName:
         """The precision to open the model in."""
-        return "exact" if self.precision == "auto" and self.optimization.exact_mezo else self.precision
+        stays_exact = self.optimization.exact_mezo or self.storage.device != "cpu"
+        return "exact" if self.precision == "auto" and stays_exact else self.precision
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
         """The same options with what was chosen for this machine written down: a resumed run has to do the same."""

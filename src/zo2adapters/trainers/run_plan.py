@@ -130,6 +130,7 @@ def plan_run(
         memory=memory,
         activation_bytes=activations,
         may_keep_noise=not isinstance(drawn, CounterNoise),
+        walks=not isinstance(drawn, CounterNoise),
     )
     host_plan = with_kept_memory(host_plan, activations)
     layouts = model.layouts if host_plan.buckets is None else on_disk  # as they will lie in buckets
