@@ -15,12 +15,15 @@ from zo2adapters.trainers.field_types import require_field_types
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2core import (
     BlockLayout,
+    Clipped,
     Distribution,
+    Guarded,
     MeZOSGD,
     MultiQueryRGE,
     NoiseGenerator,
     OptionError,
     PhiloxNoise,
+    ZOEstimator,
     parse_size,
 )
 
@@ -76,6 +79,12 @@ class Optimization:
     """Directions a step. Each costs two more forwards, but no block is moved once more; its update takes lr / queries."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly."""
+    clip_grad: float | None = None
+    """Largest absolute projected gradient; a larger one is cut to it."""
+    clip_median: float | None = None
+    """Largest multiple of the median of the last 50 absolute projected gradients; a larger one is cut to it. At least 1."""
+    guard: bool = True
+    """Leave out steps whose losses lie far outside their running range, and stop a run that has got worse for good."""
 
     def generator(self, layouts: Sequence[BlockLayout]) -> NoiseGenerator | None:
         """Where directions come from; None is the engine's own choice, MeZO's numbers."""
@@ -104,6 +113,16 @@ class Optimization:
             perturb_in_place=in_place,
             q=self.queries,
         )
+
+    def guarded(self, estimator: ZOEstimator) -> ZOEstimator:
+        """An estimator with the clipping and the guard that were asked for.
+
+        Raises:
+            OptionError: if a number is out of its range.
+        """
+        if self.clip_grad is not None or self.clip_median is not None:
+            estimator = Clipped(estimator=estimator, value=self.clip_grad, medians=self.clip_median)
+        return Guarded(estimator=estimator) if self.guard else estimator
 
 
 def require_sane_step(lr: float, zo_eps: float, weight_decay: float) -> None:
@@ -290,13 +309,14 @@ class TrainOptions(RunOptions):
                 remedy="leave it out, or begin a new run; a run of constant lr can be lengthened",
             )
 
-    def estimator(self) -> MeZOSGD:
-        """The estimator of the run.
+    def estimator(self) -> ZOEstimator:
+        """The estimator of the run, with its clipping and guard.
 
         Raises:
             OptionError: if a number is out of its range.
         """
-        return self.optimization.estimator(self.steps if self.schedule_steps is None else self.schedule_steps)
+        steps = self.steps if self.schedule_steps is None else self.schedule_steps
+        return self.optimization.guarded(self.optimization.estimator(steps))
 
     def with_steps(self, steps: int) -> TrainOptions:
         """The same run with another number of steps, on the learning rate that it was begun with."""
@@ -326,6 +346,7 @@ class TrainOptions(RunOptions):
         optimization = dict(values.pop("optimization"))
         optimization["decay"] = Decay(optimization["decay"])
         optimization["noise"] = Noise(optimization["noise"])
+        optimization.setdefault("guard", False)  # runs of earlier versions have none
         evaluation = values.pop("evaluation")
         options = cls(
             output=output,
