@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from zo2core.errors import DivergenceError, OptionError, ZO2Warning
-from zo2core.estimators.running_range import RECENT, best_step, drift, is_refused, outlier
+from zo2core.estimators.course import MOST_MOVED, Course, best_step, drift, squared_move
+from zo2core.estimators.running_range import RECENT, is_refused, outlier
 from zo2core.estimators.wrapper import EstimatorWrapper
 from zo2core.types import Evaluation, Update
 
@@ -46,13 +47,13 @@ class GuardPolicy:
 class Guarded(EstimatorWrapper):
     """An estimator whose steps are judged by the run's past before they are applied.
 
-    A step whose losses lie far outside the range that they have been in is *not applied*, which a warning says. Its record
-    has its losses and projected gradients of 0, no weight decay and no walk, so that replaying it leaves every weight as it
-    is. As long as the guard does not act, updates are the wrapped estimator's, bit for bit.
+    A step whose losses lie far outside the range that they have been in, or whose update is larger than weights are, is *not
+    applied*, which a warning says. Its record has its losses and projected gradients of 0, no weight decay and no walk, so
+    that replaying it leaves every weight as it is. As long as the guard does not act, updates are the wrapped estimator's,
+    bit for bit. ``running_range.py`` has the numbers.
 
-    The run ends in a ``DivergenceError`` if too many of the last ten steps are not applied, if the median loss of the last
-    ten is far above that of the run's beginning, or if more than half of what was learned at the best ten steps is lost. The
-    error names the best step so far, from which the run can be branched. ``running_range.py`` has the numbers.
+    The run ends in a ``DivergenceError`` if too many of the last ten steps are not applied, or if its course, as
+    ``course.py`` judges it, has got worse for good. The error names the best step so far, from which to branch the run.
 
     All this follows from the journal, so a resumed run is bitwise the undisturbed one, and ends in the same error.
 
@@ -62,6 +63,8 @@ class Guarded(EstimatorWrapper):
     """
 
     policy: GuardPolicy = field(default_factory=GuardPolicy)
+    # What was computed last, so that a step does not begin with the first one again: no state, it follows from ``past``.
+    _known: list[Course] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -84,32 +87,29 @@ class Guarded(EstimatorWrapper):
             DivergenceError: if the run has got worse for good.
         """
         past, policy = past[:step], self.policy
-        drifted = drift(past, window=policy.window)
+        drifted = drift(self._course(past), past, window=policy.window)
         if drifted is not None:
-            raise _diverged(
-                step,
-                past,
-                found=f"a median loss of {drifted.now:.4g} in the last {RECENT} steps",
-                expected=f"at most {drifted.limit:.4g}, since {drifted.reference}",
-            )
+            raise _diverged(step, past, *drifted)
         update = self.estimator.update(step, evaluations, losses, lr, past)
-        found = outlier(update.losses, update.zo_eps, past, window=policy.window, factor=policy.factor)
-        if found is None:
+        moves = math.sqrt(squared_move(update))
+        found = outlier(update, past, window=policy.window, factor=policy.factor)
+        if found is None and not moves > MOST_MOVED:
             return update
+        found = found or f"an update that moves each weight by {moves:.2g}, and most weights are below 1"
         refused = 1 + sum(is_refused(earlier) for earlier in past[1 - RECENT :])
         if refused >= policy.refusals:
-            raise _diverged(
-                step,
-                past,
-                found=f"{refused} of {RECENT} steps far outside their range ({found})",
-                expected=f"fewer than {policy.refusals}",
-            )
+            raise _diverged(step, past, f"{refused} of {RECENT} steps that cannot be applied ({found})", "fewer of them")
         warnings.warn(f"step {step} is not applied: {found}", ZO2Warning, stacklevel=2)
         unchanged = (0.0,) * len(update.projected_grads)
         return replace(update, projected_grads=unchanged, weight_decay=0.0, perturb_in_place=False)
 
+    def _course(self, past: Sequence[Update]) -> Course:
+        course = (self._known.pop() if self._known else Course()).extended(past)
+        self._known.append(course)
+        return course
 
-def _diverged(step: int, past: Sequence[Update], *, found: str, expected: str) -> DivergenceError:
+
+def _diverged(step: int, past: Sequence[Update], found: str, expected: str) -> DivergenceError:
     best = best_step(past)
     return DivergenceError(
         f"step {step}",
