@@ -201,28 +201,28 @@ def test_a_run_of_an_earlier_version_has_no_guard_and_its_branch_may_have_one(op
     assert branch == {**begun, "guard": {"window": 50, "factor": 5.0, "refusals": 5}}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--from-step", "7", "--output", "{new}"], f"--from-step: found 7; expected 0 to {STEPS}, the steps of the run"),
-        (["--from-step", "-1", "--output", "{new}"], "--from-step: found -1"),
-        (["--from-step", "2"], "--output: found nothing; expected a directory for the new run"),
-        (["--from-step", "2", "--output", "{run}"], "found something at this path"),
-        (["--from-step", "2", "--output", "{new}", "--batch-size", "2"], "--batch-size: found 2; expected 3"),
-        (["--from-step", "2", "--output", "{new}", "--seed", "4"], "--seed: found 4; expected 3"),
-        (["--from-step", "2", "--output", "{new}", "--noise", "mezo"], '--noise: found "mezo"'),
-        (["--from-step", "2", "--output", "{new}", "--exact-mezo"], "--exact-mezo: found true"),
-        (["--from-step", "4", "--output", "{new}", "--steps", "3"], "--steps: found 3; expected at least 4"),
-        (["--from-step", "2", "--output", "{new}", "--clip-median", "0.5"], "--clip-median: found 0.5"),
-    ],
-)
+REFUSED = [
+    (["--from-step", "7", "--output", "{new}"], f"--from-step: found 7; expected 0 to {STEPS}, the steps of the run"),
+    (["--from-step", "-1", "--output", "{new}"], "--from-step: found -1"),
+    (["--from-step", "2"], "--output: found nothing; expected a directory for the new run"),
+    (["--from-step", "2", "--output", "{run}"], "found something at this path"),
+    (["--from-step", "2", "--output", "{new}", "--batch-size", "2"], "--batch-size: found 2; expected 3"),
+    (["--from-step", "2", "--output", "{new}", "--seed", "4"], "--seed: found 4; expected 3"),
+    (["--from-step", "2", "--output", "{new}", "--noise", "mezo"], '--noise: found "mezo"'),
+    (["--from-step", "2", "--output", "{new}", "--exact-mezo"], "--exact-mezo: found true"),
+    (["--from-step", "4", "--output", "{new}", "--steps", "3"], "--steps: found 3; expected at least 4"),
+    (["--from-step", "2", "--output", "{new}", "--clip-median", "0.5"], "--clip-median: found 0.5"),
+]
+
+
 def test_what_a_branch_cannot_be_told_is_refused(
-    arguments: list[str], expected: str, options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finish(options)
-    told = [argument.format(new=tmp_path / "new", run=options.output) for argument in arguments]
-    assert expected in refused(capsys, "train", "--resume", options.output, *told)
-    assert not (tmp_path / "new").exists()
+    for arguments, expected in REFUSED:
+        told = [argument.format(new=tmp_path / "new", run=options.output) for argument in arguments]
+        assert expected in refused(capsys, "train", "--resume", options.output, *told)
+        assert not (tmp_path / "new").exists()
 
 
 def test_a_step_without_a_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_step_without_a_run_is_refused(capsys: pytest.CaptureFixture[str], tmp
     assert "--from-step: found no run; expected --resume DIR beside it" in said
 
 
-@pytest.mark.parametrize("lr", [0.01, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("lr", [0.01, 1.0])
 @pytest.mark.filterwarnings("ignore::zo2core.ZO2Warning")
 def test_a_run_whose_lr_is_a_hundred_times_too_large_stops_and_goes_on_from_its_best_step(
     lr: float, options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
