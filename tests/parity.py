@@ -11,11 +11,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from hypothesis import strategies as st
+from monolithic_estimators import monolithic
 from threaded_device import ThreadedDevice, ThreadedStreams
 from torch import nn
 
-from zo2adapters import MonolithicMeZO
 from zo2core import (
+    FZOO,
+    MEAZO,
     Distribution,
     HostDevice,
     MemoryPolicy,
@@ -30,7 +32,7 @@ from zo2core.estimators import direction_seeds
 from zo2core.kernels import fill
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_plan import HostPlan
-from zo2core.protocols import BlockModel, Device
+from zo2core.protocols import BlockModel, Device, ZOEstimator
 from zo2core.types import Batch
 
 BETWEEN = ["nothing", "evaluate", "flush", "look", "reopen"]
@@ -47,11 +49,18 @@ class Plan(NamedTuple):
     between: list[str]  # after each step: what is done in BETWEEN
     queries: int = 0  # directions a step; 0 is MeZO's own estimator
     distribution: Distribution | None = None  # of counter-based noise; None is MeZO's noise
+    name: str = "mezo"  # of the estimator, among those of ``monolithic``
+    beta: float = 0.9  # of MEAZO
+    delta: float = 1e-8  # of MEAZO
 
-    def estimator(self) -> MeZOSGD:
+    def estimator(self) -> ZOEstimator:
+        if self.name == "fzoo":
+            return FZOO(lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, q=self.queries)
         plain = MeZOSGD(
             lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=self.perturb_in_place
         )
+        if self.name == "meazo":
+            return MEAZO(**vars(plain), q=self.queries, beta=self.beta, delta=self.delta)
         return plain if self.queries == 0 else MultiQueryRGE(**vars(plain), q=self.queries)
 
     def directions(self, step: int) -> tuple[int, ...]:
@@ -73,6 +82,17 @@ def plans(draw: st.DrawFn) -> Plan:
         queries=draw(st.integers(0, 3)),
         distribution=draw(st.sampled_from([None, *Distribution])),
     )
+
+
+@st.composite
+def adaptive_plans(draw: st.DrawFn, name: str) -> Plan:
+    """Plans of an estimator whose step is divided by what the losses were."""
+    plan = draw(plans())
+    if name == "fzoo":
+        q = draw(st.integers(2, 4))
+        return plan._replace(name=name, queries=q, perturb_in_place=False, distribution=Distribution.RADEMACHER)
+    beta, delta = draw(st.sampled_from([0.0, 0.5, 0.99])), draw(st.sampled_from([1e-8, 1.0]))
+    return plan._replace(name=name, queries=draw(st.integers(1, 3)), beta=beta, delta=delta)
 
 
 def assert_same_bits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -161,8 +181,11 @@ def assert_parity(make: Callable[[], ZOEngine], whole: nn.Module, plan: Plan, ba
         assert distribution is not None
         fill(out, distribution, seed, place)  # compared with its reference in test_kernels.py, which would take minutes here
 
-    mono = MonolithicMeZO(
+    mono = monolithic(
+        plan.name,
         whole,
+        beta=plan.beta,
+        delta=plan.delta,
         lr=plan.lr,
         zo_eps=plan.zo_eps,
         weight_decay=plan.weight_decay,

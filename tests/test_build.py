@@ -14,7 +14,9 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2adapters import open_checkpoint
 from zo2core import (
+    FZOO,
     BatchError,
+    Distribution,
     HostDevice,
     Journal,
     JournalError,
@@ -27,6 +29,7 @@ from zo2core import (
     PinnedSource,
     Replayer,
     ScratchError,
+    SequentialNoise,
     SerialScheduler,
     Trace,
     WriteBackPolicy,
@@ -90,6 +93,29 @@ def test_an_option_that_nothing_would_heed_is_refused(base: Path, options: dict[
         ZOEngine(open_checkpoint(base), MEZO, **options)
     with pytest.raises(OptionError, match=message):
         Replayer(open_checkpoint(base), **options)
+
+
+@pytest.mark.parametrize("noise", ["the default", "MeZO's", "Gaussian"])
+def test_noise_of_another_distribution_than_the_estimator_needs_is_refused(base: Path, tmp_path: Path, noise: str) -> None:
+    model, estimator, path = open_checkpoint(base), FZOO(lr=1e-2, zo_eps=1e-3), tmp_path / "journal.jsonl"
+    given = {"the default": None, "MeZO's": SequentialNoise(model.layouts), "Gaussian": PhiloxNoise()}[noise]
+    with pytest.raises(OptionError, match=r"noise: found .*expected rademacher noise, which the estimator fzoo needs"):
+        ZOEngine(model, estimator, noise=given, journal=path)
+    if given is not None:
+        with contextlib.closing(HostDevice()) as device:
+            source = PinnedSource(model.weights, model.layouts, device.host_memory)
+            with contextlib.closing(source), pytest.raises(OptionError, match="rademacher"):
+                ZOEngine.from_parts(model, estimator, source=source, device=device, noise=given, journal=path)
+    assert not path.exists()
+
+
+def test_a_run_goes_on_with_the_noise_that_its_estimator_needs(base: Path, tmp_path: Path) -> None:
+    path, estimator = tmp_path / "journal.jsonl", FZOO(lr=1e-2, zo_eps=1e-3)
+    rademacher = PhiloxNoise(Distribution.RADEMACHER)
+    with ZOEngine(open_checkpoint(base), estimator, noise=rademacher, journal=path) as engine:
+        engine.step(BATCH)
+    with ZOEngine(open_checkpoint(base), estimator, journal=path) as engine:  # the noise is the journal's
+        assert engine.step(BATCH).step == 1
 
 
 def test_a_size_of_device_memory_without_overlap_is_refused(base: Path) -> None:

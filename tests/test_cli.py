@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zo2core.build
 from zo2adapters.cli import COMMANDS, main
+from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
+from zo2adapters.trainers.options import Optimization, TrainOptions
+from zo2adapters.trainers.trainer import Trainer
 from zo2core import Journal, OptionError
 
 ROWS = [
@@ -96,6 +100,85 @@ def test_queries_reach_the_updates_and_a_resumed_run(base: Path, rows: Path, tmp
     assert (cut / "journal.jsonl").read_bytes() == (whole / "journal.jsonl").read_bytes()
     for update in Journal(cut / "journal.jsonl").updates:
         assert (len(set(update.seeds)), len(update.losses), update.lr) == (3, 6, 1e-2 / 3)
+
+
+@pytest.mark.parametrize(("name", "forwards"), [("fzoo", 4), ("meazo", 6)])
+def test_estimators_reach_the_updates_and_a_resumed_run(
+    base: Path, rows: Path, tmp_path: Path, name: str, forwards: int
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run("train", "--model", base, "--data", rows, "--output", whole, *TRAIN, "--estimator", name, "--queries", 3)
+    cut.mkdir()
+    (cut / "options.json").write_bytes((whole / "options.json").read_bytes())
+    lines = (whole / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    (cut / "journal.jsonl").write_bytes(b"".join(lines[:4]))
+    run("train", "--resume", cut)
+    assert (cut / "journal.jsonl").read_bytes() == (whole / "journal.jsonl").read_bytes()
+    assert (cut / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
+    journal = Journal(cut / "journal.jsonl")
+    assert journal.header is not None
+    assert journal.header["estimator"]["name"] == name
+    for update in journal.updates:
+        assert (len(set(update.seeds)), len(update.losses), update.lr) == (3, forwards, 1e-2 / 3)
+
+
+def test_plans_and_runs_reserve_memory_for_the_forwards_of_an_estimator(
+    base: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def planned(name: str, queries: int) -> int:
+        run("plan", "--model", base, "--batch-size", 2, "--json", "--estimator", name, "--queries", queries)
+        parts = json.loads(capsys.readouterr().out)["host_plan"]["parts"]
+        return sum(int(part["nbytes"]) for part in parts if part["name"] == "activations, reserved")
+
+    def reserved(name: str, queries: int) -> int:
+        optimization = Optimization(estimator=EstimatorName(name), queries=queries)
+        options = TrainOptions(model=str(base), data=rows, output=tmp_path / "out", optimization=optimization)
+        with Trainer(options, quiet=True) as trainer:
+            parts = trainer.host_plan.parts
+        shutil.rmtree(tmp_path / "out")
+        return sum(part.nbytes for part in parts if part.name == "activations, reserved")
+
+    for nbytes in (planned, reserved):
+        two = nbytes("mezo", 1)
+        eight = nbytes("mezo", 4)
+        assert 6 * (nbytes("fzoo", 4) - two) == 3 * (eight - two) > 0  # five forwards
+        assert nbytes("meazo", 4) == eight
+
+
+def test_a_run_begun_before_there_were_estimators_goes_on(base: Path, rows: Path, tmp_path: Path) -> None:
+    whole, old = tmp_path / "whole", tmp_path / "old"
+    run("train", "--model", base, "--data", rows, "--output", whole, *TRAIN)
+    record = json.loads((whole / "options.json").read_text())
+    assert record["options"]["optimization"].pop("estimator") == "mezo"
+    old.mkdir()
+    (old / "options.json").write_text(json.dumps(record))
+    lines = (whole / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    (old / "journal.jsonl").write_bytes(b"".join(lines[:4]))
+    run("train", "--resume", old)
+    assert (old / "journal.jsonl").read_bytes() == (whole / "journal.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--estimator", "fzoo"], "--queries: found 1; expected at least 2"),
+        (["--estimator", "fzoo", "--queries", "4", "--exact-mezo"], "--exact-mezo: found it beside the estimator fzoo"),
+        (["--estimator", "fzoo", "--queries", "4", "--noise", "mezo"], "--noise: found 'mezo'; expected 'rademacher'"),
+        (["--estimator", "fzoo", "--queries", "4", "--noise", "gaussian"], "--noise: found 'gaussian'"),
+        (["--estimator", "fzoo", "--queries", "4", "--perturb-in-place"], "--perturb-in-place: found it beside"),
+        (["--estimator", "meazo", "--exact-mezo"], "--exact-mezo: found it beside the estimator meazo"),
+        (["--estimator", "adam"], "adam"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_does_not_go_with_an_estimator_is_refused(
+    base: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    out = tmp_path / "out"
+    assert words in refused(capsys, "train", "--model", base, "--data", rows, "--output", out, *TRAIN, *arguments)
+    assert not out.exists()
+    if "--perturb-in-place" not in arguments:
+        assert words in refused(capsys, "plan", "--model", base, "--batch-size", 2, *arguments)
 
 
 def test_a_run_on_a_device_of_its_own_memory_gives_the_same_model(

@@ -85,6 +85,19 @@ def test_more_queries_take_activations_and_then_wait_for_them(base: Path) -> Non
     assert tight.transfer_seconds * 1000 == tight.moved_bytes + (BLOCKS + 1) * tight.waiting_bytes
 
 
+def test_one_side_of_each_query_takes_fewer_activations(base: Path) -> None:
+    model = open_checkpoint(base)
+    two_sided, one_sided = (
+        plan_device_run(model, device_memory="1GB", bus=1000, rows=8, tokens=8, queries=4, evaluations=forwards)
+        for forwards in (None, 5)
+    )
+    of_one = plan_device_run(model, device_memory="1GB", bus=1000, rows=8, tokens=8, evaluations=1)
+    running = forward_bytes(model.config, 8, 8)
+    held = of_one.device_plan.activation_bytes - running
+    assert two_sided.device_plan.activation_bytes - running == 8 * held
+    assert one_sided.device_plan.activation_bytes - running == 5 * held
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
-from zo2core import MeZOSGD, MultiQueryRGE, OptionError
+from zo2core import (
+    FZOO,
+    MEAZO,
+    Clipped,
+    Distribution,
+    Guarded,
+    MeZOSGD,
+    MultiQueryRGE,
+    NonFiniteLossError,
+    OptionError,
+    Update,
+)
 from zo2core.protocols import ZOEstimator
 
 ESTIMATORS: dict[str, Callable[[], ZOEstimator]] = {
@@ -18,6 +30,14 @@ ESTIMATORS: dict[str, Callable[[], ZOEstimator]] = {
     "one query": lambda: MultiQueryRGE(lr=1e-3, zo_eps=1e-3, q=1),
     "four queries": lambda: MultiQueryRGE(lr=1e-3, zo_eps=1e-3, q=4),
     "four queries, not in place": lambda: MultiQueryRGE(lr=1e-3, zo_eps=1e-3, q=4, perturb_in_place=False),
+    "fzoo": lambda: FZOO(lr=1e-3, zo_eps=1e-3, q=4),
+    "fzoo, eight directions": lambda: FZOO(lr=1e-3, zo_eps=1e-3),
+    "meazo": lambda: MEAZO(lr=1e-3, zo_eps=1e-3),
+    "meazo, shorter memory": lambda: MEAZO(lr=1e-3, zo_eps=1e-3, beta=0.5),
+    "meazo, four queries": lambda: MEAZO(lr=1e-3, zo_eps=1e-3, q=4),
+    "clipped": lambda: Clipped(estimator=MeZOSGD(lr=1e-3, zo_eps=1e-3), medians=1.5),
+    "guarded": lambda: Guarded(estimator=MeZOSGD(lr=1e-3, zo_eps=2.0)),
+    "guarded and clipped meazo": lambda: Guarded(estimator=Clipped(estimator=MEAZO(lr=1e-3, zo_eps=2.0), value=0.2)),
 }
 
 every_estimator = pytest.mark.parametrize("make", ESTIMATORS.values(), ids=ESTIMATORS)
@@ -25,6 +45,23 @@ every_estimator = pytest.mark.parametrize("make", ESTIMATORS.values(), ids=ESTIM
 
 def seeds() -> Iterator[int]:
     return itertools.count(7)
+
+
+def take(
+    estimator: ZOEstimator, past: Sequence[Update], losses: Sequence[float] | None = None, *, phase: float = 0.0
+) -> Update:
+    """The step that follows a run's updates; without losses, with some that differ from step to step and by a phase."""
+    step = len(past)
+    evaluations = estimator.evaluations(step, itertools.count(1000 * step))
+    values = [math.sin(9 * step + place + phase) for place in range(len(evaluations))] if losses is None else losses
+    return estimator.update(step, evaluations, [torch.tensor(value) for value in values], 0.25, past)
+
+
+def run_of(estimator: ZOEstimator, steps: int, *, phase: float = 0.0) -> list[Update]:
+    past: list[Update] = []
+    for _ in range(steps):
+        past.append(take(estimator, past, phase=phase))
+    return past
 
 
 @every_estimator
@@ -37,9 +74,10 @@ def test_evaluations_follow_from_step_and_seeds(make: Callable[[], ZOEstimator])
 @every_estimator
 def test_an_update_carries_all_that_replaying_needs(make: Callable[[], ZOEstimator]) -> None:
     estimator = make()
+    past = run_of(estimator, 4)
     evaluations = estimator.evaluations(4, seeds())
     losses = [torch.tensor(1.0 + 0.5 * i) for i in range(len(evaluations))]
-    update = estimator.update(4, evaluations, losses, 0.25, ())
+    update = estimator.update(4, evaluations, losses, 0.25, past)
     assert (update.step, update.zo_eps) == (4, estimator.zo_eps)
     assert update.lr * len(update.seeds) == 0.25
     assert update.evaluations == evaluations
@@ -55,6 +93,26 @@ def test_equal_losses_give_no_gradient(make: Callable[[], ZOEstimator]) -> None:
     evaluations = estimator.evaluations(0, seeds())
     update = estimator.update(0, evaluations, [torch.tensor(2.0)] * len(evaluations), 1.0, ())
     assert update.projected_grads == (0.0,) * len(update.seeds)
+
+
+@every_estimator
+def test_an_update_follows_from_the_past_alone(make: Callable[[], ZOEstimator]) -> None:
+    """What a resumed run begins with, what has seen other runs, and what has seen this one whole give equal updates."""
+    estimator = make()
+    whole = run_of(estimator, 12)
+    for step in (0, 1, 5, 11):
+        assert take(make(), whole[:step]) == whole[step]
+        assert take(estimator, whole[:step]) == whole[step]
+    run_of(estimator, 11, phase=1.0)
+    assert take(estimator, whole[:11]) == whole[11]
+
+
+@every_estimator
+def test_later_updates_of_a_list_that_grows_are_not_read(make: Callable[[], ZOEstimator]) -> None:
+    whole = run_of(make(), 6)
+    evaluations = make().evaluations(3, itertools.count(3000))
+    losses = [torch.tensor(loss) for loss in whole[3].losses]
+    assert make().update(3, evaluations, losses, 0.25, whole) == make().update(3, evaluations, losses, 0.25, whole[:3])
 
 
 def test_mezo_evaluates_both_sides_of_one_direction() -> None:
@@ -110,5 +168,107 @@ def test_equal_options_are_equal_estimators_and_others_are_not() -> None:
 
 @pytest.mark.parametrize("q", [0, -1, 1.5])
 def test_a_number_of_queries_out_of_range_is_refused(q: int) -> None:
-    with pytest.raises(OptionError, match="q"):
-        MultiQueryRGE(lr=1.0, zo_eps=1.0, q=q)
+    for estimator in (MultiQueryRGE, FZOO, MEAZO):
+        with pytest.raises(OptionError, match="q"):
+            estimator(lr=1.0, zo_eps=1.0, q=q)
+
+
+def test_fzoo_evaluates_the_weights_as_they_are_and_one_side_of_each_direction() -> None:
+    evaluations = FZOO(lr=1.0, zo_eps=0.5, q=3).evaluations(0, iter([5, 6, 5, 9]))
+    assert [tuple(evaluation) for evaluation in evaluations] == [(5, 0.0), (5, 1.0), (6, 1.0), (9, 1.0)]
+
+
+def test_fzoo_divides_by_the_standard_deviation_of_the_perturbed_losses() -> None:
+    losses = [2.5, 3.0, 1.0, 2.0, 6.0]
+    update = take(FZOO(lr=1.0, zo_eps=1e-3, q=4), (), losses)
+    sides = torch.tensor(losses[1:], dtype=torch.float64)
+    expected = (sides - 2.5) / sides.std(unbiased=False)
+    torch.testing.assert_close(torch.tensor(update.projected_grads, dtype=torch.float64), expected, rtol=1e-15, atol=0)
+    assert update.lr == 0.25 / 4
+    assert take(FZOO(lr=1.0, zo_eps=1e-2, q=4), (), losses).projected_grads == update.projected_grads, "zo_eps is left out"
+
+
+def test_a_step_of_fzoo_is_as_long_however_steep_the_loss_is() -> None:
+    estimator = FZOO(lr=1.0, zo_eps=1e-3, q=3)
+    flat, steep = ([2.0, *(2.0 + scale * change for change in (1.0, -0.5, 0.25))] for scale in (2.0**-10, 2.0**10))
+    assert take(estimator, (), flat).projected_grads == take(estimator, (), steep).projected_grads
+
+
+def test_fzoo_takes_no_step_along_directions_whose_losses_are_equal() -> None:
+    update = take(FZOO(lr=1.0, zo_eps=1e-3, q=3), (), [2.0, 3.0, 3.0, 3.0])
+    assert update.projected_grads == (0.0, 0.0, 0.0)
+
+
+def test_fzoo_gives_no_infinity_that_is_not_refused() -> None:
+    estimator = FZOO(lr=1.0, zo_eps=1e-3, q=2)
+    losses = [torch.tensor(value, dtype=torch.float64) for value in (1e300, 0.0, 1e-320)]
+    update = estimator.update(0, estimator.evaluations(0, seeds()), losses, 1.0, ())
+    assert update.projected_grads[0] == -math.inf
+    with pytest.raises(NonFiniteLossError, match="step 0"):
+        update.validated()
+
+
+def test_fzoo_needs_two_directions_and_rademacher_noise() -> None:
+    with pytest.raises(OptionError, match="at least 2"):
+        FZOO(lr=1.0, zo_eps=1.0, q=1)
+    assert FZOO(lr=1.0, zo_eps=1.0).distribution is Distribution.RADEMACHER
+    assert not FZOO(lr=1.0, zo_eps=1.0).perturb_in_place
+
+
+def test_meazo_divides_by_the_running_root_mean_square() -> None:
+    estimator = MEAZO(lr=1.0, zo_eps=0.5, beta=0.75, delta=2.0)
+    past: list[Update] = []
+    for gradient in (4.0, -2.0, 8.0):
+        past.append(take(estimator, past, [1.0 + gradient, 1.0]))
+    v = [0.25 * 16, 0.75 * 4 + 0.25 * 4, 0.75 * 4 + 0.25 * 64]
+    corrected = [v[0] / 0.25, v[1] / (1 - 0.75**2), v[2] / (1 - 0.75**3)]
+    expected = [4 / (corrected[0] ** 0.5 + 2), -2 / (corrected[1] ** 0.5 + 2), 8 / (corrected[2] ** 0.5 + 2)]
+    assert [update.projected_grads[0] for update in past] == expected
+
+
+def test_meazo_squares_the_mean_over_its_directions() -> None:
+    update = take(MEAZO(lr=1.0, zo_eps=0.5, q=2, delta=1.0), (), [1.0, 5.0, 10.0, 2.0])
+    assert update.projected_grads == pytest.approx((-4.0 / 3.0, 8.0 / 3.0), rel=1e-14)  # their mean is 2
+    assert update.lr == 0.125
+
+
+def test_the_first_step_of_meazo_is_of_length_one_whatever_its_gradient() -> None:
+    for gradient in (1e-3, 1.0, -1e6):
+        update = take(MEAZO(lr=1.0, zo_eps=0.5), (), [gradient, 0.0])
+        assert abs(update.projected_grads[0]) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_a_step_that_was_not_applied_does_not_count_for_meazo() -> None:
+    estimator = MEAZO(lr=1.0, zo_eps=1e-3)
+    past = run_of(estimator, 3)
+    outlier = replace(take(estimator, past, [1e6, 0.0]), projected_grads=(0.0,))
+    expected = take(estimator, past, [1.5, 1.0])
+    found = take(MEAZO(lr=1.0, zo_eps=1e-3), [*past, outlier], [1.5, 1.0])
+    assert found.projected_grads == expected.projected_grads
+    without = take(estimator, past, [1.0, 1.0])  # a step that moves nothing, because its losses are equal, does count
+    assert take(estimator, [*past, without], [1.5, 1.0]).projected_grads != expected.projected_grads
+
+
+def test_meazo_keeps_to_the_losses_where_gradients_were_clipped() -> None:
+    whole = run_of(MEAZO(lr=1.0, zo_eps=1e-3), 4)
+    clipped = [replace(update, projected_grads=(1e-3,)) for update in whole[:3]]
+    assert take(MEAZO(lr=1.0, zo_eps=1e-3), clipped) == whole[3]
+
+
+def test_meazo_refuses_a_past_of_other_evaluations() -> None:
+    past = run_of(FZOO(lr=1.0, zo_eps=1e-3), 1)
+    with pytest.raises(OptionError, match="past, step 0"):
+        take(MEAZO(lr=1.0, zo_eps=1e-3), past)
+
+
+def test_meazo_refuses_a_square_that_is_infinite() -> None:
+    estimator = MEAZO(lr=1.0, zo_eps=1e-3)
+    losses = [torch.tensor(value, dtype=torch.float64) for value in (1e200, 0.0)]
+    with pytest.raises(NonFiniteLossError, match="step 0"):
+        estimator.update(0, estimator.evaluations(0, seeds()), losses, 1.0, ())
+
+
+@pytest.mark.parametrize(("option", "value"), [("beta", 1.0), ("beta", -0.1), ("beta", math.nan), ("delta", 0.0)])
+def test_meazo_refuses_numbers_out_of_their_range(option: str, value: float) -> None:
+    with pytest.raises(OptionError, match=option):
+        MEAZO(lr=1.0, zo_eps=1.0, **{option: value})  # type: ignore[arg-type]

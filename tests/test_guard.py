@@ -264,7 +264,7 @@ def test_projected_gradients_are_cut_by_their_running_median() -> None:
     for step in range(60):
         past.append(step_of(PLAIN, past, 3.0, 100.0 if step < 10 else 2.0))
     assert step_of(clipped, past[:9], 3.0, 1e6) == step_of(PLAIN, past[:9], 3.0, 1e6)  # no median yet
-    assert step_of(clipped, past, 3.0, -90.0).projected_grads == (pytest.approx(-6.0),)
+    assert step_of(clipped, past, 3.0, -90.0).projected_grads == pytest.approx((-6.0,))
     assert step_of(clipped, past, 3.0, 5.0) == step_of(PLAIN, past, 3.0, 5.0)
     both = Clipped(estimator=PLAIN, medians=3.0, value=4.0)
     assert step_of(both, past, 3.0, -90.0).projected_grads == (-4.0,)
@@ -275,7 +275,7 @@ def test_steps_that_were_not_applied_have_no_part_in_the_median() -> None:
     past = [replace(update, projected_grads=(0.0,)) if update.step % 2 else update for update in past]
     applied = [abs(update.projected_grads[0]) for update in past[::2]]
     median = (sorted(applied)[4] + sorted(applied)[5]) / 2
-    assert step_of(Clipped(estimator=PLAIN, medians=1.0), past, 2.0, 1e3).projected_grads == (pytest.approx(median),)
+    assert step_of(Clipped(estimator=PLAIN, medians=1.0), past, 2.0, 1e3).projected_grads == pytest.approx((median,))
 
 
 @pytest.mark.parametrize(

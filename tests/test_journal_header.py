@@ -148,7 +148,9 @@ def test_a_difference_in_everything_stays_short(base: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "provenance", [{"x": float("nan")}, {"x": {1, 2}}, {"x": object()}, {"x": [[]] * 2, "y": b"raw"}], ids=repr
+    "provenance",
+    [{"x": float("nan")}, {"x": {1, 2}}, {"x": object()}, {"x": [[]] * 2, "y": b"raw"}],
+    ids=["nan", "set", "object", "bytes"],
 )
 def test_provenance_that_is_not_json_is_refused(provenance: dict[str, Any], base: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="provenance: "):

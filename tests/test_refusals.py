@@ -315,6 +315,8 @@ OPTIONS: list[tuple[str, object]] = [
     ("options.optimization.decay", "steep"),
     ("options.optimization.decay", []),
     ("options.optimization.queries", 2.5),
+    ("options.optimization.estimator", "adam"),
+    ("options.optimization.estimator", []),
     ("options.optimization.exact_mezo", "yes"),
     ("options.batching.batch_size", None),
     ("options.batching.batch_size", -3),

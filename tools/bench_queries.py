@@ -75,7 +75,7 @@ def step_seconds(options: argparse.Namespace, queries: int, batch: Batch, micro_
         closing(model.weights),
         closing(source),
         ZOEngine.from_parts(
-            model, optimization.estimator(2), source=source, device=device, noise=drawn, micro_batch_size=micro_rows
+            model, optimization.estimator_of(2), source=source, device=device, noise=drawn, micro_batch_size=micro_rows
         ) as engine,
     ):
         engine.step(batch, seed=0)

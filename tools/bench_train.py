@@ -78,7 +78,7 @@ def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     }
     with ZOEngine(
         model,
-        optimization.estimator(options.steps),
+        optimization.estimator_of(options.steps),
         noise=optimization.generator(model.layouts),
         journal=run / "journal.jsonl",
         memory=MemoryPolicy(host=options.memory, activations=activation_bytes(model.config, options.rows, options.tokens)),

@@ -3,8 +3,9 @@
     python tools/compare_estimators.py --output tools/results/compare_estimators
 
 One base model and one task for all (the demo's); each variant runs with several seeds, which decide the directions and the
-order of rows. A variant with q directions a step takes a q-th of the steps, at q times the learning rate: every direction
-counts for as much. Prints a table and JSON; with ``--output`` both are kept, with a plot.
+order of rows. A variant of MeZO with q directions a step takes a q-th of the steps, at q times the learning rate: every
+direction counts for as much. Estimators whose step is divided have learning rates of their own. Prints a table and JSON;
+with ``--output`` both are kept, with a plot.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from zo2adapters.tasks.demo_task import read_rows
 from zo2adapters.tasks.rows import read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.demo_base import RECIPE, DemoTask, prepare
+from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.lr_schedules import LearningRate
-from zo2core import Distribution, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZOEngine
+from zo2core import FZOO, MEAZO, Distribution, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZOEngine
 from zo2core.protocols import NoiseGenerator, ZOEstimator
 
 LOOKS = 4  # evaluations of a run, the one before the first step included
@@ -47,11 +49,23 @@ class EstimatorVariant:
     noise: Callable[[], NoiseGenerator | None]  # None: MeZO's
     perturb_in_place: bool
     queries: int = 1
+    name_of_estimator: EstimatorName = EstimatorName.MEZO
+    lr: float | None = None  # the demo's, times the queries
+
+    @property
+    def forwards(self) -> int:
+        """Of a step."""
+        return self.name_of_estimator.evaluations(self.queries)
 
     def estimator(self, steps: int) -> ZOEstimator:
-        """With the demo's learning rate and schedule."""
+        """With the demo's schedule."""
         recipe = RECIPE.optimization
-        lr = LearningRate(peak=recipe.lr * self.queries, decay=recipe.decay, warmup_steps=0, steps=steps)
+        peak = recipe.lr * self.queries if self.lr is None else self.lr
+        lr = LearningRate(peak=peak, decay=recipe.decay, warmup_steps=0, steps=steps)
+        if self.name_of_estimator is EstimatorName.FZOO:
+            return FZOO(q=self.queries, lr=lr, zo_eps=recipe.zo_eps)
+        if self.name_of_estimator is EstimatorName.MEAZO:
+            return MEAZO(q=self.queries, lr=lr, zo_eps=recipe.zo_eps, perturb_in_place=self.perturb_in_place)
         if self.queries == 1:
             return MeZOSGD(lr=lr, zo_eps=recipe.zo_eps, perturb_in_place=self.perturb_in_place)
         return MultiQueryRGE(q=self.queries, lr=lr, zo_eps=recipe.zo_eps, perturb_in_place=self.perturb_in_place)
@@ -72,6 +86,12 @@ VARIANTS = [
     EstimatorVariant("Philox Gaussian", gaussian, perturb_in_place=False),
     EstimatorVariant("Philox Rademacher", rademacher, perturb_in_place=False),
     EstimatorVariant("q = 4, Philox Rademacher", rademacher, perturb_in_place=False, queries=4),
+    EstimatorVariant(
+        "FZOO, q = 8", rademacher, perturb_in_place=False, queries=8, name_of_estimator=EstimatorName.FZOO, lr=6e-3
+    ),
+    EstimatorVariant(
+        "MEAZO, Philox Rademacher", rademacher, perturb_in_place=False, name_of_estimator=EstimatorName.MEAZO, lr=2e-3
+    ),
 ]
 
 
@@ -80,7 +100,7 @@ def run(task: DemoTask, place: int, *, seed: int, forwards: int) -> dict[str, An
     variant = VARIANTS[place]
     tokenizer, rows = load_tokenizer(task.model), read_rows(task.evaluation)
     data = read_dataset(task.train, tokenizer, sequence_length=256)
-    steps = forwards // (2 * variant.queries)
+    steps = forwards // variant.forwards
     batches = training_batches(data, batch_size=RECIPE.batching.batch_size, seed=seed)
     pad = pad_token_id(tokenizer)
     curve: list[dict[str, float]] = []
@@ -90,7 +110,7 @@ def run(task: DemoTask, place: int, *, seed: int, forwards: int) -> dict[str, An
         for step in range(steps + 1):
             if step % (steps // (LOOKS - 1)) == 0:
                 score = accuracy(engine, model, rows, tokenizer, labels=task.labels)
-                done = step * 2 * variant.queries
+                done = step * variant.forwards
                 curve.append({"forwards": done, "accuracy": score.accuracy, "loss": score.loss})
             if step < steps:
                 batch = collate(next(batches), pad_token_id=pad)

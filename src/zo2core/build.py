@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError
-from zo2core.estimators import direction_seeds
+from zo2core.estimators import direction_seeds, require_distribution
 from zo2core.journal import Journal, digest, json_object
 from zo2core.noise import choose_noise
 from zo2core.planning.device_plan import DevicePlan, plan_device_memory
@@ -109,6 +109,8 @@ def build(
             opened.callback(device.close)
         recorded = journal.noise
         of_choice = choose_noise(recorded, layouts, device.torch_device) if noise is None else noise
+        if estimator is not None:
+            require_distribution(estimator, of_choice)
         device_plan = _plan_device(layouts, of_choice, device, memory, _most_directions(estimator, journal), overlap=overlap)
         room = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
         waiting = memory.activation_bytes if room < memory.activation_bytes else 0
@@ -203,6 +205,7 @@ def adopt(
     with ExitStack() as opened:
         require_rows(micro_batch_size)
         _require_same_segments(model, source)
+        require_distribution(estimator, noise)
         timeline = Timeline() if timeline is None else timeline
         activation_bytes = parse_size(activations, option="activations")
         trace = _open_trace(trace, opened)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zo2adapters.ranges import require_between
+from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.options import MOST_QUERIES, Batching, DtypeName, Noise, Optimization
 from zo2core import WriteBackPolicy
 
@@ -34,6 +35,8 @@ class Plan:
     """Random directions, as for training."""
     exact_mezo: bool = False
     """MeZO's noise and walk, as for training."""
+    estimator: EstimatorName = EstimatorName.MEZO
+    """What turns losses into steps, as for training."""
     queries: int = 1
     """Directions a step, as for training."""
     batching: Batching = field(default_factory=Batching)
@@ -46,11 +49,15 @@ class Plan:
         from zo2adapters.trainers.run_plan import plan_run
 
         require_between("queries", self.queries, 1, MOST_QUERIES)
+        optimization = Optimization(
+            noise=self.noise, exact_mezo=self.exact_mezo, estimator=self.estimator, queries=self.queries
+        )
+        optimization.require_consistent()
         self.batching.require_valid()
         directory = resolve_directory(self.model)
         model = open_checkpoint(directory, dtype=self.dtype, loss_chunk=self.batching.loss_chunk)
         tokens = self.batching.length_for(model)
-        noise = Optimization(noise=self.noise, exact_mezo=self.exact_mezo).generator(model.layouts)
+        noise = optimization.generator(model.layouts)
         if self.device_memory is not None:
             on_device = plan_device_run(
                 model,
@@ -62,6 +69,7 @@ class Plan:
                 micro_rows=self.batching.micro_batch_size,
                 noise=noise,
                 queries=self.queries,
+                evaluations=optimization.evaluations,
                 write_limit_tb=self.write_limit_tb,
             )
             print(on_device.to_json() if self.json else on_device.table())
@@ -75,6 +83,7 @@ class Plan:
             micro_rows=self.batching.micro_batch_size,
             noise=noise,
             queries=self.queries,
+            evaluations=optimization.evaluations,
             write_limit_tb=self.write_limit_tb,
         )
         print(planned.to_json() if self.json else planned.table())

@@ -6,7 +6,8 @@ import sys
 from dataclasses import dataclass
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
-from zo2adapters.trainers.options import MOST_ROWS, DtypeName, require_sane_step
+from zo2adapters.trainers.options import MOST_ROWS, DtypeName
+from zo2adapters.trainers.step_size import require_sane_step
 from zo2core import MeZOSGD
 
 

@@ -72,6 +72,7 @@ def plan_device_run(
     micro_rows: int | None = None,
     noise: NoiseGenerator | None = None,
     queries: int = 1,
+    evaluations: int | None = None,
     write_limit_tb: float | None = None,
 ) -> DeviceRunPlan:
     """Plan a run on a GPU that need not be here. Nothing is loaded or measured.
@@ -86,15 +87,17 @@ def plan_device_run(
         micro_rows: Rows that run at a time; None: all of a batch.
         noise: Draws z; None is MeZO's, as a GPU draws it.
         queries: Directions a step.
+        evaluations: Forwards of a batch in a step; None: two a direction.
         write_limit_tb: Most terabytes that 1,000 steps may write; None: no limit.
 
     Raises:
         MemoryBudgetError: if the host, or the device, is too small for any arrangement.
         OptionError: if a size cannot be read.
     """
+    evaluations = 2 * queries if evaluations is None else evaluations
     layouts = model.layouts
     config, chunk = model.config, model.loss_chunk
-    needed = activation_bytes(config, rows, tokens, streams=2 * queries, micro_rows=micro_rows, loss_chunk=chunk)
+    needed = activation_bytes(config, rows, tokens, streams=evaluations, micro_rows=micro_rows, loss_chunk=chunk)
     device_plan = plan_device_memory(
         layouts,
         SequentialNoise(layouts, "cuda") if noise is None else noise,
@@ -105,7 +108,7 @@ def plan_device_run(
         probes=queries,
     )
     running = rows if micro_rows is None else min(rows, micro_rows)
-    own, streams = expected_held_bytes(config, running, tokens), 2 * queries * -(-rows // running)
+    own, streams = expected_held_bytes(config, running, tokens), evaluations * -(-rows // running)
     left = device_plan.activation_bytes - forward_bytes(config, running, tokens, loss_chunk=chunk)
     waiting = own * (streams - streams_that_stay(streams, own, left, rooms=ROOMS * own))
     # As the engine does: it sets aside what all streams take if any of them has to wait.

@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
+from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.field_types import require_field_types
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
+from zo2adapters.trainers.step_size import require_sane_step
 from zo2core import (
+    FZOO,
+    MEAZO,
     BlockLayout,
     Clipped,
     Distribution,
@@ -33,12 +37,6 @@ if TYPE_CHECKING:
 DEFAULT_LENGTH = 1024  # tokens, where the model takes as many
 MOST_ROWS = 1 << 16  # of a batch: each is an object, whatever memory there is
 MOST_QUERIES = 1 << 16
-
-# Note: Largest steps. An update moves a weight by lr times the projected gradient, which for a pre-trained model is between
-# 0.1 and 1000, and weights are below 1. What is used lies between 1e-8 and 1e-2. Beyond 1 one step leaves nothing of a
-# model, however its loss turns out; the same holds of a perturbation by more than the weights themselves.
-LARGEST_LR = 1.0
-LARGEST_EPS = 1.0
 
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 
@@ -64,6 +62,10 @@ class Optimization:
     """Peak learning rate. MeZO's range for full fine-tuning of OPT is 1e-7 to 1e-6; small models take more."""
     zo_eps: float = 1e-3
     """Perturbation scale: evaluations are made at the weights plus and minus zo_eps times a random direction."""
+    estimator: EstimatorName = EstimatorName.MEZO
+    """What turns losses into steps. fzoo takes one side of each of several --queries, and divides by how far their losses
+    spread; meazo divides by how large projected gradients have been. Their --lr is about how far a step moves a weight,
+    such as 1e-5: another scale than MeZO's."""
     weight_decay: float = 0.0
     """Weight decay of MeZO's update; biases and layer norms do not decay."""
     noise: Noise = Noise.RADEMACHER
@@ -76,7 +78,8 @@ class Optimization:
     decay: Decay = Decay.CONSTANT
     """How the learning rate falls after the warm-up."""
     queries: int = 1
-    """Directions a step. Each costs two more forwards, but no block is moved once more; its update takes lr / queries."""
+    """Directions a step. Each costs two more forwards, with fzoo one, but no block is moved once more; its update takes
+    lr / queries."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly."""
     clip_grad: float | None = None
@@ -91,28 +94,44 @@ class Optimization:
         distribution = None if self.exact_mezo else self.noise.distribution
         return None if distribution is None else PhiloxNoise(distribution)
 
-    def estimator(self, steps: int) -> MeZOSGD:
+    @property
+    def evaluations(self) -> int:
+        """Forwards of a batch in a step."""
+        return self.estimator.evaluations(self.queries)
+
+    def require_consistent(self) -> None:
+        """Refuse options that do not go with the estimator.
+
+        Raises:
+            OptionError: naming the option.
+        """
+        self.estimator.require_consistent(
+            exact_mezo=self.exact_mezo,
+            noise=self.noise.value,
+            perturb_in_place=self.perturb_in_place,
+            queries=self.queries,
+        )
+
+    def estimator_of(self, steps: int) -> ZOEstimator:
         """The estimator of a run of so many steps.
 
         Raises:
-            OptionError: if a number is out of its range.
+            OptionError: if a number is out of its range, or options do not go together.
         """
+        require_between("queries", self.queries, 1, MOST_QUERIES)
+        self.require_consistent()
         in_place = self.perturb_in_place or self.exact_mezo
         estimator = MeZOSGD(  # refuses a bad peak before it is scheduled
             lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=in_place
         )
         require_sane_step(self.lr, self.zo_eps, self.weight_decay)
         lr = LearningRate(peak=self.lr, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
-        if self.queries == 1:
-            return replace(estimator, lr=lr)
-        require_between("queries", self.queries, 1, MOST_QUERIES)
-        return MultiQueryRGE(
-            lr=lr,
-            zo_eps=self.zo_eps,
-            weight_decay=self.weight_decay,
-            perturb_in_place=in_place,
-            q=self.queries,
-        )
+        if self.estimator is EstimatorName.FZOO:
+            return FZOO(lr=lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, q=self.queries)
+        estimator = replace(estimator, lr=lr)
+        if self.estimator is EstimatorName.MEAZO:
+            return MEAZO(**vars(estimator), q=self.queries)
+        return estimator if self.queries == 1 else MultiQueryRGE(**vars(estimator), q=self.queries)
 
     def guarded(self, estimator: ZOEstimator) -> ZOEstimator:
         """An estimator with the clipping and the guard that were asked for.
@@ -123,21 +142,6 @@ class Optimization:
         if self.clip_grad is not None or self.clip_median is not None:
             estimator = Clipped(estimator=estimator, value=self.clip_grad, medians=self.clip_median)
         return Guarded(estimator=estimator) if self.guard else estimator
-
-
-def require_sane_step(lr: float, zo_eps: float, weight_decay: float) -> None:
-    """Refuse numbers with which a single step leaves nothing of a model.
-
-    Raises:
-        OptionError: naming the option, and why.
-    """
-    for option, value, most, why in (
-        ("lr", lr, LARGEST_LR, "an update moves each weight by lr times the projected gradient"),
-        ("zo_eps", zo_eps, LARGEST_EPS, "weights are perturbed by this much, and are mostly smaller"),
-        ("weight_decay", weight_decay, 1 / lr, "a step takes lr times weight_decay of a weight away"),
-    ):
-        if value > most:
-            raise OptionError(option, found=repr(value), expected=f"at most {most:g}: {why}", remedy=f"lower {option}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +261,7 @@ class RunOptions:
     evaluate_every: int | None = None
     """Steps after which to evaluate again."""
     steps: int = 1000
-    """Zeroth-order steps to take; each runs two forwards of one batch a query."""
+    """Zeroth-order steps to take; each runs two forwards of one batch a query, or with fzoo one and one more."""
     seed: int = 0
     """Seed of the order of rows and of the directions."""
     dtype: DtypeName = "auto"
@@ -313,10 +317,10 @@ class TrainOptions(RunOptions):
         """The estimator of the run, with its clipping and guard.
 
         Raises:
-            OptionError: if a number is out of its range.
+            OptionError: if a number is out of its range, or options do not go together.
         """
         steps = self.steps if self.schedule_steps is None else self.schedule_steps
-        return self.optimization.guarded(self.optimization.estimator(steps))
+        return self.optimization.guarded(self.optimization.estimator_of(steps))
 
     def with_steps(self, steps: int) -> TrainOptions:
         """The same run with another number of steps, on the learning rate that it was begun with."""
@@ -346,6 +350,7 @@ class TrainOptions(RunOptions):
         optimization = dict(values.pop("optimization"))
         optimization["decay"] = Decay(optimization["decay"])
         optimization["noise"] = Noise(optimization["noise"])
+        optimization["estimator"] = EstimatorName(optimization.get("estimator", "mezo"))  # earlier runs had no other one
         optimization.setdefault("guard", False)  # runs of earlier versions have none
         evaluation = values.pop("evaluation")
         options = cls(

@@ -53,7 +53,7 @@ class RunPlan:
     read_bytes: int  # a step
     written_bytes: int  # a step, on average
     terabytes_per_1000_steps: float  # that are written: what wears a disk
-    forward_seconds: float  # a step's forwards, two a query
+    forward_seconds: float  # a step's forwards
     update_seconds: float  # a step's noise and arithmetic
     disk_seconds: float  # beside the other two
 
@@ -96,6 +96,7 @@ def plan_run(
     micro_rows: int | None = None,
     noise: NoiseGenerator | None = None,
     queries: int = 1,
+    evaluations: int | None = None,
     write_limit_tb: float | None = None,
 ) -> RunPlan:
     """Plan a run on the CPU. Nothing is loaded; the probes take a few seconds.
@@ -109,6 +110,7 @@ def plan_run(
         micro_rows: Rows that run at a time; None: all of a batch.
         noise: Draws z; None is MeZO's, with its walk.
         queries: Directions a step.
+        evaluations: Forwards of a batch in a step; None: two a direction.
         write_limit_tb: Most terabytes that 1,000 steps may write; None: no limit.
 
     Raises:
@@ -116,8 +118,9 @@ def plan_run(
         ScratchError: if the directory cannot be written to.
         CheckpointError: if the checkpoint cannot be read.
     """
+    evaluations = 2 * queries if evaluations is None else evaluations
     activations = activation_bytes(
-        model.config, rows, tokens, streams=2 * queries, micro_rows=micro_rows, loss_chunk=model.loss_chunk
+        model.config, rows, tokens, streams=evaluations, micro_rows=micro_rows, loss_chunk=model.loss_chunk
     )
     drawn = SequentialNoise(model.layouts) if noise is None else noise
     on_disk = laid_out_as_on_disk(model.layouts, model.weights)
@@ -146,7 +149,7 @@ def plan_run(
     lag = (every + 1) / 2 if streamed else 1.0
     if isinstance(drawn, CounterNoise):
         first, other = evaluation_seconds(drawn, layouts)
-        update = replay * (queries * lag - 1) + first + other * (2 * queries - 1)
+        update = replay * (queries * lag - 1) + first + other * (evaluations - 1)
     else:
         update = replay * queries * (lag + (_WALK if host_plan.keep_noise else 1.0))
     return RunPlan(
@@ -157,7 +160,7 @@ def plan_run(
         read_bytes=read,
         written_bytes=written,
         terabytes_per_1000_steps=terabytes_written(layouts, every),
-        forward_seconds=2 * queries * measured_forward_seconds(model, rows, tokens),
+        forward_seconds=evaluations * measured_forward_seconds(model, rows, tokens),
         update_seconds=update,
         disk_seconds=disk_seconds,
     )

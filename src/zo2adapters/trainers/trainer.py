@@ -274,7 +274,7 @@ def _reserved(options: TrainOptions, model: HFBlockModel, longest: int) -> tuple
     """
     config, batching, given = model.config, options.batching, options.storage.activation_memory
     rows, micro_rows, chunk = batching.batch_size, batching.micro_batch_size, batching.loss_chunk
-    streams = 2 * options.optimization.queries
+    streams = options.optimization.evaluations
     reserved = (
         activation_bytes(config, rows, longest, streams=streams, micro_rows=micro_rows, loss_chunk=chunk)
         if given is None

@@ -1,0 +1,107 @@
+"""FZOO: one-sided evaluations along several directions, divided by how far their losses spread (arXiv 2506.09034)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zo2core.estimators.direction_seeds import distinct
+from zo2core.estimators.learning_rate import describe_lr
+from zo2core.estimators.ranges import require_positive, require_query_count, require_weight_decay
+from zo2core.types import Distribution, Evaluation, Update
+
+# Note: Text and code. The paper's text, as far as a summary of its equations shows, divides by zo_eps as well, as a gradient
+# estimate does, and takes the standard deviation with q - 1; its authors' program (github.com/DKmiyan/FZOO, trainer.py)
+# leaves zo_eps out and takes it with q. The program is followed, because the learning rates that are published (5e-5 at
+# zo_eps 1e-4, q = 8) are the program's. The two differ by a constant: the text's learning rate is this one's times
+# zo_eps * sqrt(q / (q - 1)). The program walks the weights there and back, which leaves rounding in them; here each
+# evaluation starts from the weights as they are. The program computes losses and deviation in float32; here they are
+# doubles, and the deviation is rounded once.
+
+
+@dataclass(frozen=True, kw_only=True)
+class FZOO:
+    """``theta <- theta - lr / q * sum_i (l_i - l_0) / sigma * z_i``, with Rademacher directions z_i, i = 1, ..., q.
+
+    l_0 is the loss of the weights as they are, ``l_i = l(theta + zo_eps * z_i)``, and sigma the standard deviation of l_1 to
+    l_q: ``sigma^2 = 1/q sum_i (l_i - mean)^2``. Since sigma grows in proportion to the slope, the step is of one length
+    wherever it is taken: a weight moves by about ``lr / sqrt(q)``. So the learning rate has other units than MeZO's. See
+    the note 'Text and code' for what the paper's text and program disagree on.
+
+    If all of l_1 to l_q are equal, which in 16 bits happens where zo_eps is too small, they say nothing about the
+    directions: sigma is 0, and so are the step's projected gradients. Nothing is ever divided by zero.
+
+    Args:
+        lr: Learning rate of the whole step, or a function from the 0-based step to it.
+        zo_eps: Perturbation scale.
+        weight_decay: As in ``MeZOSGD``, and not divided by sigma; the paper has none.
+        q: Directions a step, N in the paper: q + 1 evaluations in one sweep.
+
+    Raises:
+        OptionError: if a number is out of its range; q is at least 2.
+    """
+
+    lr: float | Callable[[int], float]
+    zo_eps: float
+    weight_decay: float = 0.0
+    q: int = 8
+
+    def __post_init__(self) -> None:
+        if not callable(self.lr):
+            require_positive("lr", self.lr)
+        require_positive("zo_eps", self.zo_eps)
+        require_weight_decay(self.weight_decay)
+        require_query_count(self.q, least=2)
+
+    @property
+    def perturb_in_place(self) -> bool:
+        """False: each evaluation starts from the weights."""
+        return False
+
+    @property
+    def distribution(self) -> Distribution | None:
+        """Rademacher, as the paper has it: an evaluation moves every weight by zo_eps."""
+        return Distribution.RADEMACHER
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Name and numbers; of a schedule as ``MeZOSGD`` has it."""
+        return {
+            "name": "fzoo",
+            "lr": describe_lr(self.lr),
+            "zo_eps": self.zo_eps,
+            "weight_decay": self.weight_decay,
+            "q": self.q,
+        }
+
+    def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
+        """The weights as they are, whose loss is the step's, and then one side of each direction."""
+        seeds = distinct(rng, self.q)
+        return (Evaluation(seeds[0], 0.0), *(Evaluation(seed, 1.0) for seed in seeds))
+
+    def update(
+        self,
+        step: int,
+        evaluations: Sequence[Evaluation],
+        losses: Sequence[torch.Tensor],
+        lr: float,
+        past: Sequence[Update],
+    ) -> Update:
+        """One projected gradient a direction, to be applied with ``lr / q`` each. Earlier steps do not matter."""
+        centre, *sides = values = [float(loss.item()) for loss in losses]
+        sigma = statistics.pstdev(sides)
+        return Update(
+            step=step,
+            evaluations=tuple(evaluations),
+            seeds=tuple(evaluation.seed for evaluation in evaluations[1:]),
+            projected_grads=tuple(0.0 if sigma == 0 else (side - centre) / sigma for side in sides),
+            lr=lr / self.q,
+            zo_eps=self.zo_eps,
+            weight_decay=self.weight_decay,
+            perturb_in_place=False,
+            losses=tuple(values),
+        )

