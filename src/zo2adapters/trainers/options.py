@@ -19,7 +19,9 @@ from zo2core import (
     FZOO,
     MEAZO,
     BlockLayout,
+    Clipped,
     Distribution,
+    Guarded,
     MeZOSGD,
     MultiQueryRGE,
     NoiseGenerator,
@@ -81,6 +83,12 @@ class Optimization:
     lr / queries."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly."""
+    clip_grad: float | None = None
+    """Largest absolute projected gradient; a larger one is cut to it."""
+    clip_median: float | None = None
+    """Largest multiple of the median of the last 50 absolute projected gradients; a larger one is cut to it. At least 1."""
+    guard: bool = True
+    """Leave out steps whose losses lie far outside their running range, and stop a run that has got worse for good."""
 
     def generator(self, layouts: Sequence[BlockLayout]) -> NoiseGenerator | None:
         """Where directions come from; None is the engine's own choice, MeZO's numbers."""
@@ -125,6 +133,16 @@ class Optimization:
         if self.estimator is EstimatorName.MEAZO:
             return MEAZO(**vars(estimator), q=self.queries)
         return estimator if self.queries == 1 else MultiQueryRGE(**vars(estimator), q=self.queries)
+
+    def guarded(self, estimator: ZOEstimator) -> ZOEstimator:
+        """An estimator with the clipping and the guard that were asked for.
+
+        Raises:
+            OptionError: if a number is out of its range.
+        """
+        if self.clip_grad is not None or self.clip_median is not None:
+            estimator = Clipped(estimator=estimator, value=self.clip_grad, medians=self.clip_median)
+        return Guarded(estimator=estimator) if self.guard else estimator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,12 +336,13 @@ class TrainOptions(RunOptions):
             )
 
     def estimator(self) -> ZOEstimator:
-        """The estimator of the run.
+        """The estimator of the run, with its clipping and guard.
 
         Raises:
             OptionError: if a number is out of its range, or options do not go together.
         """
-        return self.optimization.estimator_of(self.steps if self.schedule_steps is None else self.schedule_steps)
+        steps = self.steps if self.schedule_steps is None else self.schedule_steps
+        return self.optimization.guarded(self.optimization.estimator_of(steps))
 
     def with_steps(self, steps: int) -> TrainOptions:
         """The same run with another number of steps, on the learning rate that it was begun with."""
@@ -355,6 +374,7 @@ class TrainOptions(RunOptions):
         optimization["noise"] = Noise(optimization["noise"])
         values.setdefault("precision", "exact")  # that of runs of earlier versions
         optimization["estimator"] = EstimatorName(optimization.get("estimator", "mezo"))  # earlier runs had no other one
+        optimization.setdefault("guard", False)  # runs of earlier versions have none
         evaluation = values.pop("evaluation")
         options = cls(
             output=output,

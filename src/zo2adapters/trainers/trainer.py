@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import IO, Any
 
 import psutil
@@ -24,6 +23,7 @@ from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import peak_memory, with_kept_memory
 from zo2adapters.trainers.base_check import verify_with_progress
 from zo2adapters.trainers.finite_base import require_finite_base
+from zo2adapters.trainers.health import diverged, rounded_away, ruined
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.provenance import provenance
 from zo2adapters.trainers.remarks import remarks
@@ -31,6 +31,7 @@ from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirec
 from zo2core import (
     Batch,
     CheckpointError,
+    DivergenceError,
     EvaluationResult,
     JournalError,
     MemoryPolicy,
@@ -73,6 +74,7 @@ class Trainer:
             require_new(options.output)
         self.options = options
         self._quiet, self._resumed = quiet, resume
+        self._told = False  # that updates are rounded away
         execution = Execution() if execution is None else execution
         directory = resolve_directory(options.model)
         batching = options.batching
@@ -118,20 +120,8 @@ class Trainer:
         return remarks(self.options, self._model, self._data)
 
     def divergence(self) -> str | None:
-        """Say if the steps left nothing of the model, in a line; None if they did not.
-
-        Directions are independent and of unit variance, so weights have moved by the root of the sum of squares. Of weights
-        below 1 that moved by more than 1 nothing is left, whatever the loss has come to.
-        """
-        updates = self.engine.journal.updates
-        moved = math.sqrt(sum((update.lr * grad) ** 2 for update in updates for grad in update.projected_grads))
-        losses = [update.losses[0] for update in updates]
-        share = max(len(losses) // 10, 1)
-        first, last = fmean(losses[:share]), fmean(losses[-share:])
-        if moved <= 1 and last <= 2 * first + 1:
-            return None
-        went = f"each weight moved by {moved:.2g}, the loss from {first:.4g} to {last:.4g}"
-        return f"{went}: the steps were too large for a model to survive; lower --lr"
+        """Say if the steps left nothing of the model, in a line; None if they did not."""
+        return ruined(self.engine.journal.updates)
 
     def storage(self) -> str:
         """Where the weights live, in words."""
@@ -162,11 +152,15 @@ class Trainer:
         """
         try:
             self._take_steps()
+        except DivergenceError as error:
+            raise diverged(error, self.engine.journal.updates, self.options) from error
         except NonFiniteLossError as error:
             try:
                 require_finite_base(self._model, self.options.model)
             finally:
                 self._take_back(error)
+            if self.options.optimization.guard and self.engine.version:
+                raise diverged(error, self.engine.journal.updates, self.options) from error
             raise
         except Exception as error:
             self._take_back(error)
@@ -203,6 +197,9 @@ class Trainer:
                     break
                 batch = collate(next(rows), pad_token_id=self._pad)
                 result = engine.step(batch)
+                if (line := rounded_away(result)) is not None and not self._told:
+                    bar.write(line, file=sys.stderr)
+                    self._told = True
                 record = step_record(result, batch)
                 _write(metrics, record)
                 bar.set_postfix_str(progress(record), refresh=False)
