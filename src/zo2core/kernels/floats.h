@@ -59,10 +59,6 @@ INLINE uint16_t to_half(float x) {
     return (uint16_t)((near >= 0x47800000 ? other : finite) | (u >> 16 & 0x8000)); /* 65536 */
 }
 
-INLINE uint16_t to_bfloat(float x) {
-    return x == x ? (uint16_t)(bits(rounded_to_bfloat(x)) >> 16) : 0x7fc0;
-}
-
 /* ---- Whole runs of them ---- */
 
 /* Compilers do not find the instructions that convert halves, which are spelled out: 16 at a time, or 8, or one by one. */
@@ -128,11 +124,11 @@ CLONES static void load(int dtype, float *restrict to, const void *restrict from
         memcpy(to, from, count * sizeof *to);
 }
 
-/* Write floats, rounded once. */
+/* Write numbers that the dtype has: they have been rounded before. */
 CLONES static void store(int dtype, void *restrict to, const float *restrict from, size_t count) {
     uint16_t *halves = to;
     if (dtype == BFLOAT16)
-        for (size_t i = 0; i < count; i++) halves[i] = to_bfloat(from[i]);
+        for (size_t i = 0; i < count; i++) halves[i] = from[i] == from[i] ? (uint16_t)(bits(from[i]) >> 16) : 0x7fc0;
     else if (dtype == FLOAT16)
         store_halves(halves, from, count);
     else

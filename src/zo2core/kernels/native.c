@@ -271,7 +271,10 @@ PUBLIC void zo2core_walk(
         }
         if (own == length && own > 0) store(dtype, (char *)theta + done * size, weights, elements);
         if (own < length && out != NULL) store(dtype, (char *)out + done * size, weights, elements);
-        if (rounded != NULL) store(rounded_dtype, (char *)rounded + done * rounded_size, weights, elements);
+        if (rounded != NULL) {
+            round_all(rounded_dtype, weights, elements);
+            store(rounded_dtype, (char *)rounded + done * rounded_size, weights, elements);
+        }
         done += elements;
     }
 }
