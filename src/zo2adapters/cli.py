@@ -65,6 +65,12 @@ COMMANDS: dict[str, Place] = {
         "Fine-tune all parameters of a checkpoint with zeroth-order steps, one block at a time.",
         (_TRAINER,),
     ),
+    "tune": Place(
+        "zo2adapters.commands.tune",
+        "Tune",
+        "Find the learning rate for a model and its data by short runs, of which the better half goes on for longer.",
+        (_TRAINER, "zo2adapters.trainers.tuning"),
+    ),
     "evaluate": Place(
         "zo2adapters.commands.evaluate",
         "Evaluate",

@@ -147,6 +147,15 @@ class Trainer:
             The exported model's directory.
 
         Raises:
+            ZO2Error: as ``train`` says.
+        """
+        self.train()
+        return self._export()
+
+    def train(self) -> None:
+        """Take the steps that are left, and evaluate on the way.
+
+        Raises:
             ZO2Error: of the kind that fits. A new run that was refused before a step was taken, for other reasons than its
                 disk, is not left: the command can be mended and given again.
         """
@@ -165,7 +174,6 @@ class Trainer:
         except Exception as error:
             self._take_back(error)
             raise
-        return self._export()
 
     def _take_back(self, error: Exception) -> None:
         """Remove a run that was refused, unless there is something to go on from."""

@@ -1,0 +1,79 @@
+"""``zo2 tune``: find the learning rate for a model and its data, within a budget of forwards."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from zo2adapters.ranges import require_at_least
+from zo2adapters.trainers.options import Optimization, RunOptions, TrainOptions
+from zo2core import OptionError
+
+if TYPE_CHECKING:
+    from zo2adapters.trainers.tuning import Trial  # a command line is read without transformers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tune(RunOptions):
+    """Find the learning rate for a model and its data by short runs, of which the better half goes on for longer."""
+
+    first_options: ClassVar = (
+        "model",
+        "data",
+        "output",
+        "forwards",
+        "learning_rates",
+        "zo_eps_to_try",
+        "batch_size",
+        "memory",
+    )
+
+    model: str
+    """Model directory with safetensors weights, or a hub id."""
+    data: Path
+    """JSONL file, as for training."""
+    output: Path
+    """Directory for the trials, each a run of its own, and tune.json. Given again, trials that were interrupted go on."""
+    forwards: int = 2000
+    """Forwards of a batch that all trials may take together."""
+    learning_rates: tuple[float, ...] = ()
+    """Learning rates to try; by default seven from 1e-6 to 1e-3. --lr itself has no effect here and is refused."""
+    zo_eps_to_try: tuple[float, ...] = ()
+    """Perturbation scales to try with each of them; by default --zo-eps alone."""
+
+    def run(self) -> None:
+        """Try, print a table after each round, and say how to go on with the best trial."""
+        from zo2adapters.trainers.tuning import LEARNING_RATES, tune
+
+        require_at_least("forwards", self.forwards, 1)
+        if self.optimization.lr != Optimization().lr:
+            raise OptionError("lr", found=repr(self.optimization.lr), expected="none", remedy="pass --learning-rates")
+        for option in ("steps", "evaluation", "evaluate_every"):
+            if getattr(self, option) != getattr(RunOptions(), option):
+                expected = "none: --forwards says how much is done, and trials are compared by their losses"
+                raise OptionError(option, found=str(getattr(self, option)), expected=expected, remedy="leave it out")
+        own = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
+        options = TrainOptions(model=self.model, data=self.data, output=self.output, **own)
+        best = tune(
+            options,
+            forwards=self.forwards,
+            learning_rates=self.learning_rates or LEARNING_RATES,
+            zo_eps=self.zo_eps_to_try,
+            told=lambda trials: print(_table(trials), file=sys.stderr),
+        )
+        print(
+            f"lr {best.lr:g}, zo_eps {best.zo_eps:g}: mean loss {best.loss:.4f} over the last steps of {best.steps}\n"
+            f"its run goes on with: zo2 train --resume {best.directory} --steps 1000"
+        )
+
+
+def _table(trials: Sequence[Trial]) -> str:
+    lines = [f"{'lr':>8s} {'zo_eps':>8s} {'steps':>6s} {'loss':>9s}"]
+    for trial in trials:
+        loss = f"{trial.loss:9.4f}" if math.isfinite(trial.loss) else " diverged"
+        lines.append(f"{trial.lr:8.1e} {trial.zo_eps:8.1e} {trial.steps:6d} {loss}")
+    return "\n".join(lines)

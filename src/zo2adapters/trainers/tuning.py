@@ -1,0 +1,188 @@
+"""Find a learning rate by successive halving: short runs from one base, of which the better half goes on for longer.
+
+A trial is a run like any other: a journal over the same base. All trials take the same rows and directions, so their losses
+are compared pair by pair. The best one is not run again: the run that follows goes on with its journal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from zo2adapters.trainers.lr_schedules import Decay
+from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.run_directory import OPTIONS, RunDirectory
+from zo2adapters.trainers.trainer import Trainer
+from zo2core import DivergenceError, NonFiniteLossError, OptionError, OutputError, Update, reason
+
+LEARNING_RATES = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
+TABLE = "tune.json"  # in the output directory: what was tried, and what came of it
+
+_FEWEST_STEPS = 4  # of a trial in its first round: fewer say nothing
+_JUDGED = 0.5  # share of a trial's steps, its last ones, whose mean loss counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One learning rate, and how far it has come."""
+
+    lr: float
+    zo_eps: float
+    directory: Path
+    steps: int = 0
+    loss: float = math.inf  # mean over its last steps; infinite where it diverged
+
+    def judged(self, updates: Sequence[Update]) -> Trial:
+        """The same trial after these updates."""
+        last = updates[int(len(updates) * (1 - _JUDGED)) :]
+        return replace(self, steps=len(updates), loss=fmean(update.losses[0] for update in last))
+
+    @property
+    def row(self) -> dict[str, object]:
+        """The trial as JSON values."""
+        loss = self.loss if math.isfinite(self.loss) else None
+        return {"lr": self.lr, "zo_eps": self.zo_eps, "steps": self.steps, "loss": loss, "run": self.directory.name}
+
+
+def tune(
+    options: TrainOptions,
+    *,
+    forwards: int,
+    learning_rates: Sequence[float] = LEARNING_RATES,
+    zo_eps: Sequence[float] = (),
+    told: Callable[[Sequence[Trial]], object] = lambda trials: None,
+) -> Trial:
+    """Find the learning rate, and ``zo_eps`` if several are given, with which the loss falls furthest.
+
+    Args:
+        options: Of the runs; ``output`` is the directory for all of them. The steps are what the budget allows.
+        forwards: Forwards of a batch that all trials may take together.
+        learning_rates: To try.
+        zo_eps: Perturbation scales to try with each of them; none: that of the options.
+        told: Told of all trials after each round.
+
+    Returns:
+        The best trial. ``zo2 train --resume`` goes on with the run in its directory.
+
+    Raises:
+        OptionError: if the learning rate is scheduled to fall, or the budget is too small for the trials.
+        DivergenceError: if every trial diverged.
+        ZO2Error: of the kind that fits, for whatever of the options a run cannot use.
+    """
+    if options.optimization.decay is not Decay.CONSTANT:
+        raise OptionError(
+            "decay",
+            found=options.optimization.decay.value,
+            expected="constant: the best trial is gone on with, and what ends cannot be lengthened",
+            remedy="leave it out",
+        )
+    scales = tuple(dict.fromkeys(zo_eps)) or (options.optimization.zo_eps,)
+    trials = [
+        Trial(lr=lr, zo_eps=eps, directory=options.output / f"lr-{lr:g}-eps-{eps:g}")
+        for lr in dict.fromkeys(learning_rates)
+        for eps in scales
+    ]
+    rounds = planned_rounds(len(trials), forwards, options.optimization.evaluations)
+    _begin(options, forwards, trials)
+    finished: list[Trial] = []
+    for steps in rounds:
+        trials = sorted((_lengthened(trial, options, steps) for trial in trials), key=lambda trial: trial.loss)
+        told([*trials, *finished])
+        survivors = trials[: -(-len(trials) // 2)]
+        finished = [*trials[len(survivors) :], *finished]
+        trials = survivors
+    _write(options.output / TABLE, [*trials, *finished])
+    best = trials[0]
+    if not math.isfinite(best.loss):
+        raise DivergenceError(
+            str(options.output),
+            found="a trial that diverged at every learning rate",
+            expected="one that does not",
+            remedy="try smaller ones with --learning-rates",
+            best_step=0,
+        )
+    return best
+
+
+def planned_rounds(trials: int, forwards: int, evaluations: int) -> list[int]:
+    """How many steps each trial that is left has taken at the end of each round; every round costs about as much.
+
+    Args:
+        trials: Of the first round; half of them, rounded up, go on.
+        forwards: Of all rounds.
+        evaluations: Forwards of a step.
+
+    Raises:
+        OptionError: if a trial could not take as many steps as say something.
+    """
+    left = [trials]
+    while left[-1] > 1:
+        left.append(-(-left[-1] // 2))
+    added = [forwards // (len(left) * evaluations * count) for count in left]
+    if added[0] < _FEWEST_STEPS:
+        least = _FEWEST_STEPS * len(left) * evaluations * trials
+        raise OptionError(
+            "forwards", found=str(forwards), expected=f"at least {least} for {trials} trials", remedy="allow more"
+        )
+    return [sum(added[: i + 1]) for i in range(len(added))]
+
+
+def _lengthened(trial: Trial, options: TrainOptions, steps: int) -> Trial:
+    """Take a trial to so many steps; one that was interrupted is gone on with."""
+    resume = (trial.directory / OPTIONS).exists()
+    if resume:
+        own = RunDirectory.options(trial.directory).with_steps(steps)
+    else:
+        optimization = replace(options.optimization, lr=trial.lr, zo_eps=trial.zo_eps)
+        own = replace(options, output=trial.directory, optimization=optimization, steps=steps, evaluation=None)
+    with Trainer(own, resume=resume, quiet=True) as trainer:
+        try:
+            trainer.train()
+        except (DivergenceError, NonFiniteLossError):
+            return replace(trial, steps=trainer.engine.version, loss=math.inf)
+        if trainer.divergence() is not None:
+            return replace(trial, steps=trainer.engine.version, loss=math.inf)
+        return trial.judged(trainer.engine.journal.updates)
+
+
+def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial]) -> None:
+    """Make the directory, or see that it is that of the same trials, which were interrupted."""
+    table = options.output / TABLE
+    asked = {"forwards": forwards, "trials": [trial.directory.name for trial in trials]}
+    if table.exists():
+        try:
+            begun = json.loads(table.read_text())
+            same = {key: begun[key] for key in asked} == asked
+        except (OSError, ValueError, KeyError, TypeError):
+            same = False
+        if not same:
+            raise OutputError(
+                table,
+                found="a table of other trials",
+                expected="that of these ones, or none",
+                remedy="choose another output directory",
+            )
+        return
+    if options.output.exists() and any(options.output.iterdir()):
+        raise OutputError(
+            options.output,
+            found="something at this path",
+            expected="a path that does not exist yet, or an empty directory",
+            remedy="choose another output directory",
+        )
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        table.write_text(json.dumps(asked) + "\n")
+    except OSError as error:
+        raise OutputError(
+            options.output, found=reason(error), expected="a directory that can be written", remedy="choose another one"
+        ) from error
+
+
+def _write(table: Path, trials: Sequence[Trial]) -> None:
+    asked = json.loads(table.read_text())
+    table.write_text(json.dumps({**asked, "results": [trial.row for trial in trials]}, indent=2) + "\n")

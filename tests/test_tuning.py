@@ -1,0 +1,138 @@
+"""Tuning: successive halving over runs, of which the best one is gone on with."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from models import WORDS, save_model, save_tokenizer, small_config
+
+from zo2adapters.cli import main
+from zo2adapters.trainers.lr_schedules import Decay
+from zo2adapters.trainers.options import Batching, Optimization, TrainOptions
+from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.tuning import TABLE, Trial, planned_rounds, tune
+from zo2core import DivergenceError, Journal, OptionError, OutputError
+
+RATES = (1e-7, 1e-3, 0.9)
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> TrainOptions:
+    base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
+    save_tokenizer(base)
+    rows = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:8] for other in WORDS[8:]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return TrainOptions(
+        model=str(base),
+        data=tmp_path / "rows.jsonl",
+        output=tmp_path / "tuned",
+        batching=Batching(batch_size=3),
+    )
+
+
+@pytest.mark.parametrize("trials", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("evaluations", [2, 5])
+def test_rounds_keep_to_the_budget_and_every_trial_goes_further_than_the_last_round(trials: int, evaluations: int) -> None:
+    budget = 1000
+    rounds = planned_rounds(trials, budget, evaluations)
+    left, taken, forwards = trials, 0, 0
+    for steps in rounds:
+        assert steps > taken
+        forwards += (steps - taken) * left * evaluations
+        left, taken = -(-left // 2), steps
+    assert budget / 2 < forwards <= budget
+
+
+def test_a_budget_in_which_a_trial_says_nothing_is_refused_with_the_least_that_does() -> None:
+    with pytest.raises(OptionError, match="at least 224") as refused:
+        planned_rounds(7, 100, 2)
+    assert "7 trials" in str(refused.value)
+    assert planned_rounds(7, 224, 2)
+
+
+@pytest.mark.filterwarnings("ignore:step")  # that are not applied
+def test_the_better_half_goes_on_and_the_best_journal_is_the_beginning_of_the_run(options: TrainOptions) -> None:
+    told: list[list[Trial]] = []
+    best = tune(options, forwards=240, learning_rates=RATES, told=lambda trials: told.append(list(trials)))
+    assert best.lr != 0.9
+    taken = [{trial.lr: trial.steps for trial in trials} for trials in told]
+    assert taken[0][1e-7] == taken[0][1e-3] > 0
+    assert best.steps == max(taken[-1].values()) > taken[0][best.lr]
+    losses = [trial.loss for trial in told[-1] if trial.steps == best.steps]
+    assert best.loss == min(losses)
+    main(["train", "--resume", str(best.directory), "--steps", str(best.steps + 3)])
+    alone = replace(
+        options, output=options.output.parent / "alone", steps=best.steps + 3, optimization=Optimization(lr=best.lr)
+    )
+    with Trainer(alone, quiet=True) as trainer:
+        trainer.run()
+    files = [run / "model" / "model.safetensors" for run in (best.directory, alone.output)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_trials_take_the_same_rows_and_directions(options: TrainOptions) -> None:
+    tune(options, forwards=200, learning_rates=(1e-7, 1e-6))
+    journals = [Journal(run / "journal.jsonl") for run in sorted(options.output.glob("lr-*"))]
+    firsts = [journal.updates[0] for journal in journals]
+    assert firsts[0].seeds == firsts[1].seeds
+    assert firsts[0].losses == firsts[1].losses
+    for journal in journals:
+        journal.close()
+
+
+@pytest.mark.filterwarnings("ignore:step")
+def test_a_trial_that_diverges_is_last_and_one_line_says_when_all_do(options: TrainOptions) -> None:
+    told: list[list[Trial]] = []
+    tune(options, forwards=400, learning_rates=(1e-4, 1.0), told=lambda trials: told.append(list(trials)))
+    assert [math.isfinite(trial.loss) for trial in told[0]] == [True, False]
+    with pytest.raises(DivergenceError, match="every learning rate"):
+        tune(replace(options, output=options.output.parent / "hot"), forwards=400, learning_rates=(0.9, 1.0))
+
+
+def test_interrupted_trials_go_on_and_other_trials_are_refused(options: TrainOptions) -> None:
+    whole = tune(replace(options, output=options.output.parent / "whole"), forwards=240, learning_rates=RATES[:2])
+
+    def interrupted(trials: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(options, forwards=240, learning_rates=RATES[:2], told=interrupted)
+    best = tune(options, forwards=240, learning_rates=RATES[:2])
+    assert (best.lr, best.steps, best.loss) == (whole.lr, whole.steps, whole.loss)
+    with pytest.raises(OutputError, match="other trials"):
+        tune(options, forwards=300, learning_rates=RATES[:2])
+    (options.output / TABLE).unlink()
+    with pytest.raises(OutputError, match="something"):
+        tune(options, forwards=240, learning_rates=RATES[:2])
+
+
+def test_a_schedule_that_ends_cannot_be_tuned(options: TrainOptions) -> None:
+    falling = replace(options, optimization=Optimization(decay=Decay.LINEAR))
+    with pytest.raises(OptionError, match="decay"):
+        tune(falling, forwards=400)
+    assert not options.output.exists()
+
+
+def test_the_command_prints_the_best_and_how_to_go_on(options: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--model", options.model, "--data", str(options.data), "--output", str(options.output), "--batch-size", "3"]
+    main(["tune", *where, "--forwards", "200", "--learning-rates", "1e-6", "1e-3", "--zo-eps-to-try", "1e-3"])
+    printed = capsys.readouterr()
+    assert "zo2 train --resume" in printed.out
+    assert printed.err.count("lr   zo_eps") == 2
+    results = json.loads((options.output / TABLE).read_text())["results"]
+    assert [set(result) for result in results] == [{"lr", "zo_eps", "steps", "loss", "run"}] * 2
+
+
+@pytest.mark.parametrize("told", [["--lr", "1e-5"], ["--steps", "5"], ["--forwards", "0"], ["--evaluation", "rows.jsonl"]])
+def test_options_that_would_not_be_heeded_are_refused(
+    options: TrainOptions, told: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--model", options.model, "--data", str(options.data), "--output", str(options.output)]
+    with pytest.raises(SystemExit):
+        main(["tune", *where, *told])
+    assert told[0].strip("-") in capsys.readouterr().err
+    assert not options.output.exists()
