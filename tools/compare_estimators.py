@@ -87,10 +87,10 @@ VARIANTS = [
     EstimatorVariant("Philox Rademacher", rademacher, perturb_in_place=False),
     EstimatorVariant("q = 4, Philox Rademacher", rademacher, perturb_in_place=False, queries=4),
     EstimatorVariant(
-        "FZOO, q = 8", rademacher, perturb_in_place=False, queries=8, name_of_estimator=EstimatorName.FZOO, lr=6e-3
+        "FZOO, q = 8", rademacher, perturb_in_place=False, queries=8, name_of_estimator=EstimatorName.FZOO, lr=2.4e-2
     ),
     EstimatorVariant(
-        "MEAZO, Philox Rademacher", rademacher, perturb_in_place=False, name_of_estimator=EstimatorName.MEAZO, lr=2e-3
+        "MEAZO, Philox Rademacher", rademacher, perturb_in_place=False, name_of_estimator=EstimatorName.MEAZO, lr=8e-3
     ),
 ]
 
