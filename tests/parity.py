@@ -52,6 +52,7 @@ class Plan(NamedTuple):
     name: str = "mezo"  # of the estimator, among those of ``monolithic``
     beta: float = 0.9  # of MEAZO
     delta: float = 1e-8  # of MEAZO
+    autocast: torch.dtype | None = None  # of mixed precision; None is exact precision
 
     def estimator(self) -> ZOEstimator:
         if self.name == "fzoo":
@@ -191,6 +192,7 @@ def assert_parity(make: Callable[[], ZOEngine], whole: nn.Module, plan: Plan, ba
         weight_decay=plan.weight_decay,
         perturb_in_place=plan.perturb_in_place,
         draw=None if distribution is None else draw,
+        autocast=plan.autocast,
     )
     for step, (seed, between) in enumerate(zip(plan.seeds, plan.between, strict=True)):
         before = [p.data.clone() for p in whole.parameters()]

@@ -10,7 +10,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zo2core import FZOO, MEAZO, Distribution, MeZOSGD, MultiQueryRGE, NonFiniteLossError, OptionError, Update
+from zo2core import (
+    FZOO,
+    MEAZO,
+    Clipped,
+    Distribution,
+    Guarded,
+    MeZOSGD,
+    MultiQueryRGE,
+    NonFiniteLossError,
+    OptionError,
+    Update,
+)
 from zo2core.protocols import ZOEstimator
 
 ESTIMATORS: dict[str, Callable[[], ZOEstimator]] = {
@@ -24,6 +35,9 @@ ESTIMATORS: dict[str, Callable[[], ZOEstimator]] = {
     "meazo": lambda: MEAZO(lr=1e-3, zo_eps=1e-3),
     "meazo, shorter memory": lambda: MEAZO(lr=1e-3, zo_eps=1e-3, beta=0.5),
     "meazo, four queries": lambda: MEAZO(lr=1e-3, zo_eps=1e-3, q=4),
+    "clipped": lambda: Clipped(estimator=MeZOSGD(lr=1e-3, zo_eps=1e-3), medians=1.5),
+    "guarded": lambda: Guarded(estimator=MeZOSGD(lr=1e-3, zo_eps=2.0)),
+    "guarded and clipped meazo": lambda: Guarded(estimator=Clipped(estimator=MEAZO(lr=1e-3, zo_eps=2.0), value=0.2)),
 }
 
 every_estimator = pytest.mark.parametrize("make", ESTIMATORS.values(), ids=ESTIMATORS)

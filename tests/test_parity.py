@@ -24,6 +24,8 @@ from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2core import Distribution, MeZOSGD, ZOEngine
 from zo2core.sources.scratch import Scratch
 
+PROFILE = settings.default
+assert PROFILE is not None
 THREADS_FROM = st.sampled_from([0, 200, zo2core.sweep.perturber.PARALLEL_FROM])  # elements: all segments, some, none
 
 
@@ -40,8 +42,8 @@ def busy_disk() -> Iterator[None]:
         yield
 
 
-def load_whole(directory: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+def load_whole(directory: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     return model
 
 
@@ -66,6 +68,38 @@ def test_trajectory_is_monolithic_mezo(
         if dtype is torch.float32 and loss == loss:
             with torch.inference_mode():
                 assert reloaded(**batch).loss.item() == loss
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+@settings(max_examples=PROFILE.max_examples // 3)
+@given(
+    data=st.data(),
+    dtype=st.sampled_from(DTYPES),
+    autocast=st.sampled_from([torch.bfloat16, torch.float16]),
+    plan=plans(),
+    storage=storages,
+    threads_from=THREADS_FROM,
+)
+def test_mixed_precision_is_monolithic_mezo_in_float32_under_autocast(
+    model_type: str,
+    data: st.DataObject,
+    dtype: torch.dtype,
+    autocast: torch.dtype,
+    plan: Plan,
+    storage: Storage,
+    threads_from: int,
+) -> None:
+    config = data.draw(CONFIGS[model_type])
+    batch = data.draw(batches(config.vocab_size))
+    plan = plan._replace(autocast=autocast)
+    with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturber, "PARALLEL_FROM", threads_from):
+        base = save_model(Path(folder, "base"), config, dtype)
+        run = Path(folder, "run")
+
+        def make() -> ZOEngine:
+            return storage.engine(open_checkpoint(base, precision="mixed", dtype=autocast, loss_chunk=None), plan, run)
+
+        assert_parity(make, load_whole(base, torch.float32), plan, batch).close()
 
 
 @pytest.mark.parametrize("name", ["fzoo", "meazo"])

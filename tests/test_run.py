@@ -96,7 +96,7 @@ def test_a_run_resumed_at_any_step_ends_as_the_undisturbed_one(options: TrainOpt
     shutil.rmtree(options.output)
     interrupt_after(options, steps)
     resumed = RunDirectory.options(options.output)
-    assert resumed == options
+    assert resumed == replace(options, precision="exact")  # what was chosen for weights of 32 bits
     finish(resumed, resume=True)
     assert outcome(options.output) == expected
 

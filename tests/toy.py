@@ -72,15 +72,15 @@ class ToyBlockModel:
         )
         self.weights = SafetensorsReader(parse_header(file))
         self.companions: Mapping[str, Path | bytes] = {}
+        self.export_dtype: torch.dtype | None = None
         self.description: Mapping[str, object] = {}
         self._tied = tied
 
-    def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def bind(self, index: int, parameters: Mapping[str, torch.Tensor]) -> None:
         for name, view in parameters.items():
             path, _, leaf = name.rpartition(".")
-            self.toy.get_submodule(path)._parameters[leaf] = nn.Parameter(view, requires_grad=False)
-        if self._tied:
-            self.toy.out.weight = self.toy.table.weight
+            module = self.toy.out if self._tied and index == len(self.layouts) - 1 else self.toy.get_submodule(path)
+            module._parameters[leaf] = nn.Parameter(view, requires_grad=False)
 
     def prepared(self, batch: Batch) -> Batch:
         return batch

@@ -4,6 +4,7 @@
     python tools/bench_step.py --batch 4 --tokens 512
 
     python tools/bench_step.py --noise philox-gaussian
+    python tools/bench_step.py --dtype bfloat16 --precision mixed --against autocast --loss-chunk none
 
 Prints a table and JSON: medians over the pairs with their range, the ratio pair by pair, and how the engine's step divides
 into forwards, noise on the main thread (the noise that a second thread draws beside it is listed apart) and the rest,
@@ -24,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from make_checkpoint import geometries, make_checkpoint
@@ -101,17 +102,28 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def bench(
-    geometry: str, dtype: torch.dtype, batch_size: int, tokens: int, pairs: int, noise_name: str, folder: Path
+    geometry: str,
+    dtype: torch.dtype,
+    batch_size: int,
+    tokens: int,
+    pairs: int,
+    noise_name: str,
+    folder: Path,
+    *,
+    precision: str,
+    against: str,
+    loss_chunk: int | Literal["auto"] | None,
 ) -> dict[str, Any]:
     """Run the pairs; return everything measured."""
     config = geometries()[geometry]
     make_checkpoint(config, folder / "base", dtype=dtype)
-    model = open_checkpoint(folder / "base")
+    model = open_checkpoint(folder / "base", precision=precision, loss_chunk=loss_chunk)
     forward = TimedForward(model)
     plain = NOISES[noise_name](model.layouts)
     noise = TimedCounterNoise(plain) if isinstance(plain, PhiloxNoise) else TimedNoise(plain)
-    whole = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype)
-    mono = MonolithicMeZO(whole, lr=1e-6, zo_eps=1e-3)
+    whole = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype if precision == "exact" else torch.float32)
+    autocast = model.autocast if against == "autocast" else None
+    mono = MonolithicMeZO(whole, lr=1e-6, zo_eps=1e-3, autocast=autocast)
     batch = random_batch(config.vocab_size, batch_size, tokens, seed=0)
     ours: list[float] = []
     theirs: list[float] = []
@@ -132,11 +144,15 @@ def bench(
                 rest = seconds - forward.seconds - noise.main
                 for name, value in zip(parts, (forward.seconds, noise.main, rest, noise.beside), strict=True):
                     parts[name].append(value)
-            if noise_name == "sequential":
+            if noise_name == "sequential" and model.autocast is autocast and model.loss_chunk is None:
                 assert result.losses == reference.losses, "the engine's losses are not monolithic MeZO's"
     return {
         "geometry": geometry,
         "dtype": str(dtype),
+        "precision": precision,
+        "autocast": str(model.autocast),
+        "loss_chunk": model.loss_chunk,
+        "monolithic_autocast": str(autocast),
         "batch": batch_size,
         "tokens": tokens,
         "pairs": pairs,
@@ -161,10 +177,27 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--noise", choices=list(NOISES), default="sequential")
+    parser.add_argument("--precision", choices=["exact", "mixed"], default="exact", help="of the engine")
+    parser.add_argument(
+        "--against", choices=["plain", "autocast"], default="plain", help="monolithic MeZO: of mixed precision in float32"
+    )
+    parser.add_argument("--loss-chunk", default="auto", help="labelled tokens at a time, none or auto")
     options = parser.parse_args()
+    chunk: int | Literal["auto"] | None = "auto"
+    if options.loss_chunk != "auto":
+        chunk = None if options.loss_chunk == "none" else int(options.loss_chunk)
     with tempfile.TemporaryDirectory() as folder:
         size = (options.batch, options.tokens, options.pairs)
-        measured = bench(options.geometry, DTYPES[options.dtype], *size, options.noise, Path(folder))
+        measured = bench(
+            options.geometry,
+            DTYPES[options.dtype],
+            *size,
+            options.noise,
+            Path(folder),
+            precision=options.precision,
+            against=options.against,
+            loss_chunk=chunk,
+        )
     rows = {"monolithic MeZO": measured["monolithic_seconds"], "this engine": measured["engine_seconds"]}
     rows |= {f"  {name}": values for name, values in measured["parts_seconds"].items()}
     print(f"{'seconds a step':28s} {'median':>8s} {'min':>8s} {'max':>8s}")

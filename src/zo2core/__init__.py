@@ -21,6 +21,7 @@ from zo2core.errors import CheckpointError as CheckpointError
 from zo2core.errors import ClosedError as ClosedError
 from zo2core.errors import DataError as DataError
 from zo2core.errors import DeviceError as DeviceError
+from zo2core.errors import DivergenceError as DivergenceError
 from zo2core.errors import JournalError as JournalError
 from zo2core.errors import MemoryBudgetError as MemoryBudgetError
 from zo2core.errors import MissingPackageError as MissingPackageError
@@ -35,13 +36,18 @@ from zo2core.errors import ZO2Warning as ZO2Warning
 from zo2core.errors import reason as reason
 from zo2core.estimators import FZOO as FZOO
 from zo2core.estimators import MEAZO as MEAZO
+from zo2core.estimators import Clipped as Clipped
+from zo2core.estimators import Guarded as Guarded
+from zo2core.estimators import GuardPolicy as GuardPolicy
 from zo2core.estimators import MeZOSGD as MeZOSGD
 from zo2core.estimators import MultiQueryRGE as MultiQueryRGE
+from zo2core.estimators.course import best_step as best_step
 from zo2core.io.durable import create_file as create_file
 from zo2core.io.durable import make_directory as make_directory
 from zo2core.io.durable import open_regular as open_regular
 from zo2core.io.durable import sync_path as sync_path
 from zo2core.journal import Journal as Journal
+from zo2core.journal import branch_journal as branch_journal
 from zo2core.kernels import Distribution as Distribution
 from zo2core.noise import PhiloxNoise as PhiloxNoise
 from zo2core.noise import SequentialNoise as SequentialNoise

@@ -96,6 +96,7 @@ def build(
     with ExitStack() as opened:
         require_rows(micro_batch_size)
         layouts, timeline = model.layouts, Timeline()
+        walks = estimator is not None and estimator.perturb_in_place
         opened.callback(model.weights.close)  # last: until then somebody may read
         trace = _open_trace(trace, opened)
         replayed = estimator is None and journal is not None
@@ -111,7 +112,8 @@ def build(
         of_choice = choose_noise(recorded, layouts, device.torch_device) if noise is None else noise
         if estimator is not None:
             require_distribution(estimator, of_choice)
-        device_plan = _plan_device(layouts, of_choice, device, memory, _most_directions(estimator, journal), overlap=overlap)
+        directions = _most_directions(estimator, journal)
+        device_plan = _plan_device(layouts, of_choice, device, memory, directions, overlap=overlap, walks=walks)
         room = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
         waiting = memory.activation_bytes if room < memory.activation_bytes else 0
         streamed = laid_out_as_on_disk(layouts, model.weights)
@@ -124,6 +126,7 @@ def build(
                 activation_bytes=memory.activation_bytes if device.in_place else waiting,
                 compute_on_host=device.torch_device.type == "cpu",
                 may_keep_noise=not isinstance(of_choice, CounterNoise),
+                walks=walks,
             )
         if noise is None:
             of_choice = choose_noise(recorded, layouts, device.torch_device, memory=max(host_plan.spare, 0))
@@ -155,11 +158,12 @@ def build(
             else SerialScheduler(source, device, timeline=timeline)
         )
         keep_noise = device.in_place and host_plan.keep_noise
-        work_buffer = WorkBuffer(layouts, device, of_choice, keep_noise=keep_noise)
+        work_buffer = WorkBuffer(layouts, device, of_choice, keep_noise=keep_noise, walks=walks)
         worker = _start_worker(device, opened)
         least = memory.least_activations
         activations = ActivationOffload(device, None if least is None else room, waiting, timeline=timeline)
-        model.bind(work_buffer.parameters())
+        for index, parameters in enumerate(work_buffer.parameters()):
+            model.bind(index, parameters)
         return Parts(
             opened=opened.pop_all(),
             micro_batch_size=micro_batch_size,
@@ -215,10 +219,11 @@ def adopt(
         if scheduler is None:
             scheduler = OverlappedScheduler(source, device, timeline=timeline)
         opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
-        work_buffer = WorkBuffer(model.layouts, device, noise, keep_noise=device.in_place)
+        work_buffer = WorkBuffer(model.layouts, device, noise, keep_noise=device.in_place, walks=estimator.perturb_in_place)
         worker = _start_worker(device, opened)
         offload = ActivationOffload(device, None, timeline=timeline)
-        model.bind(work_buffer.parameters())
+        for index, parameters in enumerate(work_buffer.parameters()):
+            model.bind(index, parameters)
         return Parts(
             opened=opened.pop_all(),
             micro_batch_size=micro_batch_size,
@@ -312,6 +317,7 @@ def _plan_device(
     probes: int,
     *,
     overlap: bool,
+    walks: bool,
 ) -> DevicePlan | None:
     if device.in_place and memory.least_activations is not None:
         raise OptionError(
@@ -338,6 +344,7 @@ def _plan_device(
         free=device.free_memory(),
         activation_bytes=memory.activation_bytes,
         least_activation_bytes=memory.least_activation_bytes,
+        walks=walks,
         probes=probes,
     )
 

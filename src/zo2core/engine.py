@@ -19,6 +19,7 @@ from zo2core.profiling import Sweep, Timeline, Trace, TraceRecorder
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.sweep.evaluation_loop import evaluate, fill_sweeps
 from zo2core.sweep.exclusive_use import ExclusiveUse
+from zo2core.sweep.landing import Landing
 from zo2core.sweep.microbatch import combined_loss, labelled_tokens, require_tensors, split_rows
 from zo2core.sweep.perturber import choose_perturber
 from zo2core.sweep.visitor import SegmentVisitor
@@ -80,6 +81,7 @@ class Replayer:
     def _take(self, model: BlockModel, parts: Parts) -> None:
         self._model, self._parts = model, parts
         self._recorder = TraceRecorder(parts.timeline, parts.trace)
+        self._landing = Landing(parts.noise)
         parts.opened.callback(self._recorder.flush)
         self._use = ExclusiveUse(type(self).__name__)
 
@@ -176,9 +178,9 @@ class Replayer:
         """
         self._use.require_open()
         require_unused(Path(directory))
-        specs = [spec for layout in self._model.layouts for spec in layout.parameters]
+        model, specs = self._model, [spec for layout in self._model.layouts for spec in layout.parameters]
         with closing(self.parameters_now()) as tensors:  # lets go of its bucket, also when writing fails
-            write_checkpoint(Path(directory), specs, tensors, self._model.companions)
+            write_checkpoint(Path(directory), specs, tensors, model.companions, dtype=model.export_dtype)
 
     def close(self) -> None:
         """Stop all work and close what the engine opened. May be called twice."""
@@ -216,6 +218,7 @@ class Replayer:
             activations=parts.activations,
             streams=parts.device.streams,
             timeline=parts.timeline,
+            landing=self._landing,
         )
 
     def _perturbation(self) -> tuple[float, bool]:
@@ -279,7 +282,7 @@ class ZOEngine(Replayer):
         self._train(estimator, seed)
 
     @classmethod
-    def from_parts(
+    def from_parts(  # noqa: D417 - five arguments share a line
         cls,
         model: BlockModel,
         estimator: ZOEstimator,
@@ -305,12 +308,8 @@ class ZOEngine(Replayer):
             device: Where they are computed on.
             noise: Draws z.
             scheduler: Of this source and this device; by default an ``OverlappedScheduler``.
-            journal: As the constructor takes it.
-            seed: As the constructor takes it.
+            journal, seed, micro_batch_size, trace, provenance: As the constructor takes them.
             activations: Bytes, or a size, that an evaluation's activations may take at a time.
-            micro_batch_size: As the constructor takes it.
-            trace: As the constructor takes it.
-            provenance: As the constructor takes it.
             timeline: What the parts note their work in, if they do: the engine takes the spans from it.
 
         Raises:
@@ -377,6 +376,7 @@ class ZOEngine(Replayer):
         micro_batches = split_rows(batch, self._parts.micro_batch_size)
         tokens = [labelled_tokens(micro_batch) for micro_batch in micro_batches] if len(micro_batches) > 1 else [1]
         prepared = [self._model.prepared(self._on_device(micro_batch)) for micro_batch in micro_batches]
+        self._landing.begin(step)
         outputs = self._sweep([(evaluation, prepared) for evaluation in evaluations])
         losses = [combined_loss(losses_of_parts, tokens) for losses_of_parts in outputs]
         for evaluation, loss in zip(evaluations, losses, strict=True):
@@ -385,7 +385,7 @@ class ZOEngine(Replayer):
         self._parts.base_digests.note(self._parts.journal)
         self._parts.journal.append(update)
         sweep = Sweep.of_step(step, began, time.perf_counter())
-        return StepResult.of(update, sweep.done - began, self._recorder.ended(sweep))
+        return StepResult.of(update, sweep.done - began, self._recorder.ended(sweep), self._landing.share(update))
 
     def _perturbation(self) -> tuple[float, bool]:
         return self._estimator.zo_eps, self._estimator.perturb_in_place

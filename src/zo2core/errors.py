@@ -71,6 +71,22 @@ class NonFiniteLossError(ZO2Error):
     """A forward pass gave a loss that is not finite; the step was not taken."""
 
 
+class DivergenceError(ZO2Error):
+    """A run has got worse for good; the step was not taken, and the journal holds every earlier one.
+
+    Args:
+        where: As in ``ZO2Error``, and so are the next three.
+        found: The losses of the last steps.
+        expected: The losses that they should have come to.
+        remedy: What the user can do.
+        best_step: Number of updates in the best weights so far: the step to branch from.
+    """
+
+    def __init__(self, where: object, *, found: str, expected: str, remedy: str, best_step: int) -> None:
+        self.best_step = best_step
+        super().__init__(where, found=found, expected=expected, remedy=remedy)
+
+
 class BusyError(ZO2Error):
     """An engine was used while an iteration over its parameters was under way."""
 

@@ -365,9 +365,15 @@ class BlockModel(Forward, Protocol):
     def companions(self) -> Mapping[str, Path | bytes]:
         """Files an exported model needs beside its weights: name to content, or to the file to copy."""
 
-    def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Make these tensors the model's parameters, for good. Called once; their contents change from visit to visit.
+    @property
+    def export_dtype(self) -> torch.dtype | None:
+        """To which exported weights are rounded; None: they are written as they are stored."""
+
+    def bind(self, index: int, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Make these tensors a segment's parameters, for good. Called once a segment; contents change from visit to visit.
 
         Args:
-            parameters: Parameter name to a shaped view of the work buffer. Different segments' share memory.
+            index: The segment's position in visiting order.
+            parameters: The name of each parameter that the segment owns or borrows, to a shaped view of the work buffer, in
+                the dtype of the forward. Different segments' share memory.
         """

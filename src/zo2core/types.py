@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -17,7 +17,6 @@ from zo2core.errors import NonFiniteLossError, OptionError
 ALIGNMENT = 64  # bytes
 
 MAX_SEED = 2**63 - 1
-
 LARGEST = torch.finfo(torch.float32).max  # of what may be added to a weight: beyond it float32 weights are infinite
 
 Batch: TypeAlias = Mapping[str, torch.Tensor]  # what the model's forward takes: input_ids, attention_mask, labels, ...
@@ -34,9 +33,10 @@ class ParameterSpec:
 
     name: str  # as in the model's named_parameters()
     shape: tuple[int, ...]
-    dtype: torch.dtype  # of the weight in memory, of its noise and of all its arithmetic
+    dtype: torch.dtype  # in which the weight is stored, and all its noise and arithmetic are
     index: int  # position in named_parameters(): the order in which MeZO draws z
     decays: bool  # weight decay applies
+    forward_dtype: torch.dtype | None = None  # to which the forward's copy is rounded, once; None: as stored
 
     @property
     def numel(self) -> int:
@@ -47,6 +47,15 @@ class ParameterSpec:
     def nbytes(self) -> int:
         """Size in bytes, without alignment."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the forward has the weight in another dtype."""
+        return self.forward_dtype not in (None, self.dtype)
+
+    def in_forward(self) -> ParameterSpec:
+        """The forward's copy, as a parameter of its own."""
+        return self if self.forward_dtype is None else replace(self, dtype=self.forward_dtype)
 
 
 class SegmentKind(Enum):
@@ -83,6 +92,11 @@ class BlockLayout:
             return sum(aligned(spec.nbytes) for spec in self.parameters)
         return max((at + spec.nbytes for at, spec in zip(self.offsets, self.parameters, strict=True)), default=0)
 
+    @property
+    def used(self) -> tuple[ParameterSpec, ...]:
+        """All parameters of the segment's forward, its own first."""
+        return (*self.parameters, *self.borrowed)
+
     def views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Flat typed views of the owned parameters in a buffer.
 
@@ -108,13 +122,12 @@ def flat_views(specs: Sequence[ParameterSpec], buffer: torch.Tensor) -> Iterator
 
 def work_bytes(layouts: Sequence[BlockLayout]) -> int:
     """Bytes of a work buffer for segments of these layouts: of the largest one, with what it borrows."""
-    return max(packed_bytes((*layout.parameters, *layout.borrowed)) for layout in layouts)
+    return max(packed_bytes([spec.in_forward() for spec in layout.used]) for layout in layouts)
 
 
-def noise_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Bytes of a noise buffer for segments of these layouts: tied weights' noise stays in it from visit to visit."""
-    tied, own = divide_tied(layouts)
-    return packed_bytes(tied) + max(packed_bytes(specs) for specs in own)
+def walk_bytes(layouts: Sequence[BlockLayout]) -> int:
+    """Bytes in which weights walk from evaluation to evaluation, where the work buffer has them rounded."""
+    return max(packed_bytes([spec for spec in layout.used if spec.is_rounded]) for layout in layouts)
 
 
 def divide_tied(layouts: Sequence[BlockLayout]) -> tuple[list[ParameterSpec], list[list[ParameterSpec]]]:
@@ -356,14 +369,14 @@ class StepResult(NamedTuple):
     lr: float  # applied to each probe, as the journal has it
     seconds: float  # wall time
     lanes: Mapping[Lane, LaneUse]  # busy seconds and bytes of disk, transfers and compute
+    landed: float | None  # share of the stored weights that the update changes, by a sample; None: it was not looked at
 
     @classmethod
-    def of(cls, update: Update, seconds: float, lanes: Mapping[Lane, LaneUse]) -> StepResult:
+    def of(cls, update: Update, seconds: float, lanes: Mapping[Lane, LaneUse], landed: float | None) -> StepResult:
         """The report of a step that led to this update."""
         loss, *_ = update.losses
-        return cls(
-            update.step, loss, update.losses, update.projected_grads, update.seeds, update.lr, seconds=seconds, lanes=lanes
-        )
+        grads, seeds = update.projected_grads, update.seeds
+        return cls(update.step, loss, update.losses, grads, seeds, update.lr, seconds, lanes=lanes, landed=landed)
 
     @property
     def bytes_moved(self) -> int:

@@ -10,7 +10,7 @@ import tyro
 
 from zo2adapters.ranges import shown
 from zo2adapters.tasks.regular_file import require_regular
-from zo2adapters.trainers.options import DtypeName
+from zo2adapters.trainers.options import DtypeName, PrecisionName
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer
 
@@ -32,6 +32,8 @@ class AtStep:
     """Step of the journal to stop after; by default its last one."""
     dtype: DtypeName = "auto"
     """Dtype of the weights; with a journal, the one that the run was made with, which is also that of --run."""
+    precision: PrecisionName = "exact"
+    """exact, or mixed for the journal of a run in mixed precision; --run knows its own."""
     memory: str = "auto"
     """Host memory the process may take in all, such as 6GiB; auto takes what is free."""
     verify_base: bool = False
@@ -62,7 +64,12 @@ class AtStep:
                 remedy="leave it out; from_pretrained converts what is exported",
             )
         return replace(
-            self, model=options.model, dtype=options.dtype, journal=self.run_directory / JOURNAL, run_directory=None
+            self,
+            model=options.model,
+            dtype=options.dtype,
+            precision=options.precision_asked(),
+            journal=self.run_directory / JOURNAL,
+            run_directory=None,
         )
 
     def base(self) -> Path:

@@ -46,7 +46,9 @@ class Evaluate(AtStep):
         self.batching.require_valid()
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())
-        model = open_checkpoint(at.base(), dtype=at.dtype, loss_chunk=self.batching.loss_chunk)
+        model = open_checkpoint(
+            at.base(), dtype=at.dtype, precision=at.precision, loss_chunk=self.batching.loss_chunk or "auto"
+        )
         length = self.batching.length_for(model)
         if holds_choices(self.data):
             self._choose(at, model, read_choices(self.data, tokenizer, sequence_length=length), pad_token_id(tokenizer))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zo2adapters.commands.at_step import AtStep
+from zo2adapters.trainers.options import DtypeName
 from zo2core import require_unused
 
 
@@ -15,6 +16,9 @@ class Export(AtStep):
 
     output: Path
     """Directory to write; it must not exist, or be empty."""
+    output_dtype: DtypeName = "auto"
+    """Dtype to which weights are rounded as they are written. auto writes them as they are stored; in mixed precision it is
+    the base's own."""
 
     def run(self) -> None:
         """Replay and write."""
@@ -22,7 +26,7 @@ class Export(AtStep):
 
         require_unused(self.output)
         at = self.resolved()
-        model = open_checkpoint(at.base(), dtype=at.dtype)
+        model = open_checkpoint(at.base(), dtype=at.dtype, precision=at.precision, export_dtype=self.output_dtype)
         with at.engine(model) as engine:
             engine.export(self.output)
             print(f"{self.output}: the model after {engine.version} steps")

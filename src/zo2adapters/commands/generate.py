@@ -46,7 +46,7 @@ class Generate(AtStep):
             )
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())
-        model = open_checkpoint(at.base(), dtype=at.dtype)
+        model = open_checkpoint(at.base(), dtype=at.dtype, precision=at.precision)
         prompts: list[list[int]] = [tokenizer(text)["input_ids"] for text in self.prompt]
         require_lengths(model, prompts, self.max_new_tokens)
         tokens = max(map(len, prompts)) + self.max_new_tokens

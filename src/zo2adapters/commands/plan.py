@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zo2adapters.ranges import require_between
 from zo2adapters.trainers.estimator_name import EstimatorName
-from zo2adapters.trainers.options import MOST_QUERIES, Batching, DtypeName, Noise, Optimization
+from zo2adapters.trainers.options import MOST_QUERIES, Batching, DtypeName, Noise, Optimization, PrecisionName
 from zo2core import WriteBackPolicy
 
 
@@ -18,7 +18,9 @@ class Plan:
     model: str
     """Model directory with safetensors weights, or a hub id."""
     dtype: DtypeName = "auto"
-    """Dtype of the weights; auto is the checkpoint's own."""
+    """Dtype of the weights, as for training."""
+    precision: PrecisionName = "auto"
+    """exact, mixed or auto, as for training."""
     memory: str = "auto"
     """Host memory the run may take in all, such as 6GiB; auto takes what is free."""
     scratch: Path = Path()
@@ -55,7 +57,11 @@ class Plan:
         optimization.require_consistent()
         self.batching.require_valid()
         directory = resolve_directory(self.model)
-        model = open_checkpoint(directory, dtype=self.dtype, loss_chunk=self.batching.loss_chunk)
+        stays_exact = self.exact_mezo or self.device_memory is not None  # as TrainOptions.precision_asked
+        precision = "exact" if self.precision == "auto" and stays_exact else self.precision
+        model = open_checkpoint(
+            directory, dtype=self.dtype, precision=precision, loss_chunk=self.batching.loss_chunk or "auto"
+        )
         tokens = self.batching.length_for(model)
         noise = optimization.generator(model.layouts)
         if self.device_memory is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from zo2adapters.trainers.allocator import keep_freed_memory, keeps_memory
+from zo2adapters.trainers.branching import branch_run
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, RunDirectory
 from zo2core import OptionError
@@ -17,6 +18,10 @@ from zo2core import OptionError
 # What a resumed run may be told anew. No bit of the result depends on where weights are kept, except by the device.
 _ANEW = ("steps", "schedule_steps", "storage.")
 _FIXED = ("storage.device",)
+
+# What a branch may be told anew: how steps are taken from there on, but not along which noise, which replays the others.
+_ANEW_IN_BRANCH = (*_ANEW, "optimization.", "evaluate_every")
+_FIXED_IN_BRANCH = (*_FIXED, "optimization.noise", "optimization.exact_mezo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +50,9 @@ class Train(RunOptions):
     resume: Path | None = None
     """Directory of a run to go on with, exactly as if it had not been interrupted. Beside it may be given what no bit
     depends on (memory, write-backs, --trace, --scheduler), and more --steps if lr is constant."""
+    from_step: int | None = None
+    """Step of the run named by --resume to branch from: --output gets a new run, which begins with the steps before it.
+    Steps are undone in this way. --steps, --lr and the like may be given anew."""
     execution: Execution = field(default_factory=Execution)
 
     def begun(self) -> Train | None:
@@ -57,7 +65,8 @@ class Train(RunOptions):
             return None
         options = RunDirectory.options(self.resume)
         shared = {option.name: getattr(options, option.name) for option in fields(RunOptions)}
-        return Train(model=options.model, data=options.data, output=self.resume, resume=self.resume, **shared)
+        output = self.resume if self.from_step is None else None
+        return Train(model=options.model, data=options.data, output=output, resume=self.resume, **shared)
 
     def options(self) -> TrainOptions:
         """The run's options: those given, or those of the run to resume with what was told anew.
@@ -65,6 +74,8 @@ class Train(RunOptions):
         Raises:
             OptionError: if some are missing, or a run to resume has others.
         """
+        if self.from_step is not None:
+            return self._branched()
         if self.resume is not None:
             return self._resumed(RunDirectory.options(self.resume))
         if self.model is None or self.data is None or self.output is None:
@@ -83,23 +94,38 @@ class Train(RunOptions):
             raise OptionError("output", found=str(self.output), expected="none beside --resume", remedy="leave it out")
         own = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
         told = TrainOptions(model=self.model, data=self.data, output=self.resume, **own)
-        then = dict(_leaves(begun.to_json()))
-        for name, value in _leaves(told.to_json()):
-            if value != then[name] and (name in _FIXED or not name.startswith(_ANEW)):
-                option = name.rpartition(".")[2]
-                raise OptionError(
-                    option,
-                    found=json.dumps(value),
-                    expected=f"{json.dumps(then[name])}, with which the run was begun",
-                    remedy="leave it out: its result depends on it; or begin a new run",
-                )
+        _require_same(begun, told, anew=_ANEW, fixed=_FIXED, remedy="or begin a new run, or a branch with --from-step")
         return replace(begun.with_steps(self.steps), storage=self.storage)
+
+    def _branched(self) -> TrainOptions:
+        """The options of a new run that begins with steps of another one.
+
+        Its learning rate is scheduled over all of its steps, those that it takes over among them.
+        """
+        if self.resume is None:
+            raise OptionError(
+                "from_step", found="no run", expected="--resume DIR beside it", remedy="name the run to branch from"
+            )
+        begun = RunDirectory.options(self.resume)
+        if self.output is None:
+            raise OptionError("output", found="nothing", expected="a directory for the new run", remedy="name a new one")
+        own = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
+        told = TrainOptions(
+            model=begun.model if self.model is None else self.model,
+            data=begun.data if self.data is None else self.data,
+            output=self.output,
+            **own,
+        )
+        _require_same(begun, told, anew=_ANEW_IN_BRANCH, fixed=_FIXED_IN_BRANCH, remedy="or begin a new run")
+        return told
 
     def run(self) -> None:
         """Train and say where the result is."""
         from zo2adapters.trainers.trainer import Trainer
 
         options = self.options()
+        if self.resume is not None and self.from_step is not None:
+            branch_run(self.resume, self.from_step, options)
         with Trainer(options, resume=self.resume is not None, execution=self.execution) as trainer:
             for line in (*trainer.remarks(), trainer.storage()):
                 print(line, file=sys.stderr)
@@ -118,6 +144,21 @@ class Train(RunOptions):
             if (warning := trainer.divergence()) is not None:
                 print(warning, file=sys.stderr)
         print(f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: {options.output / JOURNAL}")
+
+
+def _require_same(
+    begun: TrainOptions, told: TrainOptions, *, anew: tuple[str, ...], fixed: tuple[str, ...], remedy: str
+) -> None:
+    """Refuse options that differ from those that a run was begun with, unless they may."""
+    then = dict(_leaves(begun.to_json()))
+    for name, value in _leaves(told.to_json()):
+        if value != then[name] and (name in fixed or not name.startswith(anew)):
+            raise OptionError(
+                name.rpartition(".")[2],
+                found=json.dumps(value),
+                expected=f"{json.dumps(then[name])}, with which the run was begun",
+                remedy=f"leave it out: its result depends on it; {remedy}",
+            )
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.trainers.options import MOST_ROWS, DtypeName
@@ -18,7 +19,9 @@ class Verify:
     model: str
     """Model directory with safetensors weights, or a hub id. The model is held in memory twice."""
     dtype: DtypeName = "auto"
-    """Dtype of the weights; auto is the checkpoint's own."""
+    """Dtype of the weights; auto is the checkpoint's own. In mixed precision the dtype that is computed with."""
+    precision: Literal["exact", "mixed"] = "exact"
+    """exact compares with MeZO in one dtype, mixed with MeZO in float32 under autocast."""
     steps: int = 3
     """Steps to take both ways."""
     batch_size: int = 2
@@ -48,6 +51,7 @@ class Verify:
         result = verify(
             resolve_directory(self.model),
             dtype=self.dtype,
+            precision=self.precision,
             lr=self.lr,
             zo_eps=self.zo_eps,
             weight_decay=self.weight_decay,

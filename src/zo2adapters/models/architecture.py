@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from zo2adapters.models.precision import autocast_dtype
 from zo2core import BlockLayout, ParameterSpec, SegmentKind, UnsupportedModelError
 
 
@@ -26,23 +28,27 @@ class Architecture:
     ignored: tuple[str, ...] = ()  # endings of tensor names that old checkpoints carry and no model has
 
 
-def segment_layouts(model: PreTrainedModel, architecture: Architecture) -> tuple[BlockLayout, ...]:
+def segment_layouts(
+    model: PreTrainedModel, architecture: Architecture, autocast: torch.dtype | None = None
+) -> tuple[BlockLayout, ...]:
     """Assign every parameter of a model to a segment.
+
+    Args:
+        model: The model.
+        architecture: Where its parts are.
+        autocast: The dtype of ``torch.autocast`` in the forward; None runs without.
 
     Raises:
         UnsupportedModelError: naming a parameter that lies under no declared part, or a tie between other parts than
             embedding and head.
     """
     blocks = len(model.get_submodule(architecture.blocks))  # type: ignore[arg-type]
-    paths = dict.fromkeys(architecture.embedding, 0)
-    paths |= {f"{architecture.blocks}.{i}": i + 1 for i in range(blocks)}
-    paths |= dict.fromkeys(architecture.head, blocks + 1)
     owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
     borrowed: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
-    for index, (name, aliases) in enumerate(parameter_names(model).items()):
+    for index, (name, aliases) in enumerate(segment_aliases(model, architecture).items()):
         parameter = model.get_parameter(name)
         spec = ParameterSpec(name, tuple(parameter.shape), parameter.dtype, index, decays_in_mezo(name))
-        users = sorted({_segment(alias, paths, architecture) for alias in aliases})
+        users = sorted(aliases)
         if len(users) > 1 and users != [0, blocks + 1]:
             raise UnsupportedModelError(
                 f"{architecture.model_type}: {name}",
@@ -50,15 +56,33 @@ def segment_layouts(model: PreTrainedModel, architecture: Architecture) -> tuple
                 expected="ties between embedding and head only",
                 remedy="this architecture needs an adapter of its own",
             )
-        owned[users[0]].append(spec)
-        for user in users[1:]:
-            borrowed[user].append(spec)
+        for user, place in zip(users, (owned, borrowed), strict=False):
+            modules = [model.get_submodule(alias.rpartition(".")[0]) for alias in aliases[user]]
+            place[user].append(replace(spec, forward_dtype=autocast_dtype(modules, autocast)))
     kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * blocks, SegmentKind.HEAD]
     names = ["embedding", *(f"block {i}" for i in range(blocks)), "head"]
     return tuple(
         BlockLayout(name, kind, tuple(own), tuple(other))
         for name, kind, own, other in zip(names, kinds, owned, borrowed, strict=True)
     )
+
+
+def segment_aliases(model: PreTrainedModel, architecture: Architecture) -> dict[str, dict[int, list[str]]]:
+    """Each parameter's name in ``named_parameters()``, to the names that it has in each segment that uses it.
+
+    Raises:
+        UnsupportedModelError: naming a parameter that lies under no declared part.
+    """
+    blocks = len(model.get_submodule(architecture.blocks))  # type: ignore[arg-type]
+    paths = dict.fromkeys(architecture.embedding, 0)
+    paths |= {f"{architecture.blocks}.{i}": i + 1 for i in range(blocks)}
+    paths |= dict.fromkeys(architecture.head, blocks + 1)
+    segments: dict[str, dict[int, list[str]]] = {}
+    for name, aliases in parameter_names(model).items():
+        segments[name] = {}
+        for alias in aliases:
+            segments[name].setdefault(_segment(alias, paths, architecture), []).append(alias)
+    return segments
 
 
 def decays_in_mezo(name: str) -> bool:

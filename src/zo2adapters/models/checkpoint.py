@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -23,6 +24,7 @@ from zo2adapters.models.companions import (
 from zo2adapters.models.hf import HFBlockModel, build_skeleton
 from zo2adapters.models.llama import LLAMA
 from zo2adapters.models.opt import OPT
+from zo2adapters.models.precision import Precision, choose_precision
 from zo2adapters.models.qwen import QWEN2, QWEN3
 from zo2core import (
     CheckpointError,
@@ -46,6 +48,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
 }
 
+_LOGIT_BYTES = 24 << 20  # of a chunk's logits in float32, which a last-level cache holds
+_FEWEST_AT_ONCE = 16  # labelled tokens: the head's weights are read once for each chunk
+
 _LARGEST = {"num_hidden_layers": 1 << 10, "hidden_size": 1 << 20, "head_dim": 1 << 20, "num_labels": 1 << 20}
 
 
@@ -53,8 +58,10 @@ def open_checkpoint(
     path: Path | str,
     *,
     dtype: torch.dtype | str = "auto",
+    precision: Precision | str = "exact",
+    export_dtype: torch.dtype | str = "auto",
     architecture: Architecture | None = None,
-    loss_chunk: int | None = None,
+    loss_chunk: int | Literal["auto"] | None = "auto",
 ) -> HFBlockModel:
     """Open a model directory, or a model of the hub, for training.
 
@@ -62,10 +69,15 @@ def open_checkpoint(
         path: Directory in the Hugging Face layout with safetensors weights, or a hub id, which is downloaded into the hub's
             cache and used from there.
         dtype: The weights' dtype in memory. "auto" takes the config's and refuses shards that hold another; a dtype, or its
-            name, converts.
+            name, converts. In mixed precision it is the dtype that is computed with; "auto" takes what is fastest here.
+        precision: ``"exact"`` is one dtype for all; ``"mixed"`` stores float32 and computes in 16 bits; ``"auto"`` is mixed
+            for weights of 16 bits, else exact; a ``Precision`` says all of it, and takes no ``dtype``.
+        export_dtype: To which exported weights are rounded, once. "auto" is the checkpoint's own in mixed precision, else
+            they are written as they are stored.
         architecture: For model types this library does not know.
         loss_chunk: Compute head and loss over so many labelled tokens at a time: the logits are never there whole. The loss
-            then differs from Hugging Face's by the order in which floats are summed. None: its own, bit for bit.
+            then differs from Hugging Face's by the order in which floats are summed. None: its own, bit for bit. "auto" is
+            None in exact precision; in mixed precision it is as many as a cache holds.
 
     Returns:
         The model, cut into segments. Nothing but headers was read.
@@ -73,9 +85,10 @@ def open_checkpoint(
     Raises:
         UnsupportedModelError: for an unknown architecture, quantised weights or pickled shards.
         CheckpointError: if files are missing or malformed, or tensors do not match the config.
-        OptionError: for an unknown dtype, or a ``loss_chunk`` out of its range.
+        OptionError: for an unknown dtype or precision, for dtypes that do not go together, or a ``loss_chunk`` out of its
+            range.
     """
-    if loss_chunk is not None and loss_chunk < 1:
+    if isinstance(loss_chunk, int) and loss_chunk < 1:
         raise OptionError("loss_chunk", found=repr(loss_chunk), expected="at least 1", remedy="leave it out for no chunks")
     directory = resolve_directory(path)
     config = _read_config(directory)
@@ -83,13 +96,25 @@ def open_checkpoint(
         architecture = _known(directory, config)
     _refuse_pickled(directory)
     entries = find_tensors(directory)
-    wanted = _dtype(dtype, config, entries)
-    skeleton = _build(directory, config, wanted)
+    own = _dtype("auto", config, entries)
+    chosen = choose_precision(precision, own if dtype == "auto" else _dtype(dtype, config, entries), given=dtype != "auto")
+    skeleton = _build(directory, config, chosen.stored)
     matched = _match(directory, entries, skeleton, architecture)
-    if dtype == "auto":
-        _require_dtype(matched, wanted)
-    companions = _companions(directory, skeleton, wanted)
-    return HFBlockModel(skeleton, architecture, SafetensorsReader(matched), companions, loss_chunk=loss_chunk)
+    if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None:
+        _require_dtype(matched, chosen.stored)
+    exported = own if chosen.autocast is not None else chosen.stored
+    if export_dtype != "auto":
+        exported = _dtype(export_dtype, config, entries)
+    companions = _companions(directory, skeleton, exported)
+    return HFBlockModel(
+        skeleton,
+        architecture,
+        SafetensorsReader(matched),
+        companions,
+        loss_chunk=_loss_chunk(config, chosen) if loss_chunk == "auto" else loss_chunk,
+        autocast=chosen.autocast,
+        export_dtype=exported,
+    )
 
 
 def resolve_directory(path: Path | str) -> Path:
@@ -280,6 +305,12 @@ def _require_dtype(matched: Mapping[str, TensorEntry], dtype: torch.dtype) -> No
                 expected=f"{dtype}, as config.json says",
                 remedy="pass a dtype; tensors are then converted as they are read",
             )
+
+
+def _loss_chunk(config: PretrainedConfig, precision: Precision) -> int | None:
+    if precision.autocast is None:
+        return None
+    return max(_LOGIT_BYTES // (4 * int(config.vocab_size)), _FEWEST_AT_ONCE)
 
 
 def _companions(directory: Path, skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Path | bytes]:

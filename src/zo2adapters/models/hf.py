@@ -22,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from zo2adapters.models.architecture import Architecture, parameter_names, segment_layouts
+from zo2adapters.models.architecture import Architecture, segment_aliases, segment_layouts
 from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.chunked_loss import chunked_loss
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
@@ -53,6 +53,8 @@ class HFBlockModel:
         weights: The checkpoint, by the skeleton's parameter names.
         companions: Files to lay beside exported weights.
         loss_chunk: Labelled tokens whose logits are there at a time; None: all.
+        autocast: The dtype of ``torch.autocast`` in the forward; None runs without.
+        export_dtype: To which exported weights are rounded; None: they are written as they are stored.
 
     Raises:
         UnsupportedModelError: if the architecture's declaration does not fit the model.
@@ -66,14 +68,19 @@ class HFBlockModel:
         companions: Mapping[str, Path | bytes],
         *,
         loss_chunk: int | None = None,
+        autocast: torch.dtype | None = None,
+        export_dtype: torch.dtype | None = None,
     ) -> None:
         self.config = skeleton.config
-        self.layouts = segment_layouts(skeleton, architecture)
+        self.layouts = segment_layouts(skeleton, architecture, autocast)
+        self.autocast = autocast
+        self.export_dtype = export_dtype
         self.weights = weights
         self.companions = companions
         self.loss_chunk = loss_chunk
-        self._aliases = parameter_names(skeleton)
+        self._aliases = segment_aliases(skeleton, architecture)
         self._modules = dict(skeleton.named_modules())
+        self._device = torch.device("cpu")  # of the modules' buffers
         self._skeleton = skeleton
         self._recorder = CallRecorder()
         self._stand_in_branches = BranchCache()  # the same for any number of stand-ins
@@ -89,23 +96,27 @@ class HFBlockModel:
         """What of the config decides the forwards, with transformers' defaults, and the attention that it chose."""
         config = json.loads(self.config.to_json_string(use_diff=False))
         decisive = {key: _finite(value) for key, value in config.items() if key not in _NEUTRAL and value is not None}
-        return {**decisive, "attention": self._skeleton.config._attn_implementation}
+        attention = {"attention": self._skeleton.config._attn_implementation}
+        computed = {} if self.autocast is None else {"autocast": str(self.autocast).removeprefix("torch.")}
+        return {**decisive, **attention, **computed}
 
     @property
     def hf_forward(self) -> Callable[..., Any]:
         """HF's forward, for asking which arguments it takes."""
         return self._skeleton.forward
 
-    def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Make these views the modules' parameters, a tied one under each of its names."""
+    def bind(self, index: int, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Make these views a segment's parameters, under each name that they have there. See the contract."""
         for name, view in parameters.items():
-            for alias in self._aliases[name]:
+            for alias in self._aliases[name][index]:
                 path, _, leaf = alias.rpartition(".")
                 self._modules[path]._parameters[leaf] = nn.Parameter(view, requires_grad=False)
         device = next(iter(parameters.values())).device
-        for module in self._modules.values():
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(device)
+        if device != self._device:
+            self._device = device
+            for module in self._modules.values():
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.to(device)
 
     def prepared(self, batch: Batch) -> Batch:
         """Check a batch, and learn what HF's forward asks about it. See the contract."""
@@ -131,7 +142,7 @@ class HFBlockModel:
         """Run HF's forward with these arguments up to the first layer."""
         recorder = self._recorder
         recorder.reset()
-        with contextlib.suppress(CutError):
+        with contextlib.suppress(CutError), self._casting():
             self._skeleton(**inputs)
         assert recorder.hidden is not None, "HF's forward did not reach the last layer"
         return Activations(recorder.hidden, recorder.calls)
@@ -139,7 +150,8 @@ class HFBlockModel:
     def block(self, index: int, activations: Activations) -> Activations:
         """Run one layer with the arguments HF gave it."""
         args, kwargs = activations.calls[index]
-        out = self._layers[index](activations.hidden, *args, **kwargs)
+        with self._casting():
+            out = self._layers[index](activations.hidden, *args, **kwargs)
         return activations._replace(hidden=out[0] if isinstance(out, tuple) else out)
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
@@ -167,11 +179,18 @@ class HFBlockModel:
     def _epilogue(self, final: torch.Tensor, wanted: str, **inputs: torch.Tensor) -> torch.Tensor:
         self._recorder.final = final
         try:
-            output = getattr(self._skeleton(**inputs, use_cache=False), wanted)
+            with self._casting():
+                output = getattr(self._skeleton(**inputs, use_cache=False), wanted)
         finally:
             self._recorder.final = None
         assert isinstance(output, torch.Tensor)
         return output
+
+    def _casting(self) -> contextlib.AbstractContextManager[object]:
+        """Autocast, where the forward computes in another dtype than is stored. Weights have been cast before."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, dtype=self.autocast, cache_enabled=False)
 
     def forward_bytes(self, batch: Batch) -> int:
         """Give the bytes by formula. See the contract."""

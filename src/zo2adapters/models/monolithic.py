@@ -34,6 +34,7 @@ class MonolithicMeZO:
         weight_decay: Weight decay of the parameters whose names contain none of ``bias``, ``layer_norm``, ``layernorm``.
         perturb_in_place: True is MeZO. False starts each evaluation from a copy of the weights.
         draw: Writes other noise than MeZO's, given memory for z, a seed and a parameter's place in registration order.
+        autocast: The dtype of ``torch.autocast`` in the forwards; None runs without.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class MonolithicMeZO:
         weight_decay: float = 0.0,
         perturb_in_place: bool = True,
         draw: Callable[[torch.Tensor, int, int], None] | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         self.model = model.eval()
         self.lr = lr
@@ -52,13 +54,16 @@ class MonolithicMeZO:
         self.weight_decay = weight_decay
         self.perturb_in_place = perturb_in_place
         self._draw = draw
+        self._autocast = autocast
         self._places = [place for place, p in enumerate(model.parameters()) if p.requires_grad]
         self._trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
     @torch.inference_mode()
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss at the present weights, 0-d."""
-        loss = self.model(**batch).loss
+        device = self._trainable[0][1].device
+        with torch.autocast(device.type, dtype=self._autocast, enabled=self._autocast is not None):
+            loss = self.model(**batch).loss
         assert isinstance(loss, torch.Tensor)
         return loss
 

@@ -10,6 +10,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2core import (
     MOST_USEFUL_BUCKETS,
     ROOMS,
+    CounterNoise,
     DevicePlan,
     HostPlan,
     NoiseGenerator,
@@ -98,13 +99,15 @@ def plan_device_run(
     layouts = model.layouts
     config, chunk = model.config, model.loss_chunk
     needed = activation_bytes(config, rows, tokens, streams=evaluations, micro_rows=micro_rows, loss_chunk=chunk)
+    drawn = SequentialNoise(layouts, "cuda") if noise is None else noise
     device_plan = plan_device_memory(
         layouts,
-        SequentialNoise(layouts, "cuda") if noise is None else noise,
+        drawn,
         memory=parse_size(device_memory, option="device_memory"),
         free=0,
         activation_bytes=needed,
         least_activation_bytes=least_activation_bytes(config, rows, tokens, micro_rows=micro_rows, loss_chunk=chunk),
+        walks=not isinstance(drawn, CounterNoise),
         probes=queries,
     )
     running = rows if micro_rows is None else min(rows, micro_rows)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.trainers.estimator_name import EstimatorName
@@ -19,7 +19,9 @@ from zo2core import (
     FZOO,
     MEAZO,
     BlockLayout,
+    Clipped,
     Distribution,
+    Guarded,
     MeZOSGD,
     MultiQueryRGE,
     NoiseGenerator,
@@ -37,6 +39,7 @@ MOST_ROWS = 1 << 16  # of a batch: each is an object, whatever memory there is
 MOST_QUERIES = 1 << 16
 
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+PrecisionName: TypeAlias = Literal["auto", "exact", "mixed"]
 
 
 class Noise(Enum):
@@ -80,6 +83,12 @@ class Optimization:
     lr / queries."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly."""
+    clip_grad: float | None = None
+    """Largest absolute projected gradient; a larger one is cut to it."""
+    clip_median: float | None = None
+    """Largest multiple of the median of the last 50 absolute projected gradients; a larger one is cut to it. At least 1."""
+    guard: bool = True
+    """Leave out steps whose losses lie far outside their running range, and stop a run that has got worse for good."""
 
     def generator(self, layouts: Sequence[BlockLayout]) -> NoiseGenerator | None:
         """Where directions come from; None is the engine's own choice, MeZO's numbers."""
@@ -125,6 +134,16 @@ class Optimization:
             return MEAZO(**vars(estimator), q=self.queries)
         return estimator if self.queries == 1 else MultiQueryRGE(**vars(estimator), q=self.queries)
 
+    def guarded(self, estimator: ZOEstimator) -> ZOEstimator:
+        """An estimator with the clipping and the guard that were asked for.
+
+        Raises:
+            OptionError: if a number is out of its range.
+        """
+        if self.clip_grad is not None or self.clip_median is not None:
+            estimator = Clipped(estimator=estimator, value=self.clip_grad, medians=self.clip_median)
+        return Guarded(estimator=estimator) if self.guard else estimator
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
@@ -135,8 +154,8 @@ class Batching:
     micro_batch_size: int | None = None
     """Rows that run at a time, where a whole batch does not fit. Each block serves all pieces in its one visit."""
     loss_chunk: int | None = None
-    """Labelled tokens whose logits are in memory at a time; by default all of a batch's. The loss differs by the order of
-    its sum only."""
+    """Labelled tokens whose logits are in memory at a time. By default all of a batch's in exact precision, and in mixed
+    precision what a cache holds. The loss differs by the order of its sum only."""
     sequence_length: int | None = None
     """Longest row in tokens; longer ones are cut at the end. By default 1024, or what the model takes if that is less."""
 
@@ -247,7 +266,12 @@ class RunOptions:
     seed: int = 0
     """Seed of the order of rows and of the directions."""
     dtype: DtypeName = "auto"
-    """Dtype of the weights; auto is the checkpoint's own."""
+    """Dtype of the weights; auto is the checkpoint's own. In mixed precision it is the dtype that is computed with, and auto
+    takes the faster of the 16-bit ones."""
+    precision: PrecisionName = "auto"
+    """exact has one dtype for all, with MeZO's rounding: in 16 bits small updates are lost. mixed keeps weights in float32,
+    whatever the checkpoint has, and computes under autocast. auto is mixed for weights of 16 bits on the CPU; it is exact
+    with --exact-mezo, and on a GPU, to which float32 would travel twice as long."""
     optimization: Optimization = field(default_factory=Optimization)
     batching: Batching = field(default_factory=Batching)
     storage: Storage = field(default_factory=Storage)
@@ -279,6 +303,22 @@ class TrainOptions(RunOptions):
     schedule_steps: int | None = None
     """Steps for which the run's learning rate was scheduled; None: ``steps``. A run that was lengthened has more steps."""
 
+    def precision_asked(self) -> PrecisionName:
+        """The precision to open the model in."""
+        stays_exact = self.optimization.exact_mezo or self.storage.device != "cpu"
+        return "exact" if self.precision == "auto" and stays_exact else self.precision
+
+    def settled(self, model: HFBlockModel) -> TrainOptions:
+        """The same options with what was chosen for this machine written down: a resumed run has to do the same."""
+        if model.autocast is None:
+            return replace(self, precision="exact")
+        return replace(
+            self,
+            precision="mixed",
+            dtype=cast("DtypeName", str(model.autocast).removeprefix("torch.")),
+            batching=replace(self.batching, loss_chunk=model.loss_chunk),
+        )
+
     def require_valid(self) -> None:
         """As above; and a run with a schedule can be lengthened only where the schedule does not end.
 
@@ -296,12 +336,13 @@ class TrainOptions(RunOptions):
             )
 
     def estimator(self) -> ZOEstimator:
-        """The estimator of the run.
+        """The estimator of the run, with its clipping and guard.
 
         Raises:
             OptionError: if a number is out of its range, or options do not go together.
         """
-        return self.optimization.estimator_of(self.steps if self.schedule_steps is None else self.schedule_steps)
+        steps = self.steps if self.schedule_steps is None else self.schedule_steps
+        return self.optimization.guarded(self.optimization.estimator_of(steps))
 
     def with_steps(self, steps: int) -> TrainOptions:
         """The same run with another number of steps, on the learning rate that it was begun with."""
@@ -331,7 +372,9 @@ class TrainOptions(RunOptions):
         optimization = dict(values.pop("optimization"))
         optimization["decay"] = Decay(optimization["decay"])
         optimization["noise"] = Noise(optimization["noise"])
+        values.setdefault("precision", "exact")  # that of runs of earlier versions
         optimization["estimator"] = EstimatorName(optimization.get("estimator", "mezo"))  # earlier runs had no other one
+        optimization.setdefault("guard", False)  # runs of earlier versions have none
         evaluation = values.pop("evaluation")
         options = cls(
             output=output,

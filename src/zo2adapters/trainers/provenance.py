@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,20 @@ def provenance(options: TrainOptions, base: Path, tokens: dict[str, object], *, 
         "sequence length": sequence_length,
         "seed": options.seed,
         "device": options.storage.device.partition(":")[0],
-        "schedule": {
-            "decay": options.optimization.decay.value,
-            "warmup steps": options.optimization.warmup_steps,
-            "steps": options.steps if options.schedule_steps is None else options.schedule_steps,
-        },
+        "schedule": _schedule(options),
+    }
+
+
+def rescheduled(provenance: Mapping[str, Any], options: TrainOptions) -> dict[str, Any]:
+    """The provenance of a run that goes on from some step of another one, with another schedule of the learning rate."""
+    return {**provenance, "schedule": _schedule(options)}
+
+
+def _schedule(options: TrainOptions) -> dict[str, Any]:
+    return {
+        "decay": options.optimization.decay.value,
+        "warmup steps": options.optimization.warmup_steps,
+        "steps": options.steps if options.schedule_steps is None else options.schedule_steps,
     }
 
 

@@ -130,6 +130,7 @@ def plan_run(
         memory=memory,
         activation_bytes=activations,
         may_keep_noise=not isinstance(drawn, CounterNoise),
+        walks=not isinstance(drawn, CounterNoise),
     )
     host_plan = with_kept_memory(host_plan, activations)
     layouts = model.layouts if host_plan.buckets is None else on_disk  # as they will lie in buckets
@@ -174,16 +175,13 @@ def measured_forward_seconds(model: HFBlockModel, rows: int, tokens: int) -> flo
         rows: Rows of a batch.
         tokens: Tokens of a row.
     """
-    layout = next(layout for layout in model.layouts if not layout.resident)
+    layout = model.layouts[1]
     numel = sum(spec.numel for spec in layout.parameters)
-    others = [spec for layout in model.layouts if layout.resident for spec in layout.parameters]
-    untouched = HostDevice().host_memory(sum(aligned(spec.nbytes) for spec in others))
-    memory = HostDevice().host_memory(layout.nbytes)
-    views = flat_views(others, untouched)
-    parameters = {spec.name: view.view(spec.shape) for spec, view in zip(others, views, strict=True)}
-    for spec, view in zip(layout.parameters, layout.views(memory), strict=True):
-        parameters[spec.name] = view.fill_(0.01).view(spec.shape)
-    model.bind(parameters)
+    for index in (0, 1, len(model.layouts) - 1):
+        specs = [spec.in_forward() for spec in model.layouts[index].used]
+        memory = HostDevice().host_memory(sum(aligned(spec.nbytes) for spec in specs))
+        views = zip(specs, flat_views(specs, memory), strict=True)
+        model.bind(index, {spec.name: (view.fill_(0.01) if index == 1 else view).view(spec.shape) for spec, view in views})
     probed_rows = min(rows, max(_PROBED_PRODUCTS // (numel * tokens), 1))
     probed_tokens = min(tokens, max(_PROBED_PRODUCTS // (numel * probed_rows), 1))
     ids = torch.ones(probed_rows, probed_tokens, dtype=torch.long)

@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import IO, Any
 
 import psutil
@@ -24,12 +23,15 @@ from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import peak_memory, with_kept_memory
 from zo2adapters.trainers.base_check import verify_with_progress
 from zo2adapters.trainers.finite_base import require_finite_base
+from zo2adapters.trainers.health import diverged, rounded_away, ruined
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.provenance import provenance
+from zo2adapters.trainers.remarks import remarks
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
 from zo2core import (
     Batch,
     CheckpointError,
+    DivergenceError,
     EvaluationResult,
     JournalError,
     MemoryPolicy,
@@ -72,10 +74,14 @@ class Trainer:
             require_new(options.output)
         self.options = options
         self._quiet, self._resumed = quiet, resume
+        self._told = False  # that updates are rounded away
         execution = Execution() if execution is None else execution
         directory = resolve_directory(options.model)
         batching = options.batching
-        model = self._model = open_checkpoint(directory, dtype=options.dtype, loss_chunk=batching.loss_chunk)
+        model = self._model = open_checkpoint(
+            directory, dtype=options.dtype, precision=options.precision_asked(), loss_chunk=batching.loss_chunk or "auto"
+        )
+        self.options = options = options.settled(model)
         tokenizer = load_tokenizer(directory)
         length = batching.length_for(model)
         self._pad = pad_token_id(tokenizer)
@@ -110,28 +116,12 @@ class Trainer:
                 raise
 
     def remarks(self) -> list[str]:
-        """What a user should know of the data, a line each."""
-        rows, batch_size, truncated = len(self._data), self.options.batching.batch_size, self._data.truncated
-        lines = [f"{truncated} rows were cut to the sequence length"] if truncated else []
-        if batch_size > rows:
-            lines.append(f"a batch of {batch_size} rows takes each of the {rows} rows of the data more than once")
-        return lines
+        """What a user should know of precision and data, a line each."""
+        return remarks(self.options, self._model, self._data)
 
     def divergence(self) -> str | None:
-        """Say if the steps left nothing of the model, in a line; None if they did not.
-
-        Directions are independent and of unit variance, so weights have moved by the root of the sum of squares. Of weights
-        below 1 that moved by more than 1 nothing is left, whatever the loss has come to.
-        """
-        updates = self.engine.journal.updates
-        moved = math.sqrt(sum((update.lr * grad) ** 2 for update in updates for grad in update.projected_grads))
-        losses = [update.losses[0] for update in updates]
-        share = max(len(losses) // 10, 1)
-        first, last = fmean(losses[:share]), fmean(losses[-share:])
-        if moved <= 1 and last <= 2 * first + 1:
-            return None
-        went = f"each weight moved by {moved:.2g}, the loss from {first:.4g} to {last:.4g}"
-        return f"{went}: the steps were too large for a model to survive; lower --lr"
+        """Say if the steps left nothing of the model, in a line; None if they did not."""
+        return ruined(self.engine.journal.updates)
 
     def storage(self) -> str:
         """Where the weights live, in words."""
@@ -162,11 +152,15 @@ class Trainer:
         """
         try:
             self._take_steps()
+        except DivergenceError as error:
+            raise diverged(error, self.engine.journal.updates, self.options) from error
         except NonFiniteLossError as error:
             try:
                 require_finite_base(self._model, self.options.model)
             finally:
                 self._take_back(error)
+            if self.options.optimization.guard and self.engine.version:
+                raise diverged(error, self.engine.journal.updates, self.options) from error
             raise
         except Exception as error:
             self._take_back(error)
@@ -203,6 +197,9 @@ class Trainer:
                     break
                 batch = collate(next(rows), pad_token_id=self._pad)
                 result = engine.step(batch)
+                if (line := rounded_away(result)) is not None and not self._told:
+                    bar.write(line, file=sys.stderr)
+                    self._told = True
                 record = step_record(result, batch)
                 _write(metrics, record)
                 bar.set_postfix_str(progress(record), refresh=False)

@@ -12,6 +12,7 @@ from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.monolithic import MonolithicMeZO
+from zo2adapters.models.precision import Precision
 from zo2adapters.trainers.finite_base import require_finite_base
 from zo2core import (
     IGNORE_INDEX,
@@ -38,6 +39,7 @@ def verify(
     directory: Path,
     *,
     dtype: torch.dtype | str = "auto",
+    precision: Precision | str = "exact",
     lr: float,
     zo_eps: float,
     weight_decay: float,
@@ -52,7 +54,8 @@ def verify(
 
     Args:
         directory: Model directory.
-        dtype: Dtype of the weights.
+        dtype: Dtype of the weights; in mixed precision the dtype that is computed with.
+        precision: As ``open_checkpoint`` takes it.
         lr: Learning rate.
         zo_eps: Perturbation scale.
         weight_decay: Weight decay.
@@ -68,11 +71,11 @@ def verify(
         OptionError: if the model does not take rows of so many tokens.
         MemoryBudgetError: if model and batch do not fit into the memory that is free.
     """
-    model = open_checkpoint(directory, dtype=dtype)
+    model = open_checkpoint(directory, dtype=dtype, precision=precision, loss_chunk=None)
     _require_fit(model, batch_size, tokens)
     stored = model.layouts[0].parameters[0].dtype
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=stored, trust_remote_code=False)
-    mono = MonolithicMeZO(whole, lr=lr, zo_eps=zo_eps, weight_decay=weight_decay)
+    mono = MonolithicMeZO(whole, lr=lr, zo_eps=zo_eps, weight_decay=weight_decay, autocast=model.autocast)
     count = sum(len(layout.parameters) for layout in model.layouts)
     with ZOEngine(model, MeZOSGD(lr=lr, zo_eps=zo_eps, weight_decay=weight_decay)) as engine:
         for step in range(steps):

@@ -12,6 +12,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -25,7 +26,7 @@ from zo2core.types import ParameterSpec
 
 MAX_SHARD = 5_000_000_000  # bytes; what the hub's tools expect
 
-_COPIED = 1 << 20  # bytes at a time
+_COPIED = 1 << 20  # bytes, or elements, at a time
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -52,6 +53,7 @@ def write_checkpoint(
     tensors: Iterable[tuple[str, torch.Tensor]],
     companions: Mapping[str, Path | bytes],
     *,
+    dtype: torch.dtype | None = None,
     max_shard: int = MAX_SHARD,
 ) -> None:
     """Write a model directory that ``from_pretrained`` loads. Memory: one tensor at a time, the caller's own.
@@ -61,6 +63,7 @@ def write_checkpoint(
         parameters: In the order in which ``tensors`` yields them.
         tensors: Name and CPU tensor, contiguous, of the parameter's dtype and size.
         companions: Other files: name to content, or to the file to copy.
+        dtype: To which tensors are rounded as they are written; None: they are written as they are.
         max_shard: Bytes of data after which a new shard begins; a larger tensor gets a shard of its own.
 
     Raises:
@@ -70,10 +73,14 @@ def write_checkpoint(
 
     def write_next(file: IO[bytes], spec: ParameterSpec) -> None:
         name, tensor = next(stream)
-        assert (name, tensor.dtype, tensor.numel()) == (spec.name, spec.dtype, spec.numel)
-        file.write(byte_view(tensor))
+        assert (name, tensor.numel()) == (spec.name, spec.numel)
+        step = spec.numel if tensor.dtype is spec.dtype else _COPIED
+        for start in range(0, spec.numel, max(step, 1)):
+            part = tensor.view(-1)[start : start + step].to(spec.dtype)
+            file.write(byte_view(part))  # a view of its memory, which it does not keep alive
 
-    lay_out_checkpoint(directory, parameters, write_next, companions, max_shard=max_shard)
+    written = parameters if dtype is None else [replace(spec, dtype=dtype) for spec in parameters]
+    lay_out_checkpoint(directory, written, write_next, companions, max_shard=max_shard)
 
 
 def lay_out_checkpoint(

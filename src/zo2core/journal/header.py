@@ -16,7 +16,7 @@ FORMAT = 1
 
 Header: TypeAlias = Mapping[str, Any]
 
-_WORDS = {dict: "an object", str: "a string", int: "a whole number", type(None): "null"}
+_WORDS = {dict: "an object", list: "a list", str: "a string", int: "a whole number", type(None): "null"}
 _TYPES: Mapping[str, tuple[type, ...]] = {  # of the values that this library writes; other keys are a caller's
     "base": (str,),
     "parameters": (str,),
@@ -25,6 +25,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {  # of the values that this library wr
     "seed": (int, type(None)),
     "model": (dict,),
     "provenance": (dict,),
+    "branched": (list,),
 }
 _LATER = {"model", "provenance"}  # keys that journals of earlier versions lack
 _NESTING = 64  # levels at most

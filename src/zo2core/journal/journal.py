@@ -20,7 +20,7 @@ from zo2core.journal.header import FORMAT, Header, completed, differences, may_b
 from zo2core.journal.update_record import decode, encode
 from zo2core.types import Update
 
-_DIGESTS = "base_digests"  # the one member of a record of its own kind
+DIGESTS = "base_digests"  # the one member of a record of its own kind
 _DIGEST = re.compile("[0-9a-f]+")
 
 
@@ -177,7 +177,7 @@ class Journal:
                 )
         unknown = {segment: digest for segment, digest in digests.items() if segment not in self._base_digests}
         if unknown:
-            self._write({_DIGESTS: unknown})
+            self._write({DIGESTS: unknown})
             self._base_digests |= unknown
 
     def require_version(self, version: int, where: str) -> None:
@@ -288,7 +288,7 @@ class Journal:
         if self._header is None:
             require_header(record)
             self._take_header(record)
-        elif _DIGESTS in record:
+        elif DIGESTS in record:
             self._take_digests(record)
         else:
             self._take_update(record)
@@ -305,9 +305,9 @@ class Journal:
         self._chain.append(zlib.crc32(to_json(record), self._chain[-1]))
 
     def _take_digests(self, record: Record) -> None:
-        digests = record[_DIGESTS]
+        digests = record[DIGESTS]
         if len(record) != 1 or not isinstance(digests, dict):
-            raise ImpossibleRecordError(f"{_DIGESTS} {shown(digests)}", "an object of digests, and nothing beside it")
+            raise ImpossibleRecordError(f"{DIGESTS} {shown(digests)}", "an object of digests, and nothing beside it")
         for segment, digest in digests.items():
             if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
                 raise ImpossibleRecordError(f"{shown(digest)} as digest of {shown(segment)}", "hexadecimal digits")

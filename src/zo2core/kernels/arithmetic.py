@@ -26,7 +26,7 @@ def perturb(
     """``out = theta + ((shift * z) * zo_eps)`` (MeZO, Algorithm 1, PerturbParameters).
 
     Args:
-        out: Result; may be ``theta``.
+        out: Result; may be ``theta``, or of another dtype, to which the result is rounded once more.
         theta: Weights.
         z: Direction.
         shift: Signed multiple of ``zo_eps``.
@@ -42,7 +42,10 @@ def perturb(
         else:
             torch.mul(z[start : start + length], shift, out=moved)
             moved.mul_(zo_eps)
-        torch.add(chunk, moved, out=out[start : start + length])
+        if out.dtype is theta.dtype:
+            torch.add(chunk, moved, out=out[start : start + length])
+        else:
+            out[start : start + length].copy_(torch.add(chunk, moved, out=moved))
 
 
 def folds(shift: float) -> bool:

@@ -21,13 +21,32 @@ _DEVICE_CHUNK = 1 << 22  # and elsewhere, where launches cost more than memory
 
 
 def perturb(
-    out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, *, shift: float, zo_eps: float, scratch: torch.Tensor
+    out: torch.Tensor,
+    theta: torch.Tensor,
+    z: torch.Tensor,
+    *,
+    shift: float,
+    zo_eps: float,
+    scratch: torch.Tensor,
+    rounded: torch.Tensor | None = None,
 ) -> None:
-    """As ``arithmetic.perturb``; scratch memory may be left untouched."""
-    if native.takes(out, theta, z):
-        native.perturb(out, theta, z, shift=shift, zo_eps=zo_eps)
-    else:
-        arithmetic.perturb(out, theta, z, shift=shift, zo_eps=zo_eps, scratch=scratch)
+    """As ``arithmetic.perturb``; scratch memory may be left untouched.
+
+    Args:
+        out: As there; may be of another dtype than the weights, to which the result is rounded once.
+        theta: As there.
+        z: As there.
+        shift: As there.
+        zo_eps: As there.
+        scratch: As there.
+        rounded: Where the result goes as well, rounded once to this memory's dtype; not any of the others.
+    """
+    if native.takes(theta, z) and native.rounds_to(out, rounded):
+        native.perturb(out, theta, z, shift=shift, zo_eps=zo_eps, rounded=rounded)
+        return
+    arithmetic.perturb(out, theta, z, shift=shift, zo_eps=zo_eps, scratch=scratch)
+    if rounded is not None:
+        rounded.copy_(out)
 
 
 def apply(
@@ -63,6 +82,7 @@ def apply_drawing(
     start: int = 0,
     *,
     out: torch.Tensor | None = None,
+    rounded: torch.Tensor | None = None,
 ) -> None:
     """Run a program on a range of a parameter, drawing its directions on the way, in one pass over memory.
 
@@ -74,15 +94,21 @@ def apply_drawing(
         distribution: Of z.
         parameter: The parameter's place in registration order.
         start: Element of the parameter at which ``theta`` starts.
-        out: Where the perturbed copy goes, for a program that makes one. May be ``theta``, else must not overlap it.
+        out: Where the perturbed copy goes, for a program that makes one. May be ``theta``, else must not overlap it; may be
+            of another dtype, to which the copy is rounded once.
+        rounded: Where the copy, or for a program that makes none the weights, go as well, rounded once to this memory's
+            dtype; not any of the others.
     """
     assert (out is None) == (program.then is None)
-    if native.takes(theta) if out is None else native.takes(theta, out):
-        native.apply_drawing(theta, program, distribution, parameter, start, out=out)
-    elif theta.is_cuda and (kernels := _triton()) is not None and kernels.takes(theta):
+    if native.takes(theta) and native.rounds_to(out, rounded):
+        native.apply_drawing(theta, program, distribution, parameter, start, out=out, rounded=rounded)
+        return
+    if theta.is_cuda and (kernels := _triton()) is not None and kernels.takes(theta):
         kernels.apply_drawing(theta, program, distribution, parameter, start, out=out)
     else:
         _apply_drawing(theta, program, distribution, parameter, start, out=out)
+    if rounded is not None:
+        rounded.copy_(theta if out is None else out)
 
 
 @cache

@@ -14,10 +14,6 @@
 
 #include "floats.h"
 
-#ifdef X86
-#include <immintrin.h>
-#endif
-
 enum { CHUNK = 1024 };  /* elements, worked on while they are in the first cache; a multiple of both groups of philox.py */
 enum { GAUSSIAN, RADEMACHER };
 enum { PERTURB, PERTURB_FOLDED, DESCEND };
@@ -172,36 +168,60 @@ static void draw(int distribution, int dtype, float *z, uint64_t element, uint32
 
 /* ---- Arithmetic, as arithmetic.py ---- */
 
-INLINE void apply_as(int dtype, float *restrict theta, const float *restrict z, struct instruction move, size_t count) {
+INLINE void move_as(
+    int is_bfloat, float *restrict theta, const float *restrict z, struct instruction move, size_t count) {
     const float scale = move.scale, rate = move.rate, weight_decay = move.weight_decay;
+#define ROUNDED(x) (is_bfloat ? rounded_to_bfloat(x) : (x))
     if (move.kind == PERTURB_FOLDED)
-        for (size_t i = 0; i < count; i++) theta[i] = rounded(dtype, theta[i] + rounded(dtype, z[i] * scale));
+        for (size_t i = 0; i < count; i++) theta[i] = ROUNDED(theta[i] + ROUNDED(z[i] * scale));
     else if (move.kind == PERTURB)
-        for (size_t i = 0; i < count; i++)
-            theta[i] = rounded(dtype, theta[i] + rounded(dtype, rounded(dtype, z[i] * scale) * rate));
+        for (size_t i = 0; i < count; i++) theta[i] = ROUNDED(theta[i] + ROUNDED(ROUNDED(z[i] * scale) * rate));
     else if (weight_decay == 0)
-        for (size_t i = 0; i < count; i++)
-            theta[i] = rounded(dtype, theta[i] - rounded(dtype, rounded(dtype, z[i] * scale) * rate));
+        for (size_t i = 0; i < count; i++) theta[i] = ROUNDED(theta[i] - ROUNDED(ROUNDED(z[i] * scale) * rate));
     else
         for (size_t i = 0; i < count; i++) {
-            const float gradient = rounded(dtype, rounded(dtype, z[i] * scale) + rounded(dtype, theta[i] * weight_decay));
-            theta[i] = rounded(dtype, theta[i] - rounded(dtype, gradient * rate));
+            const float gradient = ROUNDED(ROUNDED(z[i] * scale) + ROUNDED(theta[i] * weight_decay));
+            theta[i] = ROUNDED(theta[i] - ROUNDED(gradient * rate));
         }
+#undef ROUNDED
+}
+
+/* The same for halves: one operation after the other over the whole chunk, since only whole chunks round fast. */
+CLONES static void move_halves(float *restrict theta, const float *restrict z, struct instruction move, size_t count) {
+    float step[CHUNK] __attribute__((aligned(64)));
+    for (size_t i = 0; i < count; i++) step[i] = z[i] * move.scale;
+    round_all(FLOAT16, step, count);
+    if (move.kind == DESCEND && move.weight_decay != 0) {
+        float decay[CHUNK] __attribute__((aligned(64)));
+        for (size_t i = 0; i < count; i++) decay[i] = theta[i] * move.weight_decay;
+        round_all(FLOAT16, decay, count);
+        for (size_t i = 0; i < count; i++) step[i] = step[i] + decay[i];
+        round_all(FLOAT16, step, count);
+    }
+    if (move.kind != PERTURB_FOLDED) {
+        for (size_t i = 0; i < count; i++) step[i] = step[i] * move.rate;
+        round_all(FLOAT16, step, count);
+    }
+    if (move.kind == DESCEND)
+        for (size_t i = 0; i < count; i++) theta[i] = theta[i] - step[i];
+    else
+        for (size_t i = 0; i < count; i++) theta[i] = theta[i] + step[i];
+    round_all(FLOAT16, theta, count);
 }
 
 CLONES static void apply(int dtype, float *theta, const float *z, const struct instruction *move, size_t count) {
     if (dtype == BFLOAT16)
-        apply_as(BFLOAT16, theta, z, *move, count);
+        move_as(1, theta, z, *move, count);
     else if (dtype == FLOAT16)
-        apply_as(FLOAT16, theta, z, *move, count);
+        move_halves(theta, z, *move, count);
     else
-        apply_as(FLOAT32, theta, z, *move, count);
+        move_as(0, theta, z, *move, count);
 }
 
 /* ---- What is called ---- */
 
 /* Changes whenever the functions below or in twister.c, or what they compute, change: the loader compares it. */
-PUBLIC int zo2core_revision(void) { return 2; }
+PUBLIC int zo2core_revision(void) { return 3; }
 
 /* Write z of the elements from start on. */
 PUBLIC void zo2core_fill(
@@ -217,15 +237,16 @@ PUBLIC void zo2core_fill(
     }
 }
 
-/* Run the first `own` instructions on theta in place, and all the others on a copy of the result that goes to out.
+/* Run the first `own` instructions on theta in place, and all the others on a copy of the result that goes to out; what
+ * comes of all of them goes to rounded as well, in a dtype of its own.
  *
- * theta is only read if own is 0; out is only written if there are others. They may be the same memory, else they must not
- * overlap. start is the element of the parameter at which theta starts.
+ * theta is only read if own is 0; out is only written if there are others; out and rounded may be NULL. theta and out may be
+ * the same memory, else none of them must overlap. start is the element of the parameter at which theta starts.
  */
 PUBLIC void zo2core_walk(
-    int dtype, void *theta, void *out, uint64_t count, const struct instruction *program, size_t own, size_t length,
-    const struct direction *directions, int distribution, uint32_t parameter, uint64_t start) {
-    const size_t size = dtype == FLOAT32 ? 4 : 2;
+    int dtype, void *theta, void *out, int rounded_dtype, void *rounded, uint64_t count, const struct instruction *program,
+    size_t own, size_t length, const struct direction *directions, int distribution, uint32_t parameter, uint64_t start) {
+    const size_t size = dtype == FLOAT32 ? 4 : 2, rounded_size = rounded_dtype == FLOAT32 ? 4 : 2;
     float weights[CHUNK] __attribute__((aligned(64)));
     float zs[HELD][CHUNK] __attribute__((aligned(64)));
     for (uint64_t done = 0; done < count;) {
@@ -248,19 +269,22 @@ PUBLIC void zo2core_walk(
             }
             apply(dtype, weights, zs[slot] + skip, move, elements);
         }
-        if (own < length)
-            store(dtype, (char *)out + done * size, weights, elements);
-        else if (own > 0)
-            store(dtype, (char *)theta + done * size, weights, elements);
+        if (own == length && own > 0) store(dtype, (char *)theta + done * size, weights, elements);
+        if (own < length && out != NULL) store(dtype, (char *)out + done * size, weights, elements);
+        if (rounded != NULL) {
+            round_all(rounded_dtype, weights, elements);
+            store(rounded_dtype, (char *)rounded + done * rounded_size, weights, elements);
+        }
         done += elements;
     }
 }
 
-/* Write theta, moved by one instruction along z, to out. They may be the same memory, else they must not overlap. */
+/* Write theta, moved by one instruction along z, to out and to rounded, either of which may be NULL. theta and out may be the
+ * same memory, else none of them must overlap. */
 PUBLIC void zo2core_move(
-    int dtype, const void *theta, void *out, const void *z, uint64_t count, int32_t kind, float scale, float rate,
-    float weight_decay) {
+    int dtype, const void *theta, void *out, int rounded_dtype, void *rounded, const void *z, uint64_t count, int32_t kind,
+    float scale, float rate, float weight_decay) {
     const struct instruction move = {kind, 0, scale, rate, weight_decay};
     const struct direction direction = {0, z};
-    zo2core_walk(dtype, (void *)theta, out, count, &move, 0, 1, &direction, GAUSSIAN, 0, 0);
+    zo2core_walk(dtype, (void *)theta, out, rounded_dtype, rounded, count, &move, 0, 1, &direction, GAUSSIAN, 0, 0);
 }

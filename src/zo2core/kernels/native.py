@@ -20,7 +20,7 @@ from zo2core.errors import ZO2Warning
 from zo2core.kernels.table import row, table
 from zo2core.types import Distribution, Perturb, Program
 
-_REVISION = 2  # of native.c and twister.c
+_REVISION = 3  # of native.c and twister.c
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DISTRIBUTIONS = {Distribution.GAUSSIAN: 0, Distribution.RADEMACHER: 1}
 _CPU = torch.device("cpu")
@@ -80,11 +80,12 @@ def _declare(loaded: ctypes.CDLL) -> None:
     size, pointer, u32, u64 = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
     loaded.zo2core_fill.argtypes = (ctypes.c_int, pointer, u64, ctypes.c_int, u64, u32, u64)
     loaded.zo2core_fill.restype = None
-    walk = (ctypes.c_int, pointer, pointer, u64, pointer, size, size, pointer, ctypes.c_int, u32, u64)
+    number = ctypes.c_int
+    walk = (number, pointer, pointer, number, pointer, u64, pointer, size, size, pointer, number, u32, u64)
     loaded.zo2core_walk.argtypes = walk
     loaded.zo2core_walk.restype = None
     real = ctypes.c_float
-    move = (ctypes.c_int, pointer, pointer, pointer, u64, ctypes.c_int32, real, real, real)
+    move = (number, pointer, pointer, number, pointer, pointer, u64, ctypes.c_int32, real, real, real)
     loaded.zo2core_move.argtypes = move
     loaded.zo2core_move.restype = None
     loaded.zo2core_twister_size.restype = size
@@ -113,12 +114,26 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
     loaded.zo2core_fill(DTYPES[out.dtype], out.data_ptr(), out.numel(), _DISTRIBUTIONS[distribution], seed, parameter, start)
 
 
-def perturb(out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, *, shift: float, zo_eps: float) -> None:
-    """As ``arithmetic.perturb``. Without a program: to set one up would take as long as the pass over a small chunk."""
+def rounds_to(*tensors: torch.Tensor | None) -> bool:
+    """Whether results can be rounded into all of these tensors; None is no tensor."""
+    return all(t is None or (t.device.type == "cpu" and t.dtype in DTYPES and t.is_contiguous()) for t in tensors)
+
+
+def perturb(
+    out: torch.Tensor,
+    theta: torch.Tensor,
+    z: torch.Tensor,
+    *,
+    shift: float,
+    zo_eps: float,
+    rounded: torch.Tensor | None = None,
+) -> None:
+    """As ``dispatch.perturb``. Without a program: to set one up would take as long as the pass over a small chunk."""
     loaded = library()
     assert loaded is not None
     coded = row(Perturb(0, shift, zo_eps))
-    loaded.zo2core_move(DTYPES[theta.dtype], theta.data_ptr(), out.data_ptr(), z.data_ptr(), theta.numel(), *coded)
+    results = _results(theta, out, rounded)
+    loaded.zo2core_move(DTYPES[theta.dtype], theta.data_ptr(), *results, z.data_ptr(), theta.numel(), *coded)
 
 
 def apply(theta: torch.Tensor, program: Program, zs: Sequence[torch.Tensor]) -> None:
@@ -131,7 +146,7 @@ def apply(theta: torch.Tensor, program: Program, zs: Sequence[torch.Tensor]) -> 
     loaded.zo2core_walk(
         DTYPES[theta.dtype],
         theta.data_ptr(),
-        None,
+        *_results(theta, None, None),
         theta.numel(),
         instructions.data_ptr(),
         length,
@@ -151,6 +166,7 @@ def apply_drawing(
     start: int = 0,
     *,
     out: torch.Tensor | None = None,
+    rounded: torch.Tensor | None = None,
 ) -> None:
     """As ``dispatch.apply_drawing``."""
     loaded = library()
@@ -160,13 +176,27 @@ def apply_drawing(
     loaded.zo2core_walk(
         DTYPES[theta.dtype],
         theta.data_ptr(),
-        None if out is None else out.data_ptr(),
+        *_results(theta, out, rounded),
         theta.numel(),
         coded.instructions.data_ptr(),
         own,
-        own if out is None else own + 1,
+        own if program.then is None else own + 1,
         coded.directions.data_ptr(),
         _DISTRIBUTIONS[distribution],
         parameter,
         start,
+    )
+
+
+def _results(
+    theta: torch.Tensor, out: torch.Tensor | None, rounded: torch.Tensor | None
+) -> tuple[int | None, int, int | None]:
+    """Where results go: in the dtype of the weights, and the dtype and the place where they are rounded to another."""
+    if out is not None and out.dtype is not theta.dtype:
+        assert rounded is None, "one other dtype at a time"
+        out, rounded = None, out
+    return (
+        None if out is None else out.data_ptr(),
+        0 if rounded is None else DTYPES[rounded.dtype],
+        None if rounded is None else rounded.data_ptr(),
     )

@@ -119,7 +119,7 @@ def _apply(
                 move = (move * rate).to(number).to(tl.float32)
             weights = (weights + move).to(number).to(tl.float32)
     if own < length:
-        tl.store(out + at, weights.to(number), mask=inside)
+        tl.store(out + at, weights.to(out.dtype.element_ty), mask=inside)
     elif own > 0:
         tl.store(theta + at, weights.to(number), mask=inside)
 

@@ -13,7 +13,7 @@ from zo2core.planning.host_budget import parse_size
 from zo2core.planning.memory_plan import MemoryPart, MemoryPlan
 from zo2core.protocols import CounterNoise, NoiseGenerator
 from zo2core.schedulers.overlapped import SLOTS
-from zo2core.types import BlockLayout, work_bytes
+from zo2core.types import BlockLayout, walk_bytes, work_bytes
 
 AUTO_SHARE = 0.95  # of the free memory; the rest is the allocator's
 _SCRATCHES = 3  # replay, decay, move
@@ -35,6 +35,7 @@ def plan_device_memory(
     free: int,
     activation_bytes: int,
     least_activation_bytes: int | None = None,
+    walks: bool = True,
     probes: int = 1,
 ) -> DevicePlan:
     """Keep as many blocks on the device as fit.
@@ -46,6 +47,7 @@ def plan_device_memory(
         free: Bytes of the device that are free.
         activation_bytes: Bytes that activations and logits take; reserved if they fit.
         least_activation_bytes: Bytes that they take if all but the streams at work wait in host memory; None: they cannot.
+        walks: Whether evaluations walk from one to the next, which takes memory where the forward's weights are rounded.
         probes: Directions of an update: their z are held together while it is replayed.
 
     Raises:
@@ -67,7 +69,7 @@ def plan_device_memory(
             MemoryPart("embedding and head", sum(layout.nbytes for layout in layouts if layout.resident)),
             MemoryPart(f"{slots} slots for {moving} blocks", slots * largest),
             MemoryPart(f"{kept} blocks that stay", kept * largest),
-            MemoryPart("work buffer", work_bytes(layouts)),
+            MemoryPart("work buffer", work_bytes(layouts) + (walk_bytes(layouts) if walks else 0)),
             MemoryPart("noise as it is drawn", (probes + 1) * drawn + scratch),
             MemoryPart("activations, reserved", activations),
         )

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zo2core.io.direct_file import STAGING, whole_pages
+from zo2core.noise.sizes import noise_bytes
 from zo2core.planning.host_budget import free_memory, parse_size, resident_memory
 from zo2core.planning.memory_plan import MemoryPart, MemoryPlan
 from zo2core.sources.loader import READERS
 from zo2core.sources.reading_order import READ_AHEAD
-from zo2core.types import BlockLayout, noise_bytes, work_bytes
+from zo2core.types import BlockLayout, walk_bytes, work_bytes
 
 # Note: Headroom. The allocators of Python and torch keep memory beside what is counted here, and other programs may take
 # some in the meantime.
@@ -40,6 +41,7 @@ def plan_host(
     activation_bytes: int,
     compute_on_host: bool = True,
     may_keep_noise: bool = True,
+    walks: bool = True,
 ) -> HostPlan:
     """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; noise is kept if it fits.
 
@@ -50,6 +52,7 @@ def plan_host(
         activation_bytes: Bytes reserved for activations and logits.
         compute_on_host: Whether work and noise buffer are host memory, too.
         may_keep_noise: Whether there is a use for a noise buffer; counter-based noise has none.
+        walks: Whether evaluations walk from one to the next, which takes memory where the forward's weights are rounded.
 
     Raises:
         MemoryBudgetError: if not even the smallest plan fits; it adds up what that needs.
@@ -59,6 +62,7 @@ def plan_host(
     budget = process + int(AUTO_SHARE * free_memory()) if memory == "auto" else parse_size(memory)
     blocks = sum(not layout.resident for layout in layouts)
     work, noise = (work_bytes(layouts), noise_bytes(layouts)) if compute_on_host else (0, 0)
+    work += walk_bytes(layouts) if compute_on_host and walks else 0
 
     def counted(buckets: int | None, *, keep_noise: bool) -> HostPlan:
         used = layouts if buckets is None else streamed

@@ -73,8 +73,7 @@ class CounterPerturber:
         if before is not None and self._trajectory.perturb_in_place:
             self._move_in_place(index, before, evaluation)
         elif evaluation is None or evaluation.shift == 0:
-            for view in self._buffer.segments[index]:
-                view.work.copy_(stores[view.owner][view.position])
+            self._buffer.take_over(index, stores)
         else:
             copy = self._copy(evaluation)
             self._run(index, stores, {False: copy, True: copy}, copy)
@@ -115,8 +114,8 @@ class CounterPerturber:
             program = own[view.spec.decays] if view.owner == index else borrowed
             assert program is not None
             theta = stores[view.owner][view.position][start:stop]
-            out = None if program.then is None else view.work[start:stop]
-            apply_drawing(theta, program, self._distribution, view.spec.index, start, out=out)
+            out, rounded = (None, None) if program.then is None else view.targets(start, stop)
+            apply_drawing(theta, program, self._distribution, view.spec.index, start, out=out, rounded=rounded)
 
         views = self._buffer.segments[index]
         self._share_out(index, run, [view for view in views if view.owner == index or borrowed is not None])
@@ -128,7 +127,8 @@ class CounterPerturber:
         program = self._moves[before, evaluation]
 
         def run(view: ParameterView, start: int, stop: int) -> None:
-            apply_drawing(view.work[start:stop], program, self._distribution, view.spec.index, start)
+            theta, rounded = view.targets(start, stop)
+            apply_drawing(theta, program, self._distribution, view.spec.index, start, rounded=rounded)
 
         if program.instructions:
             self._share_out(index, run, self._buffer.segments[index])

@@ -92,8 +92,7 @@ class DrawnPerturber:
             self._moves[origin, evaluation] = compile_moves(origin, evaluation, self._trajectory.zo_eps)
         program = self._moves[origin, evaluation]
         if origin is None and not program.instructions:
-            for view in self._buffer.segments[index]:
-                view.work.copy_(stores[view.owner][view.position])
+            self._buffer.take_over(index, stores)
         sources = None if origin is not None else stores
         for instruction in program.instructions:
             assert isinstance(instruction, Perturb)
@@ -226,13 +225,15 @@ class DrawnPerturber:
     def _perturb_chunk(
         self, view: ParameterView, start: int, stop: int, theta: torch.Tensor, z: torch.Tensor, shift: float, scratch: str
     ) -> None:
+        out, rounded = view.targets(start, stop)
         perturb(
-            view.work[start:stop],
+            out,
             theta[start:stop],
             z,
             shift=shift,
             zo_eps=self._trajectory.zo_eps,
             scratch=self._buffer.scratch(view.spec.dtype, scratch)[: stop - start],
+            rounded=rounded,
         )
 
     # ---- kept noise
@@ -259,5 +260,5 @@ class DrawnPerturber:
 
 
 def _weights(view: ParameterView, sources: Stores | None) -> torch.Tensor:
-    """A parameter's weights in the stores or, without, in the work buffer."""
-    return view.work if sources is None else sources[view.owner][view.position]
+    """A parameter's weights in the stores or, without, where they walk."""
+    return view.targets()[0] if sources is None else sources[view.owner][view.position]

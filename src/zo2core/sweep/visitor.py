@@ -15,6 +15,7 @@ import torch
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Forward, Store, Streams
 from zo2core.sweep.activation_offload import ActivationOffload
+from zo2core.sweep.landing import Landing
 from zo2core.sweep.perturber import Perturber
 from zo2core.types import Batch, BlockLayout, Evaluation, Lane, SegmentKind
 
@@ -33,6 +34,7 @@ class SegmentVisitor:
         activations: The streams' memory between segments; one sweep at a time may use it.
         streams: The device's queues of work.
         timeline: Takes down what is done when.
+        landing: Takes samples of the segments, brought to the present version.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class SegmentVisitor:
         activations: ActivationOffload,
         streams: Streams,
         timeline: Timeline,
+        landing: Landing,
     ) -> None:
         self._layouts = layouts
         self._forward = forward
@@ -56,6 +59,7 @@ class SegmentVisitor:
         self._activations = activations
         self._queues = streams
         self._timeline = timeline
+        self._landing = landing
         self._stores: dict[int, Store] = {}  # of the segment being visited, and of resident ones
         self.outputs: list[list[torch.Tensor]] = [[] for _ in groups]  # what the head gave, once it was visited
         activations.begin(len(self._batches), may_wait=any(evaluation is not None for evaluation in self._evaluations))
@@ -71,6 +75,7 @@ class SegmentVisitor:
         self._stores[index] = store
         begun = self._queues.mark()
         version = self._perturber.replay(index, self._stores, version)
+        self._landing.sample(index, store)
         self._timeline.note(Lane.REPLAY, self._layouts[index].name, begun, self._queues.mark())
         return version
 

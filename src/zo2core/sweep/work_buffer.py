@@ -2,6 +2,9 @@
 
 The work buffer's views are the model's parameters for good. Segments share its memory, one after the other. In the noise
 buffer weights that two segments use (tied ones) have a place of their own, so that their noise, once drawn, serves both.
+
+Where the forward computes in another dtype than is stored, the work buffer has the rounded weights. Evaluations that walk
+from one to the next then need the weights of the last one unrounded: they walk in memory of their own.
 """
 
 from __future__ import annotations
@@ -11,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from zo2core.noise.sizes import SCRATCH
-from zo2core.protocols import CounterNoise, Device, NoiseGenerator
-from zo2core.types import BlockLayout, ParameterSpec, divide_tied, flat_views, noise_bytes, packed_bytes, work_bytes
+from zo2core.noise.sizes import SCRATCH, noise_bytes
+from zo2core.protocols import CounterNoise, Device, NoiseGenerator, Stores
+from zo2core.types import BlockLayout, ParameterSpec, divide_tied, flat_views, packed_bytes, walk_bytes, work_bytes
 
 
 class ParameterView(NamedTuple):
@@ -22,10 +25,17 @@ class ParameterView(NamedTuple):
     spec: ParameterSpec
     owner: int  # segment whose store holds the weight
     position: int  # in that store
-    work: torch.Tensor  # flat view of the work buffer: the perturbed weight
+    work: torch.Tensor  # flat view of the work buffer: the perturbed weight, in the forward's dtype
+    walked: torch.Tensor | None  # the same as it is stored, for evaluations that walk; None: it is not kept beside work
     z: torch.Tensor | None  # flat view of the noise buffer; None where noise is not kept
     chunks: list[tuple[int, int]]  # (start, stop) in which z is drawn
     tied: bool  # used by more than one segment
+
+    def targets(self, start: int = 0, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Where a range's perturbed weights go: as they walk on from there, and rounded beside that, if they are."""
+        if self.walked is None:
+            return self.work[start:stop], None
+        return self.walked[start:stop], self.work[start:stop]
 
 
 class WorkBuffer:
@@ -37,15 +47,23 @@ class WorkBuffer:
         noise: Says into which chunks a parameter is cut.
         keep_noise: Hold a segment's z from one evaluation to the next; without, it is drawn again for each. Counter-based
             noise is never held.
+        walks: Whether evaluations walk from one to the next.
     """
 
     def __init__(
-        self, layouts: Sequence[BlockLayout], device: Device, noise: NoiseGenerator, *, keep_noise: bool = True
+        self,
+        layouts: Sequence[BlockLayout],
+        device: Device,
+        noise: NoiseGenerator,
+        *,
+        keep_noise: bool = True,
+        walks: bool = True,
     ) -> None:
         tied, own = divide_tied(layouts)
         tied_names = {spec.name for spec in tied}
         tied_bytes = packed_bytes(tied)
         work = device.empty(work_bytes(layouts))
+        walk = device.empty(walk_bytes(layouts)) if walks else None
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
         z = device.empty(noise_bytes(layouts)) if self.keeps_noise else None
 
@@ -58,13 +76,27 @@ class WorkBuffer:
             for position, spec in enumerate(layout.parameters)
         }
         self.segments: list[tuple[ParameterView, ...]] = []  # in drawing order, of each segment
-        for layout, specs in zip(layouts, own, strict=True):
-            shared = [spec for spec in tied if spec in (*layout.parameters, *layout.borrowed)]
-            works = [*flat_views(shared, work), *flat_views(specs, work[tied_bytes if shared else 0 :])]
-            zs = [*noise_views(shared, 0), *noise_views(specs, tied_bytes)]
+        for layout, unshared in zip(layouts, own, strict=True):
+            used = {spec.name: spec for spec in layout.used}
+            shared = [spec for spec in tied if spec.name in used]
+            zs = [*noise_views(shared, 0), *noise_views(unshared, tied_bytes)]
+            drawn = {spec.name: z for spec, z in zip((*shared, *unshared), zs, strict=True)}
+            works = flat_views([spec.in_forward() for spec in used.values()], work)
+            rounded = [spec for spec in used.values() if spec.is_rounded]
+            walked: dict[str, torch.Tensor] = {}
+            if walk is not None:
+                walked.update(zip((spec.name for spec in rounded), flat_views(rounded, walk), strict=True))
             views = [
-                ParameterView(spec, *places[spec.name], perturbed, drawn, noise.chunks(spec), spec.name in tied_names)
-                for spec, perturbed, drawn in zip((*shared, *specs), works, zs, strict=True)
+                ParameterView(
+                    spec,
+                    *places[spec.name],
+                    perturbed,
+                    walked.get(spec.name),
+                    drawn[spec.name],
+                    noise.chunks(spec),
+                    spec.name in tied_names,
+                )
+                for spec, perturbed in zip(used.values(), works, strict=True)
             ]
             self.segments.append(tuple(sorted(views, key=lambda view: view.spec.index)))
         self._device = device
@@ -74,9 +106,16 @@ class WorkBuffer:
             (stop - start for views in self.segments for view in views for start, stop in view.chunks), default=0
         )
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Every parameter's shaped view of the work buffer, by name."""
-        return {view.spec.name: view.work.view(view.spec.shape) for views in self.segments for view in views}
+    def parameters(self) -> list[dict[str, torch.Tensor]]:
+        """Each segment's parameters, those it borrows too: shaped views of the work buffer, by name."""
+        return [{view.spec.name: view.work.view(view.spec.shape) for view in views} for views in self.segments]
+
+    def take_over(self, index: int, stores: Stores) -> None:
+        """Bring a segment's weights into the buffer as they are in the stores."""
+        for view in self.segments[index]:
+            for target in view.targets():
+                if target is not None:
+                    target.copy_(stores[view.owner][view.position])
 
     def drawing(self, dtype: torch.dtype, purpose: str) -> torch.Tensor:
         """Memory for a chunk of z: one buffer for each dtype and purpose, kept."""

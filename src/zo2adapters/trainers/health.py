@@ -1,0 +1,51 @@
+"""What a user should know of how a run goes, each in one line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+
+from zo2adapters.trainers.options import TrainOptions
+from zo2core import DivergenceError, StepResult, Update, ZO2Error, best_step
+
+LEAST_LANDED = 0.5  # share of the weights that an update should change
+
+
+def ruined(updates: Sequence[Update]) -> str | None:
+    """Say if the steps left nothing of the model, in a line; None if they did not.
+
+    Directions are independent and of unit variance, so weights have moved by the root of the sum of squares. Of weights
+    below 1 that moved by more than 1 nothing is left, whatever the loss has come to.
+    """
+    moved = math.sqrt(sum((update.lr * grad) ** 2 for update in updates for grad in update.projected_grads))
+    losses = [update.losses[0] for update in updates]
+    share = max(len(losses) // 10, 1)
+    first, last = fmean(losses[:share]), fmean(losses[-share:])
+    if moved <= 1 and last <= 2 * first + 1:
+        return None
+    went = f"each weight moved by {moved:.2g}, the loss from {first:.4g} to {last:.4g}"
+    return f"{went}: the steps were too large for a model to survive; lower --lr"
+
+
+def rounded_away(result: StepResult) -> str | None:
+    """Say if a step's update changes fewer than half of the weights; None if it does not, or was not looked at."""
+    if result.landed is None or result.landed >= LEAST_LANDED:
+        return None
+    return (
+        f"step {result.step}: the update changes {result.landed:.0%} of the stored weights, the others round back to where "
+        "they were; keep them in float32 (--dtype float32), or raise --lr"
+    )
+
+
+def diverged(error: ZO2Error, updates: Sequence[Update], options: TrainOptions) -> DivergenceError:
+    """An error that ended a run, with the command that goes on from the best step so far."""
+    best, lr = best_step(updates), options.optimization.lr / 10
+    return DivergenceError(
+        error.where,
+        found=error.found,
+        expected=error.expected,
+        remedy=f"go on from step {best}, the best so far, with a smaller lr, say: "
+        f"zo2 train --resume {options.output} --from-step {best} --output NEW --lr {lr:.3g}",
+        best_step=best,
+    )

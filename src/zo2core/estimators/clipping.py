@@ -1,0 +1,82 @@
+"""Clipping of projected gradients: the one number that decides how far a step goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from zo2core.errors import OptionError
+from zo2core.estimators.ranges import require_positive
+from zo2core.estimators.wrapper import EstimatorWrapper
+from zo2core.types import Evaluation, Update
+
+WINDOW = 50  # steps whose projected gradients make up the running median
+LEAST = 10  # steps before which there is none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clipped(EstimatorWrapper):
+    """An estimator whose projected gradients are cut to a largest size: ``g <- max(-c, min(g, c))``.
+
+    c is ``value``, or ``medians`` times the median of the absolute projected gradients of the last 50 steps, as they were
+    applied, or the smaller of both. Since ``medians`` is at least 1, cutting leaves the median where it is. The first 10
+    steps have no median, and a step that was not applied counts for nothing.
+
+    Args:
+        estimator: The one that is wrapped.
+        value: Largest absolute projected gradient; None is no bound.
+        medians: Largest multiple of the running median; None is no bound.
+
+    Raises:
+        OptionError: if neither is given, or a number is out of its range.
+    """
+
+    value: float | None = None
+    medians: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.value is not None:
+            require_positive("clip_grad", self.value)
+        if self.medians is not None and not (math.isfinite(self.medians) and self.medians >= 1):
+            raise OptionError(
+                "clip_median",
+                found=repr(self.medians),
+                expected="a finite number of at least 1: a smaller one would draw the median to 0",
+                remedy="choose clip_median such as 3",
+            )
+        if self.value is None and self.medians is None:
+            raise OptionError("clipping", found="no bound", expected="value or medians", remedy="pass one of the two")
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """As of the wrapped estimator, and the bounds that there are."""
+        bounds = {"clip_grad": self.value, "clip_median": self.medians}
+        return {**self.estimator.options, **{name: float(bound) for name, bound in bounds.items() if bound is not None}}
+
+    def update(
+        self,
+        step: int,
+        evaluations: Sequence[Evaluation],
+        losses: Sequence[torch.Tensor],
+        lr: float,
+        past: Sequence[Update],
+    ) -> Update:
+        """That of the wrapped estimator, with its projected gradients cut."""
+        update = self.estimator.update(step, evaluations, losses, lr, past)
+        most = self._largest(past[max(0, step - WINDOW) : step])
+        if not all(math.isfinite(grad) for grad in update.projected_grads):
+            return update  # refused by the engine; a cut would hide it
+        return replace(update, projected_grads=tuple(max(-most, min(grad, most)) for grad in update.projected_grads))
+
+    def _largest(self, recent: Sequence[Update]) -> float:
+        most = math.inf if self.value is None else self.value
+        if self.medians is not None:
+            applied = [[abs(grad) for grad in update.projected_grads if grad != 0] for update in recent]
+            if sum(map(bool, applied)) >= LEAST:
+                most = min(most, self.medians * median(size for sizes in applied for size in sizes))
+        return most

@@ -1,0 +1,63 @@
+"""What wraps an estimator: everything is the wrapped one's, except what a subclass does to its updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zo2core.protocols import ZOEstimator
+from zo2core.types import Distribution, Evaluation, Update
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorWrapper:
+    """An estimator that evaluates what another one does, and whose updates are that one's, too.
+
+    Args:
+        estimator: The one that is wrapped.
+    """
+
+    estimator: ZOEstimator
+
+    @property
+    def lr(self) -> float | Callable[[int], float]:
+        """Of the wrapped estimator."""
+        return self.estimator.lr
+
+    @property
+    def zo_eps(self) -> float:
+        """Of the wrapped estimator."""
+        return self.estimator.zo_eps
+
+    @property
+    def perturb_in_place(self) -> bool:
+        """Of the wrapped estimator."""
+        return self.estimator.perturb_in_place
+
+    @property
+    def distribution(self) -> Distribution | None:
+        """Of the wrapped estimator."""
+        return self.estimator.distribution
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Of the wrapped estimator."""
+        return self.estimator.options
+
+    def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
+        """Of the wrapped estimator."""
+        return self.estimator.evaluations(step, rng)
+
+    def update(
+        self,
+        step: int,
+        evaluations: Sequence[Evaluation],
+        losses: Sequence[torch.Tensor],
+        lr: float,
+        past: Sequence[Update],
+    ) -> Update:
+        """Of the wrapped estimator."""
+        return self.estimator.update(step, evaluations, losses, lr, past)

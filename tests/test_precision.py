@@ -1,0 +1,234 @@
+"""Three dtypes a parameter: what is chosen, that nothing is cast inside the forward, what runs and exports keep of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CONFIGS, WORDS, make_batch, save_model, save_tokenizer, small_config
+from parity import assert_same_bits
+from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from zo2adapters import Precision, open_checkpoint
+from zo2adapters.cli import main
+from zo2adapters.models.precision import faster_half
+from zo2adapters.trainers.options import Batching, Optimization, TrainOptions
+from zo2adapters.trainers.trainer import Trainer
+from zo2core import Distribution, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
+from zo2core.kernels import dispatch, native
+from zo2core.types import Descend, Perturb, Program
+
+BATCH = make_batch(40, [12, 7])
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("stored", "computed", "carried"),
+    [
+        (torch.int8, None, None),
+        (torch.bfloat16, torch.float16, None),
+        (torch.float32, torch.float64, None),
+        (torch.float64, torch.bfloat16, None),
+        (torch.float32, torch.bfloat16, torch.float16),
+    ],
+)
+def test_dtypes_that_do_not_go_together_are_refused(stored: Any, computed: Any, carried: Any) -> None:
+    with pytest.raises(OptionError, match="precision"):
+        Precision(stored=stored, computed=computed, carried=carried)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "said"),
+    [("half", "auto", "precision"), ("mixed", "float32", "dtype"), (Precision(stored=torch.float32), "bfloat16", "dtype")],
+)
+def test_a_dtype_beside_a_precision_that_says_another_is_refused(base: Path, precision: Any, dtype: str, said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        open_checkpoint(base, precision=precision, dtype=dtype)
+
+
+def test_auto_is_mixed_for_weights_of_16_bits_only(base: Path, tmp_path: Path) -> None:
+    wide = save_model(tmp_path / "wide", small_config("llama"), torch.float32)
+    assert open_checkpoint(base, precision="auto").autocast in (torch.bfloat16, torch.float16)
+    assert open_checkpoint(base, precision="exact").autocast is None
+    assert open_checkpoint(wide, precision="auto").autocast is None
+    assert open_checkpoint(base, precision=Precision(stored=torch.float32, computed=torch.float16)).autocast is torch.float16
+
+
+def test_the_faster_of_the_16_bit_dtypes_is_computed_with() -> None:
+    assert faster_half({torch.bfloat16: 3.0, torch.float16: 1.0}.__getitem__) is torch.float16
+    assert faster_half({torch.bfloat16: 1.0, torch.float16: 0.9}.__getitem__) is torch.bfloat16
+
+
+_CONVERSIONS = [torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype, torch.ops.aten.to.dtype_layout]
+
+
+class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the shapes of all tensors that are converted to another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in _CONVERSIONS and out.dtype is not args[0].dtype:
+            self.shapes.add(tuple(args[0].shape))
+        return out
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_no_weight_is_cast_inside_the_forward(model_type: str, tied: bool, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config(model_type, tie_word_embeddings=tied), torch.bfloat16)
+    model = open_checkpoint(base, precision="mixed", dtype="bfloat16", loss_chunk=None)
+    matrices = {spec.shape for layout in model.layouts for spec in layout.parameters if len(spec.shape) > 1}
+    with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine, Casts() as casts:
+        engine.step(BATCH)
+    assert casts.shapes, "masks and hidden states are converted"
+    assert not casts.shapes & matrices
+
+
+def test_a_block_is_widened_as_it_is_read_and_the_base_stays(base: Path) -> None:
+    before = (base / "model.safetensors").read_bytes()
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with ZOEngine(open_checkpoint(base, precision="mixed"), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+        for name, tensor in engine.parameters_now():
+            assert_same_bits(name, tensor, whole.get_parameter(name).data)
+        engine.step(BATCH)
+    assert (base / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "float16"])
+def test_an_export_is_rounded_once_and_its_config_says_to_what(base: Path, dtype: str, tmp_path: Path) -> None:
+    written = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+    model = open_checkpoint(base, precision="mixed", export_dtype=dtype)
+    with ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-3)) as engine:
+        for _ in range(3):
+            engine.step(BATCH)
+        engine.export(tmp_path / "out")
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+        for name, tensor in engine.parameters_now():
+            assert_same_bits(name, exported.get_parameter(name).data, tensor.to(written))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(written).removeprefix("torch.")
+
+
+def test_updates_that_16_bits_lose_are_kept(base: Path) -> None:
+    def moved(precision: str) -> float:
+        changed = total = 0
+        whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        estimator = MeZOSGD(lr=1e-7, zo_eps=1e-3, perturb_in_place=False)
+        noise = PhiloxNoise(Distribution.RADEMACHER)
+        with ZOEngine(open_checkpoint(base, precision=precision), estimator, noise=noise) as engine:
+            for _ in range(3):
+                engine.step(BATCH)
+            for name, tensor in engine.parameters_now():
+                changed += int((tensor.float() != whole.get_parameter(name).data).sum())
+                total += tensor.numel()
+        return changed / total
+
+    assert moved("exact") < 0.1
+    assert moved("mixed") > 0.9
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> TrainOptions:
+    base = save_model(tmp_path / "words", small_config("llama", vocab_size=len(WORDS)), torch.float16)
+    save_tokenizer(base)
+    rows = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:8] for other in WORDS[8:]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return TrainOptions(
+        model=str(base),
+        data=tmp_path / "rows.jsonl",
+        output=tmp_path / "run",
+        steps=4,
+        optimization=Optimization(lr=1e-2),
+        batching=Batching(batch_size=3),
+    )
+
+
+def test_a_run_writes_down_what_was_chosen_for_its_machine(options: TrainOptions) -> None:
+    with Trainer(options, quiet=True) as trainer:
+        chosen = trainer.engine.journal.header["model"]["autocast"]  # type: ignore[index]
+    kept = json.loads((options.output / "options.json").read_text())["options"]
+    assert (kept["precision"], kept["dtype"]) == ("mixed", chosen)
+    assert kept["batching"]["loss_chunk"] >= 1
+
+
+def test_exact_mezo_and_runs_of_earlier_versions_stay_exact(options: TrainOptions) -> None:
+    exact = replace(options, optimization=Optimization(lr=1e-2, exact_mezo=True))
+    with Trainer(exact, quiet=True) as trainer:
+        assert trainer.options.precision == "exact"
+    values = options.to_json()
+    del values["precision"]
+    assert TrainOptions.from_json(values, options.output).precision == "exact"
+
+
+def test_a_mixed_run_resumed_and_exported_ends_as_the_undisturbed_one(options: TrainOptions, tmp_path: Path) -> None:
+    undisturbed = replace(options, output=tmp_path / "undisturbed")
+    with Trainer(undisturbed, quiet=True) as trainer:
+        trainer.run()
+    with Trainer(options, quiet=True) as trainer:
+        rows = {"input_ids": torch.tensor([[3, 4, 6]]), "labels": torch.tensor([[3, 4, 6]])}
+        assert trainer.engine.evaluate([rows]).loss > 0
+        trainer.engine.close()
+    main(["train", "--resume", str(options.output)])
+    files = [run / "model" / "model.safetensors" for run in (options.output, undisturbed.output)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    main(["export", "--run", str(options.output), "--output", str(tmp_path / "wide"), "--output-dtype", "float32"])
+    with safe_open(tmp_path / "wide" / "model.safetensors", "pt") as wide:
+        assert all(wide.get_tensor(name).dtype is torch.float32 for name in wide.keys())  # noqa: SIM118 - no dict
+
+
+@pytest.mark.parametrize("precision", ["exact", "mixed"])
+def test_verify_covers_both_precisions(base: Path, precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["verify", "--model", str(base), "--precision", precision, "--tokens", "8", "--steps", "2"])
+    assert "EQUAL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("computed", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_kernels_round_what_leaves_them_once(
+    stored: torch.dtype, computed: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds = (5, 6)
+    own = (Perturb(0, 1.0, 1e-3), Descend(1, 0.5, 1e-2, 0.1))
+    for then in (None, Perturb(1, -2.0, 1e-3)):
+        program = Program(seeds, own, then)
+        outcomes = []
+        for compiled in (True, False):
+            if not compiled:
+                monkeypatch.setattr(native, "library", lambda: None)
+            theta = torch.randn(3000, generator=torch.Generator().manual_seed(1)).to(stored)
+            out = None if then is None else torch.empty(3000, dtype=stored)
+            rounded = torch.empty(3000, dtype=computed)
+            dispatch.apply_drawing(theta, program, Distribution.GAUSSIAN, 9, 777, out=out, rounded=rounded)
+            outcomes.append((theta, theta if out is None else out, rounded))
+            assert_same_bits("rounded", rounded, outcomes[-1][1].to(computed))
+            alone = torch.empty(3000, dtype=computed)
+            if then is not None:
+                start = torch.randn(3000, generator=torch.Generator().manual_seed(1)).to(stored)
+                dispatch.apply_drawing(start, program, Distribution.GAUSSIAN, 9, 777, out=alone)
+                assert_same_bits("without a copy that is not rounded", alone, rounded)
+        monkeypatch.undo()
+        for ours, theirs in zip(*outcomes, strict=True):
+            assert_same_bits("compiled and reference", ours, theirs)
+
+
+def test_a_run_says_its_precision_and_what_it_costs(options: TrainOptions, tmp_path: Path) -> None:
+    with Trainer(options, quiet=True) as trainer:
+        assert trainer.remarks()[0].startswith("precision: mixed, weights in float32, computed in ")
+    with Trainer(replace(options, output=tmp_path / "exact", precision="exact"), quiet=True) as trainer:
+        line = trainer.remarks()[0]
+    assert line.startswith("precision: exact, all in float16")
+    assert "--precision mixed" in line
+    assert "times as long as in bfloat16" in line
