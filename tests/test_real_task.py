@@ -153,7 +153,7 @@ def test_scores_are_those_of_candidates_one_by_one(name: str, task: Path, tmp_pa
     learner = variant.learner(opened.model, lr=1e-5, seed=0, journal=tmp_path / "journal.jsonl")
     found = learner.score(questions)
     learner.close()
-    exact = "bfloat16" not in name
+    exact = "bfloat16" not in name and "mixed" not in name
     assert found.accuracy == pytest.approx(right / len(choices), abs=1e-9 if exact else 0.2)
     loss = -sum(values[choice.answer] for choice, values in pairs) / len(choices)
     assert found.loss == pytest.approx(loss, rel=1e-5 if exact else 3e-2)

@@ -284,12 +284,14 @@ def meazo(lr: float) -> ZOEstimator:
 RADEMACHER = Distribution.RADEMACHER
 FZOO_LRS, MEAZO_LRS = (1e-3, 3e-3, 6e-3, 1.2e-2), (3e-4, 1e-3, 2e-3, 4e-3)
 IN_FLOAT32 = {"dtype": "float32", "loss_chunk": 64}
+IN_MIXED = {"precision": "mixed", "dtype": "bfloat16"}  # stored in float32; not the dtype that a probe finds faster here
 VARIANTS: tuple[Variant, ...] = (
     ZerothOrder(name="mezo-float32", opening={"dtype": "float32"}, noise=None, estimator=mezo),
     ZerothOrder(name="rademacher-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=two_point),
     ZerothOrder(
         name="rademacher-bfloat16", opening={"dtype": "bfloat16", "loss_chunk": 64}, noise=RADEMACHER, estimator=two_point
     ),
+    ZerothOrder(name="rademacher-mixed", opening=IN_MIXED, noise=RADEMACHER, estimator=two_point),
     # The steps of these two are divided, so that learning rates are lengths: a weight moves by lr, in FZOO by lr / sqrt(8).
     ZerothOrder(name="fzoo-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=fzoo, lrs=FZOO_LRS, forwards=9),
     ZerothOrder(name="meazo-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=meazo, lrs=MEAZO_LRS),
