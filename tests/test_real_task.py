@@ -153,7 +153,7 @@ def test_scores_are_those_of_candidates_one_by_one(name: str, task: Path, tmp_pa
     learner = variant.learner(opened.model, lr=1e-5, seed=0, journal=tmp_path / "journal.jsonl")
     found = learner.score(questions)
     learner.close()
-    exact = "bfloat16" not in name
+    exact = "bfloat16" not in name and "mixed" not in name
     assert found.accuracy == pytest.approx(right / len(choices), abs=1e-9 if exact else 0.2)
     loss = -sum(values[choice.answer] for choice, values in pairs) / len(choices)
     assert found.loss == pytest.approx(loss, rel=1e-5 if exact else 3e-2)
@@ -194,21 +194,22 @@ def test_exact_mezo_takes_monolithic_mezos_steps(task: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_series_that_was_cut_off_ends_as_one_that_was_not(name: str, task: Path, tmp_path: Path) -> None:
     (variant,) = variants([name])
-    whole = Series.of(task, tmp_path / "whole", **SMALL).train(variant, lr=1e-3, seed=0)
-    Series.of(task, tmp_path / "cut", **{**SMALL, "forwards": 6}).train(variant, lr=1e-3, seed=0)
-    cut = Series.of(task, tmp_path / "cut", **SMALL).train(variant, lr=1e-3, seed=0)
+    half, sizes = 2 * variant.forwards, SMALL | {"forwards": 4 * variant.forwards, "every": 2 * variant.forwards}
+    whole = Series.of(task, tmp_path / "whole", **sizes).train(variant, lr=1e-3, seed=0)
+    Series.of(task, tmp_path / "cut", **sizes | {"forwards": half}).train(variant, lr=1e-3, seed=0)
+    cut = Series.of(task, tmp_path / "cut", **sizes).train(variant, lr=1e-3, seed=0)
 
     def without_time(points: list[Point]) -> list[Point]:
         return [point._replace(seconds=0.0, cpu_seconds=0.0) for point in points]
 
     assert without_time(whole.points) == without_time(cut.points)
-    assert [point.forwards for point in whole.points] == [0, 6, 12]
+    assert [point.forwards for point in whole.points] == [0, half, 2 * half]
     assert whole.points[0].loss != whole.points[-1].loss
     assert 0 < cut.points[1].seconds < cut.points[2].seconds
     path = tmp_path / "cut" / f"{cut.file_stem}.run.json"
     assert read_run(path) == cut
     before = path.read_bytes()
-    Series.of(task, tmp_path / "cut", **SMALL).train(variant, lr=1e-3, seed=0)
+    Series.of(task, tmp_path / "cut", **sizes).train(variant, lr=1e-3, seed=0)
     assert path.read_bytes() == before, "what is done is not done again"
 
 

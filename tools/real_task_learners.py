@@ -20,7 +20,18 @@ from zo2adapters.tasks.candidates import read_choices
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.scoring import LogLikelihood
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
-from zo2core import Batch, DataError, Distribution, MeZOSGD, NonFiniteLossError, PhiloxNoise, ZOEngine, ZOEstimator
+from zo2core import (
+    FZOO,
+    MEAZO,
+    Batch,
+    DataError,
+    Distribution,
+    MeZOSGD,
+    NonFiniteLossError,
+    PhiloxNoise,
+    ZOEngine,
+    ZOEstimator,
+)
 
 ZO_EPS = 1e-3
 QUESTIONS_A_BATCH = 16
@@ -260,15 +271,30 @@ def two_point(lr: float) -> ZOEstimator:
     return MeZOSGD(lr=lr, zo_eps=ZO_EPS, perturb_in_place=False)
 
 
+def fzoo(lr: float) -> ZOEstimator:
+    """One-sided evaluations along eight directions, divided by their spread."""
+    return FZOO(lr=lr, zo_eps=ZO_EPS, q=8)
+
+
+def meazo(lr: float) -> ZOEstimator:
+    """Two-point steps, divided by the running root mean square of their projected gradients."""
+    return MEAZO(lr=lr, zo_eps=ZO_EPS, perturb_in_place=False)
+
+
 RADEMACHER = Distribution.RADEMACHER
+FZOO_LRS, MEAZO_LRS = (1e-3, 3e-3, 6e-3, 1.2e-2), (3e-4, 1e-3, 2e-3, 4e-3)
+IN_FLOAT32 = {"dtype": "float32", "loss_chunk": 64}
+IN_MIXED = {"precision": "mixed", "dtype": "bfloat16"}  # stored in float32; not the dtype that a probe finds faster here
 VARIANTS: tuple[Variant, ...] = (
     ZerothOrder(name="mezo-float32", opening={"dtype": "float32"}, noise=None, estimator=mezo),
-    ZerothOrder(
-        name="rademacher-float32", opening={"dtype": "float32", "loss_chunk": 64}, noise=RADEMACHER, estimator=two_point
-    ),
+    ZerothOrder(name="rademacher-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=two_point),
     ZerothOrder(
         name="rademacher-bfloat16", opening={"dtype": "bfloat16", "loss_chunk": 64}, noise=RADEMACHER, estimator=two_point
     ),
+    ZerothOrder(name="rademacher-mixed", opening=IN_MIXED, noise=RADEMACHER, estimator=two_point),
+    # The steps of these two are divided, so that learning rates are lengths: a weight moves by lr, in FZOO by lr / sqrt(8).
+    ZerothOrder(name="fzoo-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=fzoo, lrs=FZOO_LRS, forwards=9),
+    ZerothOrder(name="meazo-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=meazo, lrs=MEAZO_LRS),
     AdamW(name="adamw-float32"),
 )
 
