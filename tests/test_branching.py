@@ -256,10 +256,13 @@ def test_a_run_whose_lr_is_a_hundred_times_too_large_stops_and_goes_on_from_its_
     assert len(Journal(options.output / "journal.jsonl").updates) == len(losses)
 
 
-@pytest.mark.parametrize(("dtype", "warns"), [("bfloat16", True), ("float32", False)])
+@pytest.mark.parametrize(
+    ("dtype", "precision", "warns"),
+    [("bfloat16", "exact", True), ("bfloat16", "mixed", False), ("float32", "exact", False)],
+)
 def test_a_run_whose_steps_are_rounded_away_says_so_once(
-    dtype: str, warns: bool, options: TrainOptions, capsys: pytest.CaptureFixture[str]
+    dtype: str, precision: str, warns: bool, options: TrainOptions, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output, "--dtype", dtype]
-    run(*arguments, "--steps", 103, "--batch-size", 3, "--lr", 1e-6)
+    run(*arguments, "--precision", precision, "--steps", 103, "--batch-size", 3, "--lr", 1e-6)
     assert capsys.readouterr().err.count("of the stored weights, the others round back") == warns

@@ -49,7 +49,6 @@ from zo2core.planning.autotune import write_bytes_per_second
 from zo2core.planning.host_plan import HostPlan
 
 STEPS = 4
-pytestmark = pytest.mark.xdist_group("faults")  # one process: what they share takes long to make
 SECONDS = 60  # until a run counts as hung; it takes a fraction of one
 BATCH = make_batch(len(WORDS), [9, 5])
 PLAN = Plan(lr=1e-2, zo_eps=1e-3, weight_decay=0.1, perturb_in_place=True, seeds=[11, 5, 2**40, 7], between=[])

@@ -31,8 +31,6 @@ from zo2adapters.tasks.rows import read_dataset
 from zo2core import CheckpointError, Evaluation, Journal, Update, ZO2Error
 from zo2core.checkpoint import SafetensorsReader, find_tensors, parse_header
 
-pytestmark = pytest.mark.xdist_group("fuzz")  # one process: what they share takes long to make
-
 SECONDS = 5  # an example takes some milliseconds
 MEMORY = 1 << 30  # bytes; every file here is smaller than 200 kB
 

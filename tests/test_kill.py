@@ -37,8 +37,6 @@ from zo2adapters.trainers.trainer import Trainer
 from zo2core.io.direct_file import PAGE
 from zo2core.planning.host_plan import HostPlan, plan_host
 
-pytestmark = pytest.mark.xdist_group("kill")  # one process: what they share takes long to make
-
 STEPS = 6
 SECONDS = 60  # an attempt takes a fraction of one
 PAUSE = 0.001  # seconds after each call, where the clock kills: so it hits the files more often than the arithmetic

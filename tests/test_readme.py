@@ -22,7 +22,6 @@ from transformers import MistralConfig
 from zo2adapters.cli import main
 from zo2core.planning.host_budget import parse_size
 
-pytestmark = pytest.mark.xdist_group("readme")  # one process: what they share takes long to make
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]

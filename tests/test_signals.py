@@ -20,8 +20,6 @@ from test_run import outcome
 
 from zo2core import Journal
 
-pytestmark = pytest.mark.xdist_group("signals")  # one process: what they share takes long to make
-
 STEPS = 60
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
 

@@ -34,7 +34,7 @@ def rounded_away(result: StepResult) -> str | None:
         return None
     return (
         f"step {result.step}: the update changes {result.landed:.0%} of the stored weights, the others round back to where "
-        "they were; keep them in float32 (--precision mixed), or raise --lr"
+        "they were; keep them in float32 (--precision mixed, or --dtype float32), or raise --lr"
     )
 
 
