@@ -136,3 +136,13 @@ def test_options_that_would_not_be_heeded_are_refused(
         main(["tune", *where, *told])
     assert told[0].strip("-") in capsys.readouterr().err
     assert not options.output.exists()
+
+
+@pytest.mark.parametrize(("lr", "says"), [(1e-9, True), (1e-3, False)])
+def test_a_learning_rate_that_was_never_tuned_and_is_far_too_small_is_told_once(
+    options: TrainOptions, lr: float, says: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = replace(options, steps=100, optimization=Optimization(lr=lr))
+    with Trainer(own, quiet=True) as trainer:
+        trainer.run()
+    assert capsys.readouterr().err.count("is far too small, and zo2 tune") == says

@@ -4,12 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, median
 
+from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import DivergenceError, StepResult, Update, ZO2Error, best_step
 
 LEAST_LANDED = 0.5  # share of the weights that an update should change
+LEAST_FALL = 0.1  # of the loss, that the steps of a run should promise
+JUDGED_AFTER = 20  # steps
+
+_FEWEST_STEPS = 100  # of a run that is meant to learn something
+
+
+class Watch:
+    """Looks at each step of a run, and says what is wrong with all of them, once."""
+
+    def __init__(self) -> None:
+        self._said_rounding = False
+
+    def lines(self, result: StepResult, updates: Sequence[Update], options: TrainOptions) -> list[str]:
+        """What there is to say after a step.
+
+        Args:
+            result: Of the step.
+            updates: Of the run, this step's the last.
+            options: Of the run.
+        """
+        lines = []
+        rounding = None if self._said_rounding else rounded_away(result)
+        if rounding is not None:
+            self._said_rounding = True
+            lines.append(rounding)
+        if len(updates) == JUDGED_AFTER and (small := too_small(updates, options)) is not None:
+            lines.append(small)
+        return lines
 
 
 def ruined(updates: Sequence[Update]) -> str | None:
@@ -35,6 +64,24 @@ def rounded_away(result: StepResult) -> str | None:
     return (
         f"step {result.step}: the update changes {result.landed:.0%} of the stored weights, the others round back to where "
         "they were; keep them in float32 (--precision mixed, or --dtype float32), or raise --lr"
+    )
+
+
+def too_small(updates: Sequence[Update], options: TrainOptions) -> str | None:
+    """Say if all steps of a run together promise next to nothing; None if they do not.
+
+    Along its direction an update of ``lr * g`` lets the loss fall by ``lr * g^2`` to first order, g being the slope there.
+    That is the most it can do: of what is noise in g nothing remains. FZOO's g are no slopes, so nothing is said of them.
+    """
+    if options.steps < _FEWEST_STEPS or options.optimization.estimator is EstimatorName.FZOO:
+        return None
+    falls = [sum(update.lr * grad**2 for grad in update.projected_grads) for update in updates]
+    fall, loss = options.steps * median(falls), updates[0].losses[0]
+    if fall >= LEAST_FALL * abs(loss):
+        return None
+    return (
+        f"after {len(updates)} steps: with slopes like these, all {options.steps} steps lower the loss of {loss:.3g} by "
+        f"{fall:.1g} at most; lr {options.optimization.lr:g} is far too small, and zo2 tune finds a better one"
     )
 
 

@@ -23,7 +23,7 @@ from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import peak_memory, with_kept_memory
 from zo2adapters.trainers.base_check import verify_with_progress
 from zo2adapters.trainers.finite_base import require_finite_base
-from zo2adapters.trainers.health import diverged, rounded_away, ruined
+from zo2adapters.trainers.health import Watch, diverged, ruined
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.provenance import provenance
 from zo2adapters.trainers.remarks import remarks
@@ -74,7 +74,7 @@ class Trainer:
             require_new(options.output)
         self.options = options
         self._quiet, self._resumed = quiet, resume
-        self._told = False  # that updates are rounded away
+        self._watch = Watch()
         execution = Execution() if execution is None else execution
         directory = resolve_directory(options.model)
         batching = options.batching
@@ -205,9 +205,8 @@ class Trainer:
                     break
                 batch = collate(next(rows), pad_token_id=self._pad)
                 result = engine.step(batch)
-                if (line := rounded_away(result)) is not None and not self._told:
+                for line in self._watch.lines(result, engine.journal.updates, options):
                     bar.write(line, file=sys.stderr)
-                    self._told = True
                 record = step_record(result, batch)
                 _write(metrics, record)
                 bar.set_postfix_str(progress(record), refresh=False)
