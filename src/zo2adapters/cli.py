@@ -125,6 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is not None:
         status = _status(list(arguments), None)
     else:
+        # Texts are tokenised one by one, so the tokenizer's own threads do nothing; where none can be started it ends the
+        # process with a message of many lines.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         signals = SignalHandling()
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # a path may hold bytes that are no text
