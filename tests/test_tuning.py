@@ -15,7 +15,7 @@ from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.options import Batching, Optimization, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import TABLE, Trial, planned_rounds, tune
-from zo2core import DivergenceError, Journal, OptionError, OutputError
+from zo2core import CheckpointError, DivergenceError, Journal, OptionError, OutputError
 
 RATES = (1e-7, 1e-3, 0.9)
 
@@ -105,6 +105,8 @@ def test_interrupted_trials_go_on_and_other_trials_are_refused(options: TrainOpt
     assert (best.lr, best.steps, best.loss) == (whole.lr, whole.steps, whole.loss)
     with pytest.raises(OutputError, match="other trials"):
         tune(options, forwards=300, learning_rates=RATES[:2])
+    with pytest.raises(OutputError, match="other trials"):
+        tune(replace(options, batching=Batching(batch_size=2)), forwards=240, learning_rates=RATES[:2])
     (options.output / TABLE).unlink()
     with pytest.raises(OutputError, match="something"):
         tune(options, forwards=240, learning_rates=RATES[:2])
@@ -115,6 +117,13 @@ def test_a_schedule_that_ends_cannot_be_tuned(options: TrainOptions) -> None:
     with pytest.raises(OptionError, match="decay"):
         tune(falling, forwards=400)
     assert not options.output.exists()
+
+
+def test_trials_that_are_refused_leave_nothing(options: TrainOptions) -> None:
+    with pytest.raises(CheckpointError):
+        tune(replace(options, model=str(options.data.parent / "nowhere")), forwards=400, learning_rates=RATES[:2])
+    assert not options.output.exists()
+    assert tune(options, forwards=240, learning_rates=RATES[:2]).steps
 
 
 def test_the_command_prints_the_best_and_how_to_go_on(options: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,7 +132,7 @@ class RunDirectory:
         self._write_record()
 
     def _write_record(self) -> None:
-        _replace(self.path / OPTIONS, json.dumps(self._record, indent=2) + "\n")
+        replace_file(self.path / OPTIONS, json.dumps(self._record, indent=2) + "\n")
 
     def metrics(self, journal: Journal) -> list[Row]:
         """Bring the metrics in line with the journal: whatever is damaged is made up from it.
@@ -155,7 +155,7 @@ class RunDirectory:
         journal.require_version(aligned.steps_seen, METRICS)
         text = "".join(json.dumps(row) + "\n" for row in aligned.rows)
         if text.encode() != raw:
-            _replace(path, text)
+            replace_file(path, text)
         return aligned.rows
 
     def remove(self) -> None:
@@ -251,8 +251,12 @@ def _require_same_tokens(model: str, now: dict[str, object], then: dict[str, obj
         )
 
 
-def _replace(path: Path, text: str) -> None:
-    """Give a file another content: on return the new one is durable, before that the old one counts."""
+def replace_file(path: Path, text: str) -> None:
+    """Give a file another content: on return the new one is durable, before that the old one counts.
+
+    Raises:
+        OutputError: if it cannot be written.
+    """
     partial = path.with_suffix(".partial")
     try:
         partial.unlink(missing_ok=True)  # of a process that was killed

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.options import TrainOptions
-from zo2adapters.trainers.run_directory import OPTIONS, RunDirectory
+from zo2adapters.trainers.run_directory import OPTIONS, RunDirectory, replace_file, require_new
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import DivergenceError, NonFiniteLossError, OptionError, OutputError, Update, reason
+from zo2core import DivergenceError, NonFiniteLossError, OptionError, OutputError, Update, ZO2Error, reason
 
 LEARNING_RATES = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
 TABLE = "tune.json"  # in the output directory: what was tried, and what came of it
@@ -69,10 +70,20 @@ def tune(
         The best trial. ``zo2 train --resume`` goes on with the run in its directory.
 
     Raises:
-        OptionError: if the learning rate is scheduled to fall, or the budget is too small for the trials.
+        OptionError: if the learning rate is scheduled to fall, evaluations are asked for, or the budget is too small for the
+            trials.
+        OutputError: if the output directory is in use, by trials of other options for example.
         DivergenceError: if every trial diverged.
         ZO2Error: of the kind that fits, for whatever of the options a run cannot use.
     """
+    for option in ("evaluation", "evaluate_every"):
+        if getattr(options, option) is not None:
+            raise OptionError(
+                option,
+                found=str(getattr(options, option)),
+                expected="none: trials are compared by their losses",
+                remedy="leave it out",
+            )
     if options.optimization.decay is not Decay.CONSTANT:
         raise OptionError(
             "decay",
@@ -87,15 +98,20 @@ def tune(
         for eps in scales
     ]
     rounds = planned_rounds(len(trials), forwards, options.optimization.evaluations)
-    _begin(options, forwards, trials)
+    asked = _begin(options, forwards, trials)
     finished: list[Trial] = []
     for steps in rounds:
-        trials = sorted((_lengthened(trial, options, steps) for trial in trials), key=lambda trial: trial.loss)
+        try:
+            trials = sorted((_lengthened(trial, options, steps) for trial in trials), key=lambda trial: trial.loss)
+        except ZO2Error:
+            _take_back(options.output)
+            raise
         told([*trials, *finished])
         survivors = trials[: -(-len(trials) // 2)]
         finished = [*trials[len(survivors) :], *finished]
         trials = survivors
-    _write(options.output / TABLE, [*trials, *finished])
+    results = [trial.row for trial in (*trials, *finished)]
+    replace_file(options.output / TABLE, json.dumps({**asked, "results": results}, indent=2) + "\n")
     best = trials[0]
     if not math.isfinite(best.loss):
         raise DivergenceError(
@@ -138,7 +154,7 @@ def _lengthened(trial: Trial, options: TrainOptions, steps: int) -> Trial:
         own = RunDirectory.options(trial.directory).with_steps(steps)
     else:
         optimization = replace(options.optimization, lr=trial.lr, zo_eps=trial.zo_eps)
-        own = replace(options, output=trial.directory, optimization=optimization, steps=steps, evaluation=None)
+        own = replace(options, output=trial.directory, optimization=optimization, steps=steps)
     with Trainer(own, resume=resume, quiet=True) as trainer:
         try:
             trainer.train()
@@ -149,15 +165,16 @@ def _lengthened(trial: Trial, options: TrainOptions, steps: int) -> Trial:
         return trial.judged(trainer.engine.journal.updates)
 
 
-def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial]) -> None:
-    """Make the directory, or see that it is that of the same trials, which were interrupted."""
+def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial]) -> dict[str, Any]:
+    """Make the directory, or see that it is that of the same trials, which were interrupted. Returns what was asked for."""
     table = options.output / TABLE
-    asked = {"forwards": forwards, "trials": [trial.directory.name for trial in trials]}
+    names = [trial.directory.name for trial in trials]
+    asked = {"forwards": forwards, "trials": names, "options": options.to_json()}
     if table.exists():
         try:
             begun = json.loads(table.read_text())
             same = {key: begun[key] for key in asked} == asked
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError):  # not what was written there
             same = False
         if not same:
             raise OutputError(
@@ -166,23 +183,20 @@ def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial]) -> Non
                 expected="that of these ones, or none",
                 remedy="choose another output directory",
             )
-        return
-    if options.output.exists() and any(options.output.iterdir()):
-        raise OutputError(
-            options.output,
-            found="something at this path",
-            expected="a path that does not exist yet, or an empty directory",
-            remedy="choose another output directory",
-        )
+        return asked
+    require_new(options.output)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
-        table.write_text(json.dumps(asked) + "\n")
     except OSError as error:
         raise OutputError(
             options.output, found=reason(error), expected="a directory that can be written", remedy="choose another one"
         ) from error
+    replace_file(table, json.dumps(asked) + "\n")
+    return asked
 
 
-def _write(table: Path, trials: Sequence[Trial]) -> None:
-    asked = json.loads(table.read_text())
-    table.write_text(json.dumps({**asked, "results": [trial.row for trial in trials]}, indent=2) + "\n")
+def _take_back(output: Path) -> None:
+    """Remove the directory again, unless there is a trial to go on with."""
+    if not any(path.is_dir() for path in output.iterdir()):
+        (output / TABLE).unlink()
+        output.rmdir()
