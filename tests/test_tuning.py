@@ -11,6 +11,7 @@ import pytest
 from models import WORDS, save_model, save_tokenizer, small_config
 
 from zo2adapters.cli import main
+from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.options import Batching, Optimization, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
@@ -147,11 +148,20 @@ def test_options_that_would_not_be_heeded_are_refused(
     assert not options.output.exists()
 
 
-@pytest.mark.parametrize(("lr", "says"), [(1e-9, True), (1e-3, False)])
+@pytest.mark.parametrize(
+    ("optimization", "says"),
+    [
+        (Optimization(lr=1e-9), True),
+        (Optimization(lr=1e-3), False),
+        (Optimization(lr=1e-3, clip_grad=1e-6), True),
+        (Optimization(lr=1e-9, estimator=EstimatorName.MEAZO), True),
+        (Optimization(lr=2.8e-3, estimator=EstimatorName.MEAZO), False),  # its g are of size 1, where slopes are larger
+        (Optimization(lr=1e-9, estimator=EstimatorName.FZOO, queries=2), False),
+    ],
+)
 def test_a_learning_rate_that_was_never_tuned_and_is_far_too_small_is_told_once(
-    options: TrainOptions, lr: float, says: bool, capsys: pytest.CaptureFixture[str]
+    optimization: Optimization, says: bool, options: TrainOptions, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = replace(options, steps=100, optimization=Optimization(lr=lr))
-    with Trainer(own, quiet=True) as trainer:
+    with Trainer(replace(options, steps=100, optimization=optimization), quiet=True) as trainer:
         trainer.run()
     assert capsys.readouterr().err.count("is far too small, and zo2 tune") == says

@@ -70,19 +70,25 @@ def rounded_away(result: StepResult) -> str | None:
 def too_small(updates: Sequence[Update], options: TrainOptions) -> str | None:
     """Say if all steps of a run together promise next to nothing; None if they do not.
 
-    Along its direction an update of ``lr * g`` lets the loss fall by ``lr * g^2`` to first order, g being the slope there.
-    That is the most it can do: of what is noise in g nothing remains. FZOO's g are no slopes, so nothing is said of them.
+    Along its direction an update of ``lr * g`` lets the loss of its batch fall by ``lr * g`` times the slope there, to first
+    order. The slope follows from the losses, since g may have been clipped or divided. Nothing is said of FZOO, which takes
+    one side of each direction.
     """
     if options.steps < _FEWEST_STEPS or options.optimization.estimator is EstimatorName.FZOO:
         return None
-    falls = [sum(update.lr * grad**2 for grad in update.projected_grads) for update in updates]
-    fall, loss = options.steps * median(falls), updates[0].losses[0]
+    fall, loss = options.steps * median(map(_promised_fall, updates)), updates[0].losses[0]
     if fall >= LEAST_FALL * abs(loss):
         return None
     return (
         f"after {len(updates)} steps: with slopes like these, all {options.steps} steps lower the loss of {loss:.3g} by "
         f"{fall:.1g} at most; lr {options.optimization.lr:g} is far too small, and zo2 tune finds a better one"
     )
+
+
+def _promised_fall(update: Update) -> float:
+    """How far the loss falls along the update's directions, by the slopes between both sides of each."""
+    sides = zip(update.losses[::2], update.losses[1::2], update.projected_grads, strict=True)
+    return sum(update.lr * grad * (plus - minus) / (2 * update.zo_eps) for plus, minus, grad in sides)
 
 
 def diverged(error: ZO2Error, updates: Sequence[Update], options: TrainOptions) -> DivergenceError:
