@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_chunks_and_micro_batches_are_counted() -> None:
     assert held < 4 * alone == activation_bytes(config, 4, 100, micro_rows=1) - forward_bytes(config, 1, 100)
 
 
-@pytest.mark.parametrize("chunk", [0, -5])
-def test_a_chunk_out_of_range_is_refused(tmp_path: Path, chunk: int) -> None:
+@pytest.mark.parametrize("chunk", [0, -5, 2.5, "many"])
+def test_a_chunk_out_of_range_is_refused(tmp_path: Path, chunk: Any) -> None:
     with pytest.raises(OptionError, match="loss_chunk"):
         open_checkpoint(tmp_path, loss_chunk=chunk)

@@ -189,6 +189,20 @@ def test_a_mixed_run_resumed_and_exported_ends_as_the_undisturbed_one(options: T
         assert all(wide.get_tensor(name).dtype is torch.float32 for name in wide.keys())  # noqa: SIM118 - no dict
 
 
+def test_commands_on_a_run_keep_its_precision_and_refuse_another(
+    options: TrainOptions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Trainer(options, quiet=True) as trainer:
+        trainer.run()
+    export = ["export", "--run", str(options.output), "--output", str(tmp_path / "model")]
+    main([*export, "--precision", "mixed"])
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    with pytest.raises(SystemExit):
+        main([*export[:-1], str(tmp_path / "other"), "--precision", "exact"])
+    assert "mixed, in which the run was made" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
 @pytest.mark.parametrize("precision", ["exact", "mixed"])
 def test_verify_covers_both_precisions(base: Path, precision: str, capsys: pytest.CaptureFixture[str]) -> None:
     main(["verify", "--model", str(base), "--precision", precision, "--tokens", "8", "--steps", "2"])

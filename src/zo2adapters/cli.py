@@ -159,7 +159,7 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
     except BrokenPipeError:  # whoever reads has seen enough
         _drop_output()
         return _BROKEN_PIPE
-    except Exception as error:
+    except Exception as error:  # any: ``refusal_of`` knows those that are a user's or a machine's, others are raised again
         from zo2adapters.commands.refusals import refusal_of, worded
 
         refusal = refusal_of(error)

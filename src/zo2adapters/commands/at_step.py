@@ -32,8 +32,8 @@ class AtStep:
     """Step of the journal to stop after; by default its last one."""
     dtype: DtypeName = "auto"
     """Dtype of the weights; with a journal, the one that the run was made with, which is also that of --run."""
-    precision: PrecisionName = "exact"
-    """exact, or mixed for the journal of a run in mixed precision; --run knows its own."""
+    precision: PrecisionName = "auto"
+    """Precision of the run; auto is exact for --model, and --run knows its own. A run in mixed precision is mixed again."""
     memory: str = "auto"
     """Host memory the process may take in all, such as 6GiB; auto takes what is free."""
     verify_base: bool = False
@@ -54,8 +54,16 @@ class AtStep:
                 "--model", found="neither or both", expected="either --model or --run", remedy="name one of the two"
             )
         if self.run_directory is None:
-            return self
+            return self if self.precision != "auto" else replace(self, precision="exact")
         options = RunDirectory.options(self.run_directory)
+        precision = options.precision_asked()
+        if self.precision not in ("auto", precision):
+            raise OptionError(
+                "precision",
+                found=self.precision,
+                expected=f"{precision}, in which the run was made",
+                remedy="leave it out",
+            )
         if self.dtype not in ("auto", options.dtype):
             raise OptionError(
                 "dtype",
@@ -67,7 +75,7 @@ class AtStep:
             self,
             model=options.model,
             dtype=options.dtype,
-            precision=options.precision_asked(),
+            precision=precision,
             journal=self.run_directory / JOURNAL,
             run_directory=None,
         )

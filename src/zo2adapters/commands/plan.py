@@ -7,7 +7,15 @@ from pathlib import Path
 
 from zo2adapters.ranges import require_between
 from zo2adapters.trainers.estimator_name import EstimatorName
-from zo2adapters.trainers.options import MOST_QUERIES, Batching, DtypeName, Noise, Optimization, PrecisionName
+from zo2adapters.trainers.options import (
+    MOST_QUERIES,
+    Batching,
+    DtypeName,
+    Noise,
+    Optimization,
+    PrecisionName,
+    precision_of_run,
+)
 from zo2core import WriteBackPolicy
 
 
@@ -57,8 +65,8 @@ class Plan:
         optimization.require_consistent()
         self.batching.require_valid()
         directory = resolve_directory(self.model)
-        stays_exact = self.exact_mezo or self.device_memory is not None  # as TrainOptions.precision_asked
-        precision = "exact" if self.precision == "auto" and stays_exact else self.precision
+        on_cpu = self.device_memory is None
+        precision = precision_of_run(self.precision, exact_mezo=self.exact_mezo, on_cpu=on_cpu)
         model = open_checkpoint(
             directory, dtype=self.dtype, precision=precision, loss_chunk=self.batching.loss_chunk or "auto"
         )

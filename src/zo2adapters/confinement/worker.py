@@ -51,7 +51,7 @@ def _limited(answer: Callable[[Any], Any], request: Any, *, memory: int, seconds
         return {"answer": answer(request)}
     except MemoryError:
         return {"failure": MEMORY}
-    except Exception as error:
+    except Exception as error:  # any: it is told to the process that asked, which raises it
         text = " ".join(str(error).split())[:_TEXT]
         return {"failure": MEMORY if "allocate memory" in text else f"{type(error).__name__}: {text}"}
     finally:

@@ -88,8 +88,10 @@ def open_checkpoint(
         OptionError: for an unknown dtype or precision, for dtypes that do not go together, or a ``loss_chunk`` out of its
             range.
     """
-    if isinstance(loss_chunk, int) and loss_chunk < 1:
-        raise OptionError("loss_chunk", found=repr(loss_chunk), expected="at least 1", remedy="leave it out for no chunks")
+    if loss_chunk not in (None, "auto") and not (isinstance(loss_chunk, int) and loss_chunk >= 1):
+        raise OptionError(
+            "loss_chunk", found=repr(loss_chunk), expected="a number of at least 1, None or 'auto'", remedy="leave it out"
+        )
     directory = resolve_directory(path)
     config = _read_config(directory)
     if architecture is None:

@@ -69,12 +69,6 @@ class Precision:
         """The dtype of ``torch.autocast`` in the forward; None runs without."""
         return None if self.computed in (None, self.stored) else self.computed
 
-    @property
-    def name(self) -> str:
-        """In words."""
-        stored = str(self.stored).removeprefix("torch.")
-        return stored if self.autocast is None else f"{stored}, computed in {str(self.autocast).removeprefix('torch.')}"
-
 
 def choose_precision(precision: Precision | str, dtype: torch.dtype, *, given: bool) -> Precision:
     """The precision by its name, for a dtype.

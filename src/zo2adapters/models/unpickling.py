@@ -125,6 +125,7 @@ def _check_archive(path: Path) -> None:
                 with archive.open(entry) as content:
                     while content.read(_PIECE):  # at the end the checksum is compared
                         pass
+    # What the reader of archives meets damaged ones with: unknown methods, encryption, ends that come early, bad numbers.
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
         found = f"a damaged file ({' '.join(str(error).split())[:200]})"
         raise _RefusedError(path, found, "a file that torch.save wrote, with its checksums") from error

@@ -42,6 +42,14 @@ DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float6
 PrecisionName: TypeAlias = Literal["auto", "exact", "mixed"]
 
 
+def precision_of_run(asked: PrecisionName, *, exact_mezo: bool, on_cpu: bool) -> PrecisionName:
+    """The precision to open a run's model in: auto stays exact for MeZO's bits, and on a GPU.
+
+    To a GPU the float32 of mixed precision would travel for twice as long.
+    """
+    return "exact" if asked == "auto" and (exact_mezo or not on_cpu) else asked
+
+
 class Noise(Enum):
     """Where directions come from."""
 
@@ -305,8 +313,8 @@ class TrainOptions(RunOptions):
 
     def precision_asked(self) -> PrecisionName:
         """The precision to open the model in."""
-        stays_exact = self.optimization.exact_mezo or self.storage.device != "cpu"
-        return "exact" if self.precision == "auto" and stays_exact else self.precision
+        on_cpu = self.storage.device == "cpu"
+        return precision_of_run(self.precision, exact_mezo=self.optimization.exact_mezo, on_cpu=on_cpu)
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
         """The same options with what was chosen for this machine written down: a resumed run has to do the same."""

@@ -171,7 +171,7 @@ class Trainer:
             if self.options.optimization.guard and self.engine.version:
                 raise diverged(error, self.engine.journal.updates, self.options) from error
             raise
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is raised again
             self._take_back(error)
             raise
 
