@@ -18,20 +18,25 @@ from zo2core.errors import JournalError, OptionError
 from zo2core.estimators import direction_seeds, require_distribution
 from zo2core.journal import Journal, digest, json_object
 from zo2core.noise import choose_noise
+from zo2core.planning.carrying import Replay, choose_carrying, require_drawable
 from zo2core.planning.device_plan import DevicePlan, plan_device_memory
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.host_plan import HostPlan, plan_host
 from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
-from zo2core.planning.write_interval import choose_interval, require_within
+from zo2core.planning.write_interval import interval_of
 from zo2core.profiling.chrome_trace import Trace
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.schedulers import OverlappedScheduler, SerialScheduler
+from zo2core.schedulers.overlapped import spread
 from zo2core.sources import PinnedSource, StreamedSource
 from zo2core.sources.base_digests import BaseDigests
+from zo2core.sources.carrying import CarryingSource, staging_bytes
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.scratch import Scratch
 from zo2core.sweep.activation_offload import ActivationOffload
+from zo2core.sweep.host_replay import CarryingScheduler, HostReplay
+from zo2core.sweep.landing import Landing
 from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout
@@ -55,6 +60,7 @@ class Parts(NamedTuple):
     activations: ActivationOffload
     activation_bytes: int  # that activations may take where forwards run
     worker: ThreadPoolExecutor | None  # the second thread; None where one host thread issues the work of a device
+    landing: Landing
     host_plan: HostPlan | None  # None for passed parts
     device_plan: DevicePlan | None  # None where the device computes in host memory, and for passed parts
 
@@ -73,6 +79,7 @@ def build(
     seed: int = 0,
     write_back: WriteBackPolicy | None = None,
     provenance: Mapping[str, Any] | None = None,
+    replay: Replay = "auto",
 ) -> Parts:
     """Choose and open the parts of a run.
 
@@ -89,6 +96,7 @@ def build(
         seed: Of the run.
         write_back: None never writes.
         provenance: What of the caller's decides the run, as JSON values; None says nothing.
+        replay: Who replays for a device with memory of its own.
 
     Raises:
         ZO2Error: as ``ZOEngine`` says. What was opened is closed then.
@@ -112,8 +120,11 @@ def build(
         of_choice = choose_noise(recorded, layouts, device.torch_device) if noise is None else noise
         if estimator is not None:
             require_distribution(estimator, of_choice)
-        directions = _most_directions(estimator, journal)
-        device_plan = _plan_device(layouts, of_choice, device, memory, directions, overlap=overlap, walks=walks)
+        carrying = choose_carrying(replay, layouts, of_choice, device)
+        directions, carries = _most_directions(estimator, journal), carrying is not None
+        device_plan = _plan_device(
+            layouts, of_choice, device, memory, directions, overlap=overlap, walks=walks, carries=carries
+        )
         room = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
         waiting = memory.activation_bytes if room < memory.activation_bytes else 0
         streamed = laid_out_as_on_disk(layouts, model.weights)
@@ -127,14 +138,16 @@ def build(
                 compute_on_host=device.torch_device.type == "cpu",
                 may_keep_noise=not isinstance(of_choice, CounterNoise),
                 walks=walks,
+                staging=0 if carrying is None else staging_bytes(layouts),
             )
         if noise is None:
             of_choice = choose_noise(recorded, layouts, device.torch_device, memory=max(host_plan.spare, 0))
         opened.push(partial(_withdraw_if_refused, journal))
         journal.begin(_header(model, of_choice, estimator, seed, provenance))
         used = layouts if host_plan.buckets is None else streamed
-        kept = 0 if device_plan is None else device_plan.kept
-        every = _interval(write_back, model, used, of_choice, estimator, buckets=host_plan.buckets, kept=kept)
+        kept, buckets = 0 if device_plan is None else device_plan.kept, host_plan.buckets
+        in_place = estimator is None or walks
+        every = interval_of(write_back, used, of_choice, model.weights, in_place=in_place, buckets=buckets, kept=kept)
         scratch = None
         if write_back is not None:
             scratch = Scratch(Path(write_back.directory), used, journal.chain, journal.require_version)
@@ -143,20 +156,37 @@ def build(
         try:
             options: Any = {"scratch": scratch, "write_back_every": every}
             options |= {"base_digests": base_digests, "timeline": timeline}
-            if host_plan.buckets is None:
+            if buckets is None:
                 source = PinnedSource(model.weights, used, device.host_memory, **options)
             else:
-                source = StreamedSource(model.weights, used, device.host_memory, buckets=host_plan.buckets, **options)
+                source = StreamedSource(model.weights, used, device.host_memory, buckets=buckets, **options)
         except BaseException:
             if scratch is not None:
                 scratch.close()
             raise
         opened.callback(source.close)
-        scheduler = (
-            OverlappedScheduler(source, device, kept=kept, timeline=timeline)
-            if overlap
-            else SerialScheduler(source, device, timeline=timeline)
-        )
+        landing = Landing(of_choice)
+        scheduler: Scheduler
+        if carrying is not None:
+            assert isinstance(of_choice, CounterNoise), "what is carried otherwise was refused"
+            host = HostReplay(used, of_choice, journal.updates, landing)
+            opened.callback(host.close)
+            blocks = [index for index, layout in enumerate(used) if not layout.resident]
+            source = CarryingSource(
+                source,
+                spread(blocks, kept),
+                device.host_memory,
+                host.replay,
+                comes_back=carrying.comes_back,
+                timeline=timeline,
+            )
+            opened.callback(source.close)
+        if overlap:
+            scheduler = OverlappedScheduler(source, device, kept=kept, goes_round=carrying is None, timeline=timeline)
+        else:
+            scheduler = SerialScheduler(source, device, timeline=timeline)
+        if isinstance(source, CarryingSource):
+            scheduler = CarryingScheduler(scheduler, source, host)
         keep_noise = device.in_place and host_plan.keep_noise
         work_buffer = WorkBuffer(layouts, device, of_choice, keep_noise=keep_noise, walks=walks)
         worker = _start_worker(device, opened)
@@ -179,6 +209,7 @@ def build(
             activations=activations,
             activation_bytes=room,
             worker=worker,
+            landing=landing,
             host_plan=host_plan,
             device_plan=device_plan,
         )
@@ -210,6 +241,7 @@ def adopt(
         require_rows(micro_batch_size)
         _require_same_segments(model, source)
         require_distribution(estimator, noise)
+        require_drawable(model.layouts, noise)
         timeline = Timeline() if timeline is None else timeline
         activation_bytes = parse_size(activations, option="activations")
         trace = _open_trace(trace, opened)
@@ -239,6 +271,7 @@ def adopt(
             activations=offload,
             activation_bytes=activation_bytes,
             worker=worker,
+            landing=Landing(noise),
             host_plan=None,
             device_plan=None,
         )
@@ -318,6 +351,7 @@ def _plan_device(
     *,
     overlap: bool,
     walks: bool,
+    carries: bool,
 ) -> DevicePlan | None:
     if device.in_place and memory.least_activations is not None:
         raise OptionError(
@@ -346,6 +380,7 @@ def _plan_device(
         least_activation_bytes=memory.least_activation_bytes,
         walks=walks,
         probes=probes,
+        carries=carries,
     )
 
 
@@ -356,34 +391,3 @@ def _most_directions(estimator: ZOEstimator | None, journal: Journal) -> int:
         return taken
     evaluations = estimator.evaluations(0, direction_seeds(0, 0, None))
     return max(taken, len({evaluation.seed for evaluation in evaluations}))
-
-
-def _interval(
-    policy: WriteBackPolicy | None,
-    model: BlockModel,
-    layouts: Sequence[BlockLayout],
-    noise: NoiseGenerator,
-    estimator: ZOEstimator | None,
-    *,
-    buckets: int | None,
-    kept: int,
-) -> int | None:
-    """After how many steps a segment is written to the scratch file of a policy."""
-    if policy is None:
-        return None
-    every = policy.every
-    if every == "auto":
-        every = choose_interval(
-            layouts,
-            noise,
-            model.weights,
-            Path(policy.directory),
-            in_place=estimator is None or estimator.perturb_in_place,
-            buckets=buckets,
-            kept=kept,
-            terabytes_per_1000_steps=policy.terabytes_per_1000_steps,
-        )
-    limits = [limit for limit in (every, policy.snapshot_every) if limit is not None]
-    interval = min(limits, default=None)
-    require_within(layouts, interval, policy.terabytes_per_1000_steps)
-    return interval

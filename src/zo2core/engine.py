@@ -14,12 +14,11 @@ from zo2core.build import Parts, adopt, build
 from zo2core.checkpoint import require_unused, write_checkpoint
 from zo2core.estimators import direction_seeds, learning_rate
 from zo2core.journal import Journal
-from zo2core.planning import ACTIVATIONS, DevicePlan, HostPlan, MemoryPolicy, WriteBackPolicy
+from zo2core.planning import ACTIVATIONS, DevicePlan, HostPlan, MemoryPolicy, Replay, WriteBackPolicy
 from zo2core.profiling import Sweep, Timeline, Trace, TraceRecorder
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.sweep.evaluation_loop import evaluate, fill_sweeps
 from zo2core.sweep.exclusive_use import ExclusiveUse
-from zo2core.sweep.landing import Landing
 from zo2core.sweep.microbatch import combined_loss, labelled_tokens, require_tensors, split_rows
 from zo2core.sweep.perturber import choose_perturber
 from zo2core.sweep.visitor import SegmentVisitor
@@ -43,6 +42,7 @@ class Replayer:
         memory: How much memory the process may take.
         micro_batch_size: Rows of the micro-batches into which a batch is split; None: batches run whole.
         overlap: False does one thing after the other, to compare with; the bits are the same.
+        replay: Who replays for a device with memory of its own: itself, "device", or "host": then nothing comes back.
         trace: Takes down what every sweep did when: a trace, or the path of a new one.
 
     Raises:
@@ -63,6 +63,7 @@ class Replayer:
         memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
         micro_batch_size: int | None = None,
         overlap: bool = True,
+        replay: Replay = "auto",
         trace: Trace | Path | str | None = None,
     ) -> None:
         parts = build(
@@ -75,13 +76,14 @@ class Replayer:
             micro_batch_size=micro_batch_size,
             trace=trace,
             overlap=overlap,
+            replay=replay,
         )
         self._take(model, parts)
 
     def _take(self, model: BlockModel, parts: Parts) -> None:
         self._model, self._parts = model, parts
         self._recorder = TraceRecorder(parts.timeline, parts.trace)
-        self._landing = Landing(parts.noise)
+        self._landing = parts.landing
         parts.opened.callback(self._recorder.flush)
         self._use = ExclusiveUse(type(self).__name__)
 
@@ -236,7 +238,7 @@ class ZOEngine(Replayer):
     Args:
         model: Cut into embedding, blocks and head; of an adapter, or your own.
         estimator: What to evaluate, and what the losses say about the weights.
-        device, memory, micro_batch_size, overlap, trace: as for ``Replayer``.
+        device, memory, micro_batch_size, overlap, replay, trace: as for ``Replayer``.
         noise: Draws z; by default what the journal was begun with, else ``SequentialNoise``, MeZO's numbers.
         journal: Updates so far and to come: a journal, or the path of one, which is made if it is not there. None keeps the
             updates in memory. A journal with updates continues its run.
@@ -261,6 +263,7 @@ class ZOEngine(Replayer):
         write_back: WriteBackPolicy | None = None,
         micro_batch_size: int | None = None,
         overlap: bool = True,
+        replay: Replay = "auto",
         trace: Trace | Path | str | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> None:
@@ -274,6 +277,7 @@ class ZOEngine(Replayer):
             micro_batch_size=micro_batch_size,
             trace=trace,
             overlap=overlap,
+            replay=replay,
             seed=seed,
             write_back=write_back,
             provenance=provenance,
@@ -302,11 +306,8 @@ class ZOEngine(Replayer):
         """An engine of parts that the caller made. They stay the caller's: nothing closes them, not even a refusal.
 
         Args:
-            model: This and all that is not said here are as in the constructor.
-            estimator: What to evaluate.
-            source: Where the model's segments live.
-            device: Where they are computed on.
-            noise: Draws z.
+            model, estimator: These and all that is not said here are as in the constructor.
+            source, device, noise: Where the model's segments live and are computed on, and what draws z.
             scheduler: Of this source and this device; by default an ``OverlappedScheduler``.
             journal, seed, micro_batch_size, trace, provenance: As the constructor takes them.
             activations: Bytes, or a size, that an evaluation's activations may take at a time.

@@ -96,8 +96,11 @@ def differences(theirs: Header, ours: Header) -> tuple[str, str] | None:
 
 
 def digest(parameters: Iterable[ParameterSpec]) -> str:
-    """Identifies a model's parameters: names, shapes, dtypes, places, and which of them decay."""
-    listed = [[spec.name, list(spec.shape), str(spec.dtype), spec.index, spec.decays] for spec in parameters]
+    """Identifies a model's parameters: names, shapes, dtypes, places, which of them decay, and how they are carried."""
+    listed: list[list[object]] = []
+    for spec in parameters:
+        carried = [str(spec.carried_dtype), spec.carried_back] if spec.is_carried else []  # older journals have none
+        listed.append([spec.name, list(spec.shape), str(spec.dtype), spec.index, spec.decays, *carried])
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zo2core.kernels.carrying import carried_layout, carrying_bytes
 from zo2core.noise.sizes import SCRATCH, drawn_bytes
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.memory_plan import MemoryPart, MemoryPlan
@@ -37,6 +38,7 @@ def plan_device_memory(
     least_activation_bytes: int | None = None,
     walks: bool = True,
     probes: int = 1,
+    carries: bool = False,
 ) -> DevicePlan:
     """Keep as many blocks on the device as fit.
 
@@ -49,6 +51,7 @@ def plan_device_memory(
         least_activation_bytes: Bytes that they take if all but the streams at work wait in host memory; None: they cannot.
         walks: Whether evaluations walk from one to the next, which takes memory where the forward's weights are rounded.
         probes: Directions of an update: their z are held together while it is replayed.
+        carries: Whether blocks that pass through are in the slots as they are carried, and not as they are stored.
 
     Raises:
         MemoryBudgetError: if the device is too small for any plan; it adds up what the smallest needs.
@@ -57,6 +60,8 @@ def plan_device_memory(
     budget = int(AUTO_SHARE * free) if memory == "auto" else parse_size(memory, option="device_memory")
     blocks = [layout.nbytes for layout in layouts if not layout.resident]
     largest = max(blocks, default=0)
+    passing = [carried_layout(layout) if carries else layout for layout in layouts if not layout.resident]
+    slot = max((layout.nbytes for layout in passing), default=0)
     drawn = 0 if isinstance(noise, CounterNoise) else drawn_bytes(layouts, noise)
     itemsize = max(spec.dtype.itemsize for layout in layouts for spec in layout.parameters)
     scratch = 0 if isinstance(noise, CounterNoise) else _SCRATCHES * min(SCRATCH * itemsize, drawn)
@@ -67,9 +72,9 @@ def plan_device_memory(
         slots = min(SLOTS, moving)
         parts = (
             MemoryPart("embedding and head", sum(layout.nbytes for layout in layouts if layout.resident)),
-            MemoryPart(f"{slots} slots for {moving} blocks", slots * largest),
+            MemoryPart(f"{slots} slots for {moving} blocks", slots * slot),
             MemoryPart(f"{kept} blocks that stay", kept * largest),
-            MemoryPart("work buffer", work_bytes(layouts) + (walk_bytes(layouts) if walks else 0)),
+            MemoryPart("work buffer", work_bytes(layouts) + walk_bytes(layouts, walks=walks) + carrying_bytes(layouts)),
             MemoryPart("noise as it is drawn", (probes + 1) * drawn + scratch),
             MemoryPart("activations, reserved", activations),
         )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zo2core.io.direct_file import STAGING, whole_pages
+from zo2core.kernels.carrying import carrying_bytes
 from zo2core.noise.sizes import noise_bytes
 from zo2core.planning.host_budget import free_memory, parse_size, resident_memory
 from zo2core.planning.memory_plan import MemoryPart, MemoryPlan
@@ -42,6 +43,7 @@ def plan_host(
     compute_on_host: bool = True,
     may_keep_noise: bool = True,
     walks: bool = True,
+    staging: int = 0,
 ) -> HostPlan:
     """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; noise is kept if it fits.
 
@@ -53,6 +55,7 @@ def plan_host(
         compute_on_host: Whether work and noise buffer are host memory, too.
         may_keep_noise: Whether there is a use for a noise buffer; counter-based noise has none.
         walks: Whether evaluations walk from one to the next, which takes memory where the forward's weights are rounded.
+        staging: Bytes for blocks as they are carried to a device.
 
     Raises:
         MemoryBudgetError: if not even the smallest plan fits; it adds up what that needs.
@@ -62,7 +65,7 @@ def plan_host(
     budget = process + int(AUTO_SHARE * free_memory()) if memory == "auto" else parse_size(memory)
     blocks = sum(not layout.resident for layout in layouts)
     work, noise = (work_bytes(layouts), noise_bytes(layouts)) if compute_on_host else (0, 0)
-    work += walk_bytes(layouts) if compute_on_host and walks else 0
+    work += walk_bytes(layouts, walks=walks) + carrying_bytes(layouts) if compute_on_host else 0
 
     def counted(buckets: int | None, *, keep_noise: bool) -> HostPlan:
         used = layouts if buckets is None else streamed
@@ -75,6 +78,7 @@ def plan_host(
             MemoryPart("embedding and head", resident),
             MemoryPart(f"{blocks if buckets is None else buckets} of {blocks} blocks", held),
             MemoryPart("work buffer", work),
+            *([MemoryPart("blocks as they are carried", staging)] if staging else []),
             MemoryPart("noise buffer" if keep_noise else "noise buffer: drawn again instead", noise if keep_noise else 0),
             MemoryPart("reading buffers", READERS * STAGING),
         )

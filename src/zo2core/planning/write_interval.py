@@ -10,6 +10,7 @@ from zo2core.errors import OptionError
 from zo2core.io.direct_file import whole_pages
 from zo2core.planning.autotune import read_bytes_per_second, replay_seconds, write_bytes_per_second
 from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS
+from zo2core.planning.policies import WriteBackPolicy
 from zo2core.protocols import NoiseGenerator, TensorReader
 from zo2core.types import BlockLayout
 
@@ -126,3 +127,46 @@ def choose_interval(
 
 def _written_bytes(layouts: Sequence[BlockLayout]) -> int:
     return sum(whole_pages(layout.nbytes) for layout in layouts)
+
+
+def interval_of(
+    policy: WriteBackPolicy | None,
+    layouts: Sequence[BlockLayout],
+    noise: NoiseGenerator,
+    weights: TensorReader,
+    *,
+    in_place: bool,
+    buckets: int | None,
+    kept: int,
+) -> int | None:
+    """After how many steps a segment is written to the scratch file of a policy; None: never.
+
+    Args:
+        policy: None never writes.
+        layouts: As for ``choose_interval``, and so is what follows.
+        noise: Draws z.
+        weights: The base checkpoint.
+        in_place: With MeZO's walk.
+        buckets: Of the source.
+        kept: Blocks that stay on a device.
+
+    Raises:
+        OptionError: if the policy's numbers write more than it allows.
+    """
+    if policy is None:
+        return None
+    every = policy.every
+    if every == "auto":
+        every = choose_interval(
+            layouts,
+            noise,
+            weights,
+            Path(policy.directory),
+            in_place=in_place,
+            buckets=buckets,
+            kept=kept,
+            terabytes_per_1000_steps=policy.terabytes_per_1000_steps,
+        )
+    interval = min((limit for limit in (every, policy.snapshot_every) if limit is not None), default=None)
+    require_within(layouts, interval, policy.terabytes_per_1000_steps)
+    return interval

@@ -86,6 +86,11 @@ class _Leaving(NamedTuple):
     version: int
 
 
+def spread(blocks: Sequence[int], kept: int) -> set[int]:
+    """The blocks that stay on a device, evenly spread, so that transfers have time in between."""
+    return {blocks[i * len(blocks) // kept] for i in range(kept)}
+
+
 class OverlappedScheduler:
     """Transfers beside compute.
 
@@ -93,22 +98,32 @@ class OverlappedScheduler:
         source: Where segments come from. Belongs to the caller.
         device: Where they are computed on. Belongs to the caller.
         kept: Number of blocks that stay on the device, spread evenly over the sweep: they are visited without transfers.
+        goes_round: Whether the next sweep's first blocks come in while this one ends; not where the source brings blocks to
+            the present version, which is another one then.
         timeline: Every transfer is noted there.
 
     Raises:
         OptionError: if ``kept`` is not a number of blocks.
     """
 
-    def __init__(self, source: BlockSource, device: Device, *, kept: int = 0, timeline: Timeline | None = None) -> None:
+    def __init__(
+        self,
+        source: BlockSource,
+        device: Device,
+        *,
+        kept: int = 0,
+        goes_round: bool = True,
+        timeline: Timeline | None = None,
+    ) -> None:
         self._source = source
         self._device = device
+        self._goes_round = goes_round
         self._timeline = Timeline() if timeline is None else timeline
         self._layouts = source.layouts
         blocks = [index for index, layout in enumerate(self._layouts) if not layout.resident]
         if not 0 <= kept <= len(blocks):
             raise OptionError("kept", found=repr(kept), expected=f"0 to {len(blocks)} blocks", remedy="choose such a number")
-        staying = {index for index, layout in enumerate(self._layouts) if layout.resident}
-        staying |= {blocks[i * len(blocks) // kept] for i in range(kept)}
+        staying = {index for index, layout in enumerate(self._layouts) if layout.resident} | spread(blocks, kept)
         self._free: deque[_Slot] = deque()  # slots that blocks take in turn
         self._own: dict[int, _Slot] = {}  # slots of segments that stay
         if not device.in_place:
@@ -131,7 +146,7 @@ class OverlappedScheduler:
                 coming: list[int] = []
                 ready = brought = 0
                 if not self._device.in_place:  # in place the source keeps to the order that it was told at the beginning
-                    coming = self._missing([*order[position + 1 :], *order[:position]])
+                    coming = self._missing([*order[position + 1 :], *(order[:position] if self._goes_round else ())])
                     ready = min(self._source.prefetch(coming), AHEAD)
                 while brought < ready and self._bring_ahead(coming[brought]):  # slots go to what is needed first
                     brought += 1
@@ -144,7 +159,8 @@ class OverlappedScheduler:
                 self._release_arrived()
                 if brought < min(len(coming), AHEAD):  # the host waits for the disk now, while the device computes
                     self._bring_ahead(coming[brought])
-            self._go_round(order)
+            if self._goes_round:
+                self._go_round(order)
         finally:
             if arrival is not None:
                 reached.append(arrival)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
@@ -31,7 +31,8 @@ class CounterPerturber:
         buffer: One sweep at a time may use it.
         worker: The second thread; None does without.
         trajectory: What the sweep does to the weights.
-        parallel_from: Elements of the segments that are worth two threads.
+        parallel_from: Elements of the segments that are worth more than one thread.
+        helpers: How many of the worker's threads help.
     """
 
     def __init__(
@@ -42,28 +43,50 @@ class CounterPerturber:
         trajectory: Trajectory,
         *,
         parallel_from: int,
+        helpers: int = 1,
     ) -> None:
         self._distribution = noise.distribution
         self._buffer = buffer
-        self._worker = worker
+        self._worker = worker if helpers > 0 else None
+        self._helpers = helpers
         self._trajectory = trajectory
         self._parallel_from = parallel_from
         first = trajectory.evaluations[0] if trajectory.evaluations else None
         self._first = first if first is not None and first.shift != 0 else None  # what a replay leads to
         self._at: Evaluation | None = None  # where a replay has brought the work buffer
         # One object for all segments, so that each program is coded for the kernels once.
-        self._replays: dict[int, list[Mapping[bool, Program]]] = {}  # by the version that updates are missing from
+        self._replays: dict[tuple[int, bool], list[Mapping[bool, Program]]] = {}  # see ``_programs``
+        self._updates: dict[int, Mapping[bool, Program]] = {}  # each alone, by its step
         self._copies: dict[Evaluation, Program] = {}
         self._moves: dict[tuple[Evaluation | None, Evaluation | None], Program] = {}
         self.seeds = {evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None}
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
         """Bring the store to the present version and, in the same pass, the work buffer to the first evaluation."""
-        for programs in self._programs(version):
+        if self._buffer.comes_back[index]:
+            self._replay_carried(index, stores, version)
+            return self._trajectory.version
+        leads = not self._buffer.is_carried[index]
+        for programs in self._programs(version, leads=leads):
             last = programs[False].then is not None
             self._run(index, stores, programs, self._copy(self._first) if last and self._first is not None else None)
-        self._at = self._first
+        self._at = self._first if leads else None
         return self._trajectory.version
+
+    def _replay_carried(self, index: int, stores: Stores, version: int) -> None:
+        """Replay update by update where each is rounded to what a device gives back."""
+        self._at = None
+        missing = self._trajectory.updates[version : self._trajectory.version]
+        if missing:
+            self._buffer.widen(index, stores)
+        if missing and version == 0:  # the base was never carried
+            self._buffer.carry(index, stores[index])
+        for update in missing:
+            if update.step not in self._updates:
+                self._updates[update.step] = compile_updates([update])
+                self.seeds.update(self._updates[update.step][False].seeds)
+            self._run(index, stores, self._updates[update.step], None)
+            self._buffer.carry(index, stores[index])
 
     def move(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
         """Bring the work buffer to an evaluation, unless the replay has done so. See the contract."""
@@ -75,22 +98,23 @@ class CounterPerturber:
         elif evaluation is None or evaluation.shift == 0:
             self._buffer.take_over(index, stores)
         else:
+            self._buffer.widen(index, stores)
             copy = self._copy(evaluation)
             self._run(index, stores, {False: copy, True: copy}, copy)
 
     def finish(self) -> None:
         """Nothing is left to wait for: the second thread works only while ``replay`` and ``move`` do."""
 
-    def _programs(self, version: int) -> list[Mapping[bool, Program]]:
-        """What brings segments to the present version, in rounds; the last one also leads to the first evaluation."""
-        if version not in self._replays:
+    def _programs(self, version: int, *, leads: bool) -> list[Mapping[bool, Program]]:
+        """What brings segments to the present version, in rounds; the last one may also lead to the first evaluation."""
+        if (version, leads) not in self._replays:
             trajectory = self._trajectory
             *before, last = rounds(trajectory.updates[version : trajectory.version], SEEDS_IN_TURN)
             programs = [compile_updates(updates) for updates in before]
-            programs.append(compile_updates(last, self._first, trajectory.zo_eps))
+            programs.append(compile_updates(last, self._first if leads else None, trajectory.zo_eps))
             self.seeds.update(seed for of_round in programs for seed in of_round[False].seeds)
-            self._replays[version] = programs
-        return self._replays[version]
+            self._replays[version, leads] = programs
+        return self._replays[version, leads]
 
     def _copy(self, evaluation: Evaluation) -> Program:
         """What perturbs a copy of weights that stay as they are."""
@@ -113,12 +137,20 @@ class CounterPerturber:
         def run(view: ParameterView, start: int, stop: int) -> None:
             program = own[view.spec.decays] if view.owner == index else borrowed
             assert program is not None
-            theta = stores[view.owner][view.position][start:stop]
+            theta = self._weights(view, stores, program)[start:stop]
             out, rounded = (None, None) if program.then is None else view.targets(start, stop)
             apply_drawing(theta, program, self._distribution, view.spec.index, start, out=out, rounded=rounded)
 
         views = self._buffer.segments[index]
         self._share_out(index, run, [view for view in views if view.owner == index or borrowed is not None])
+
+    def _weights(self, view: ParameterView, stores: Stores, program: Program) -> torch.Tensor:
+        """The weights that a program runs on: in a store, or where they were widened."""
+        store = stores[view.owner]
+        if view.spec.is_carried and (program.then is not None or not view.is_stored_in(store)):
+            assert program.then is not None or view.spec.carried_back, "what never comes back is replayed where it is stored"
+            return view.targets()[0]
+        return store[view.position]
 
     def _move_in_place(self, index: int, before: Evaluation, evaluation: Evaluation | None) -> None:
         """Walk the work buffer from one evaluation to the next."""
@@ -134,7 +166,7 @@ class CounterPerturber:
             self._share_out(index, run, self._buffer.segments[index])
 
     def _share_out(self, index: int, run: Callable[[ParameterView, int, int], None], views: Sequence[ParameterView]) -> None:
-        """Run on all ranges of these parameters; two threads take the next one in turns, if that pays."""
+        """Run on all ranges of these parameters; threads take the next one in turns, if that pays."""
         worker = self._worker if self._buffer.elements[index] >= self._parallel_from else None
         ranges: deque[tuple[ParameterView, int, int]] = deque()
         for view in views:
@@ -154,8 +186,10 @@ class CounterPerturber:
         if worker is None:
             work()
             return
-        other = worker.submit(work)
+        others = [worker.submit(work) for _ in range(self._helpers)]
         try:
             work()
         finally:
+            wait(others)
+        for other in others:
             other.result()

@@ -8,12 +8,13 @@ depends on it. What the rounding of MeZO's walk changes does not count, nor does
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 
 from zo2core.kernels import Distribution, apply, fill
 from zo2core.protocols import CounterNoise, NoiseGenerator, Store
-from zo2core.types import Descend, Program, Update
+from zo2core.types import Descend, ParameterSpec, Program, Update
 
 EVERY = 100  # steps from one look to the next
 SAMPLED = 256  # elements of a segment, evenly spread over it; a few more where it has many parameters
@@ -36,11 +37,29 @@ class Landing:
         """Prepare for a step's sweep."""
         self._looks, self._samples = step >= self._next, {}
 
-    def sample(self, index: int, store: Store) -> None:
-        """Copy a few elements of a segment, if the present step is looked at. The host does not wait for the device."""
-        if self._looks:
-            stride = max(1, sum(parameter.numel() for parameter in store) // SAMPLED)
-            self._samples[index] = [parameter[::stride].clone() for parameter in store]
+    def sample(self, index: int, store: Store, specs: Sequence[ParameterSpec] | None = None) -> None:
+        """Copy a few elements of a segment, if the present step is looked at. The host does not wait for the device.
+
+        Args:
+            index: The segment.
+            store: Its own parameters. What is only a rounded copy to compute with is passed over: the host looks at what
+                it is made from.
+            specs: Theirs, and in what they are kept from step to step; None: as they are. What is kept in 8 bits is passed
+                over: there it depends on a row's largest weight which updates land.
+        """
+        if not self._looks:
+            return
+        kept = [parameter.dtype for parameter in store]
+        if specs is not None:
+            kept = [_kept_dtype(spec) for spec in specs]
+            if any(own.dtype not in (spec.dtype, dtype) for own, spec, dtype in zip(store, specs, kept, strict=False)):
+                return
+        stride = max(1, sum(parameter.numel() for parameter in store) // SAMPLED)
+        self._samples[index] = [
+            parameter[::stride].to(dtype, copy=True)
+            for parameter, dtype in zip(store, kept, strict=False)  # behind what is carried in 8 bits there are scales
+            if dtype.itemsize > 1
+        ]
 
     @torch.inference_mode()
     def share(self, update: Update) -> float | None:
@@ -68,6 +87,10 @@ class Landing:
             fill(z, self._distribution, direction, 0)
             apply(after, _step(grad, update.lr), [z], scratch=memory[0], decay_scratch=memory[1])
         return int((after != before).sum())
+
+
+def _kept_dtype(spec: ParameterSpec) -> torch.dtype:
+    return spec.carried_dtype if spec.carried_dtype is not None and spec.carried_back else spec.dtype
 
 
 def _step(grad: float, lr: float) -> Program:

@@ -75,7 +75,7 @@ class SegmentVisitor:
         self._stores[index] = store
         begun = self._queues.mark()
         version = self._perturber.replay(index, self._stores, version)
-        self._landing.sample(index, store)
+        self._landing.sample(index, store, self._layouts[index].parameters)
         self._timeline.note(Lane.REPLAY, self._layouts[index].name, begun, self._queues.mark())
         return version
 

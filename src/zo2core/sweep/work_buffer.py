@@ -4,7 +4,8 @@ The work buffer's views are the model's parameters for good. Segments share its 
 buffer weights that two segments use (tied ones) have a place of their own, so that their noise, once drawn, serves both.
 
 Where the forward computes in another dtype than is stored, the work buffer has the rounded weights. Evaluations that walk
-from one to the next then need the weights of the last one unrounded: they walk in memory of their own.
+from one to the next then need the weights of the last one unrounded: they walk in memory of their own. A weight of which a
+device is given less than is stored is widened there, too, before it is perturbed.
 """
 
 from __future__ import annotations
@@ -14,9 +15,19 @@ from typing import NamedTuple
 
 import torch
 
+from zo2core.kernels.carrying import CarryingMemory, carrying_bytes, decode, encode, scales_places
 from zo2core.noise.sizes import SCRATCH, noise_bytes
-from zo2core.protocols import CounterNoise, Device, NoiseGenerator, Stores
-from zo2core.types import BlockLayout, ParameterSpec, divide_tied, flat_views, packed_bytes, walk_bytes, work_bytes
+from zo2core.protocols import CounterNoise, Device, NoiseGenerator, Store, Stores
+from zo2core.types import (
+    BlockLayout,
+    ParameterSpec,
+    divide_tied,
+    flat_views,
+    packed_bytes,
+    walk_bytes,
+    walks_beside,
+    work_bytes,
+)
 
 
 class ParameterView(NamedTuple):
@@ -25,11 +36,16 @@ class ParameterView(NamedTuple):
     spec: ParameterSpec
     owner: int  # segment whose store holds the weight
     position: int  # in that store
+    scales: int | None  # of a weight that is carried in 8 bits: their position in a store that has what was carried
     work: torch.Tensor  # flat view of the work buffer: the perturbed weight, in the forward's dtype
-    walked: torch.Tensor | None  # the same as it is stored, for evaluations that walk; None: it is not kept beside work
+    walked: torch.Tensor | None  # the same as it is stored: it is perturbed here. None: it is perturbed in the work buffer
     z: torch.Tensor | None  # flat view of the noise buffer; None where noise is not kept
     chunks: list[tuple[int, int]]  # (start, stop) in which z is drawn
     tied: bool  # used by more than one segment
+
+    def is_stored_in(self, store: Store) -> bool:
+        """Whether a store of the owner's has the weight as it is stored, and not what was carried of it."""
+        return store[self.position].dtype is self.spec.dtype
 
     def targets(self, start: int = 0, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Where a range's perturbed weights go: as they walk on from there, and rounded beside that, if they are."""
@@ -63,7 +79,8 @@ class WorkBuffer:
         tied_names = {spec.name for spec in tied}
         tied_bytes = packed_bytes(tied)
         work = device.empty(work_bytes(layouts))
-        walk = device.empty(walk_bytes(layouts)) if walks else None
+        walk = device.empty(walk_bytes(layouts, walks=walks))
+        self._carrying = CarryingMemory(device.empty(carrying_bytes(layouts)))
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
         z = device.empty(noise_bytes(layouts)) if self.keeps_noise else None
 
@@ -71,9 +88,9 @@ class WorkBuffer:
             return [None] * len(specs) if z is None else list(flat_views(specs, z[start:]))
 
         places = {
-            spec.name: (index, position)
+            spec.name: (index, position, scales)
             for index, layout in enumerate(layouts)
-            for position, spec in enumerate(layout.parameters)
+            for position, (spec, scales) in enumerate(zip(layout.parameters, scales_places(layout), strict=True))
         }
         self.segments: list[tuple[ParameterView, ...]] = []  # in drawing order, of each segment
         for layout, unshared in zip(layouts, own, strict=True):
@@ -82,10 +99,8 @@ class WorkBuffer:
             zs = [*noise_views(shared, 0), *noise_views(unshared, tied_bytes)]
             drawn = {spec.name: z for spec, z in zip((*shared, *unshared), zs, strict=True)}
             works = flat_views([spec.in_forward() for spec in used.values()], work)
-            rounded = [spec for spec in used.values() if spec.is_rounded]
-            walked: dict[str, torch.Tensor] = {}
-            if walk is not None:
-                walked.update(zip((spec.name for spec in rounded), flat_views(rounded, walk), strict=True))
+            beside = [spec for spec in used.values() if walks_beside(spec, walks=walks)]
+            walked = dict(zip((spec.name for spec in beside), flat_views(beside, walk), strict=True))
             views = [
                 ParameterView(
                     spec,
@@ -100,6 +115,8 @@ class WorkBuffer:
             ]
             self.segments.append(tuple(sorted(views, key=lambda view: view.spec.index)))
         self._device = device
+        self.comes_back = [any(spec.is_carried and spec.carried_back for spec in layout.parameters) for layout in layouts]
+        self.is_carried = [any(spec.is_carried for spec in layout.used) for layout in layouts]
         self.elements = [sum(view.spec.numel for view in views) for views in self.segments]
         self._scratch: dict[tuple[torch.dtype, str], torch.Tensor] = {}
         self._chunk = max(
@@ -111,11 +128,36 @@ class WorkBuffer:
         return [{view.spec.name: view.work.view(view.spec.shape) for view in views} for views in self.segments]
 
     def take_over(self, index: int, stores: Stores) -> None:
-        """Bring a segment's weights into the buffer as they are in the stores."""
+        """Bring a segment's weights into the buffer as they are in the stores, or as a device is given them."""
+        self.widen(index, stores)
         for view in self.segments[index]:
-            for target in view.targets():
-                if target is not None:
-                    target.copy_(stores[view.owner][view.position])
+            target, rounded = view.targets()
+            if not view.spec.is_carried:
+                target.copy_(stores[view.owner][view.position])
+            if rounded is not None:
+                rounded.copy_(target)
+
+    def widen(self, index: int, stores: Stores) -> None:
+        """Bring those of a segment's weights that are carried to where they are perturbed, as a device is given them."""
+        for view in self.segments[index]:
+            if view.spec.is_carried:
+                store, (target, _) = stores[view.owner], view.targets()
+                if view.is_stored_in(store):
+                    self._carrying.round(view.spec, store[view.position], target)
+                else:
+                    decode(store[view.position], None if view.scales is None else store[view.scales], target)
+
+    def carry(self, index: int, store: Store) -> None:
+        """Round those of a segment's own weights that come back from a device to what comes back of them."""
+        for view in self.segments[index]:
+            if view.owner == index and view.spec.is_carried and view.spec.carried_back:
+                theta = store[view.position]
+                if view.is_stored_in(store):
+                    self._carrying.round(view.spec, theta, theta)
+                    continue
+                scales, (target, _) = None if view.scales is None else store[view.scales], view.targets()
+                encode(target, theta, scales)
+                decode(theta, scales, target)
 
     def drawing(self, dtype: torch.dtype, purpose: str) -> torch.Tensor:
         """Memory for a chunk of z: one buffer for each dtype and purpose, kept."""

@@ -1,0 +1,102 @@
+"""Replaying on the host what a device computes with: the device is given weights at their present version."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from zo2core.devices import HostDevice
+from zo2core.protocols import CounterNoise, Scheduler, Store, Visitor
+from zo2core.sources.carrying import CarryingSource
+from zo2core.sweep.counter_perturber import CounterPerturber
+from zo2core.sweep.landing import Landing
+from zo2core.sweep.work_buffer import WorkBuffer
+from zo2core.types import BlockLayout, Bucket, Update
+from zo2core.updates import Trajectory
+
+_PARALLEL_FROM = 1 << 17  # elements; fewer are done on one thread, since handing work over takes tens of microseconds
+
+
+class HostReplay:
+    """Brings stored segments to the present version with the host's kernels.
+
+    Args:
+        layouts: Segments in visiting order.
+        noise: Whose numbers the kernels draw.
+        updates: All of the run so far; the list grows.
+        landing: Takes samples of the segments.
+    """
+
+    def __init__(
+        self, layouts: Sequence[BlockLayout], noise: CounterNoise, updates: Sequence[Update], landing: Landing
+    ) -> None:
+        self._layouts = layouts
+        self._noise = noise
+        self._updates = updates
+        self._landing = landing
+        self._buffer = WorkBuffer(layouts, HostDevice(), noise, keep_noise=False, walks=False)  # its pages stay untouched
+        self._threads = max(1, os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="zo2-replay")
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the updates that there are now for the present version."""
+        trajectory = Trajectory(self._updates, len(self._updates), (), zo_eps=1.0, perturb_in_place=True)
+        self._perturber = CounterPerturber(
+            self._noise, self._buffer, self._pool, trajectory, parallel_from=_PARALLEL_FROM, helpers=self._threads - 1
+        )
+
+    @torch.inference_mode()
+    def replay(self, index: int, store: Store, version: int) -> int:
+        """Bring a segment to the present version. See ``Visitor``."""
+        version = self._perturber.replay(index, {index: store}, version)
+        self._landing.sample(index, store, self._layouts[index].parameters)
+        return version
+
+    def close(self) -> None:
+        """Stop the threads."""
+        self._pool.shutdown()
+
+
+class CarryingScheduler:
+    """A scheduler whose source has the blocks made ready for each sweep anew.
+
+    Args:
+        scheduler: Of the source.
+        source: Makes blocks ready.
+        replay: What it brings them to their present version with.
+    """
+
+    def __init__(self, scheduler: Scheduler, source: CarryingSource, replay: HostReplay) -> None:
+        self._scheduler = scheduler
+        self._source = source
+        self._replay = replay
+
+    def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
+        """Visit the segments in this order. See the contract."""
+        self._replay.begin()
+        self._scheduler.sweep(visitor, order)
+
+    def replayed(self, visitor: Visitor, index: int) -> AbstractContextManager[Bucket]:
+        """Bring one segment to the present version, as it is stored. See the contract."""
+        return self._replayed(visitor, index)
+
+    def settle(self) -> None:
+        """Give back all buckets. See the contract."""
+        with self._source.only_when_acquired():
+            self._scheduler.settle()
+
+    @contextmanager
+    def _replayed(self, visitor: Visitor, index: int) -> Iterator[Bucket]:
+        self._replay.begin()
+        with self._source.only_when_acquired():
+            if index in self._source.carried:
+                with self._source.stored(index) as bucket:
+                    yield bucket
+            else:
+                with self._scheduler.replayed(visitor, index) as bucket:
+                    yield bucket

@@ -1,0 +1,160 @@
+"""Parameters, how a segment's lie in memory, and the memory that holds them at a version."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+
+# Note: Alignment. Parameters start at multiples of a cache line inside a bucket and inside the work buffer, as torch's own
+# allocator would place them: matrix kernels may choose another path, and other roundings, for unaligned weights.
+ALIGNMENT = 64  # bytes
+
+
+def aligned(nbytes: int) -> int:
+    """Round a size in bytes up to the alignment."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """One trainable tensor of the model. A tied weight is one parameter."""
+
+    name: str  # as in the model's named_parameters()
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # in which the weight is stored, and all its noise and arithmetic are
+    index: int  # position in named_parameters(): the order in which MeZO draws z
+    decays: bool  # weight decay applies
+    forward_dtype: torch.dtype | None = None  # to which the forward's copy is rounded, once; None: as stored
+    carried_dtype: torch.dtype | None = None  # to which the weight is rounded before it is perturbed; None: it is not
+    carried_back: bool = False  # every update is rounded to it, too: what the store holds is what a device gave back
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, without alignment."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the forward has the weight in another dtype."""
+        return self.forward_dtype not in (None, self.dtype)
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether the weight is perturbed from what a device of its own memory is given of it."""
+        return self.carried_dtype not in (None, self.dtype)
+
+    def in_forward(self) -> ParameterSpec:
+        """The forward's copy, as a parameter of its own."""
+        return self if self.forward_dtype is None else replace(self, dtype=self.forward_dtype)
+
+
+class SegmentKind(Enum):
+    """What a segment is in the decoder."""
+
+    EMBEDDING = "embedding"
+    BLOCK = "block"
+    HEAD = "head"
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """How one segment's parameters lie in its bucket: one after the other, each aligned, unless told otherwise.
+
+    Embedding and head are *resident*: their bytes stay reachable for the whole of a sweep, so that the head can borrow the
+    embedding's tied weight.
+    """
+
+    name: str
+    kind: SegmentKind
+    parameters: tuple[ParameterSpec, ...]  # owned: their bytes are in this segment's bucket
+    borrowed: tuple[ParameterSpec, ...] = ()  # tied: used here, owned by an earlier resident segment
+    offsets: tuple[int, ...] | None = None  # bytes from the bucket's start to each owned parameter; None: packed
+
+    @property
+    def resident(self) -> bool:
+        """Whether the segment stays reachable during a sweep."""
+        return self.kind is not SegmentKind.BLOCK
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the bucket, alignment included."""
+        if self.offsets is None:
+            return sum(aligned(spec.nbytes) for spec in self.parameters)
+        return max((at + spec.nbytes for at, spec in zip(self.offsets, self.parameters, strict=True)), default=0)
+
+    @property
+    def used(self) -> tuple[ParameterSpec, ...]:
+        """All parameters of the segment's forward, its own first."""
+        return (*self.parameters, *self.borrowed)
+
+    def views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Flat typed views of the owned parameters in a buffer.
+
+        Args:
+            buffer: uint8, 1-D, at least ``nbytes`` long, page-aligned.
+
+        Returns:
+            One 1-D tensor a parameter, in the order of ``parameters``, sharing the buffer's memory.
+        """
+        if self.offsets is None:
+            return tuple(flat_views(self.parameters, buffer))
+        pairs = zip(self.offsets, self.parameters, strict=True)
+        return tuple(buffer[at : at + spec.nbytes].view(spec.dtype) for at, spec in pairs)
+
+
+def flat_views(specs: Sequence[ParameterSpec], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a flat typed view of a uint8 buffer for each parameter, one after the other, each aligned."""
+    offset = 0
+    for spec in specs:
+        yield buffer[offset : offset + spec.nbytes].view(spec.dtype)
+        offset += aligned(spec.nbytes)
+
+
+def work_bytes(layouts: Sequence[BlockLayout]) -> int:
+    """Bytes of a work buffer for segments of these layouts: of the largest one, with what it borrows."""
+    return max(packed_bytes([spec.in_forward() for spec in layout.used]) for layout in layouts)
+
+
+def walks_beside(spec: ParameterSpec, *, walks: bool) -> bool:
+    """Whether a weight, as it is stored, is perturbed beside the work buffer, which has it rounded.
+
+    Args:
+        spec: The parameter.
+        walks: Whether evaluations walk from one to the next. A carried weight is widened before it is perturbed, anyway.
+    """
+    return spec.is_rounded and (walks or spec.is_carried)
+
+
+def walk_bytes(layouts: Sequence[BlockLayout], *, walks: bool) -> int:
+    """Bytes in which weights are perturbed as they are stored, where the work buffer has them rounded."""
+    return max(packed_bytes([spec for spec in layout.used if walks_beside(spec, walks=walks)]) for layout in layouts)
+
+
+def divide_tied(layouts: Sequence[BlockLayout]) -> tuple[list[ParameterSpec], list[list[ParameterSpec]]]:
+    """Tell the parameters that several segments use from those of one: the tied ones, and each segment's others."""
+    tied = {spec.name: spec for layout in layouts for spec in layout.borrowed}
+    return list(tied.values()), [[spec for spec in layout.parameters if spec.name not in tied] for layout in layouts]
+
+
+def packed_bytes(specs: Sequence[ParameterSpec]) -> int:
+    """Bytes of these parameters one after the other, each aligned: what ``flat_views`` cuts up."""
+    return sum(aligned(spec.nbytes) for spec in specs)
+
+
+class Bucket(NamedTuple):
+    """Host memory that holds one segment's bytes at one version."""
+
+    segment: int  # its position in visiting order
+    data: torch.Tensor  # uint8, (layout.nbytes,)
+    views: tuple[torch.Tensor, ...]  # layout.views(data), made once
+    version: int  # updates 0..version-1 are applied to the bytes, nothing else is

@@ -1,0 +1,134 @@
+"""What one step does: evaluations, and the update that they lead to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from zo2core.errors import NonFiniteLossError, OptionError
+
+MAX_SEED = 2**63 - 1
+LARGEST = torch.finfo(torch.float32).max  # of what may be added to a weight: beyond it float32 weights are infinite
+
+Batch: TypeAlias = Mapping[str, torch.Tensor]  # what the model's forward takes: input_ids, attention_mask, labels, ...
+
+
+class Evaluation(NamedTuple):
+    """One forward at ``theta + shift * zo_eps * z(seed)``."""
+
+    seed: int  # of the probe: the direction z
+    shift: float  # signed multiple of zo_eps
+
+    def require_finite(self, loss: torch.Tensor, *, step: int) -> None:
+        """Refuse a loss of this evaluation in a step, 0-d, that is not finite.
+
+        Raises:
+            NonFiniteLossError: naming the evaluation.
+        """
+        if not math.isfinite(loss.item()):
+            raise NonFiniteLossError(
+                f"step {step}, seed {self.seed}, shift {self.shift:+g}",
+                found=f"loss {loss.item()}",
+                expected="a finite loss",
+                remedy="lower lr or zo_eps, or use dtype bfloat16 or float32 where float16 overflows; no step was taken",
+            )
+
+    def validated(self) -> Evaluation:
+        """Return itself if the seed can be drawn from and the shift is finite.
+
+        Raises:
+            OptionError: otherwise.
+        """
+        if not 0 <= self.seed <= MAX_SEED:
+            raise OptionError("seed", found=repr(self.seed), expected=f"0 to {MAX_SEED}", remedy="pass another seed")
+        if not math.isfinite(self.shift):
+            raise OptionError("shift", found=repr(self.shift), expected="a finite number", remedy="mend the estimator")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Everything that one step did to the weights; replaying it is deterministic.
+
+    ``theta <- theta - lr * ((g * z) + (weight_decay * theta))`` for each probe in turn, and before that, with
+    ``perturb_in_place``, the walk through the evaluations and back, whose rounding is part of MeZO's trajectory
+    (MeZO, arXiv 2305.17333, Algorithm 1).
+    """
+
+    step: int  # 0-based; the update leads from version step to step + 1
+    evaluations: tuple[Evaluation, ...]  # in the order in which they were made
+    seeds: tuple[int, ...]  # one a probe
+    projected_grads: tuple[float, ...]  # the scalar g of each probe
+    lr: float  # applied to each probe
+    zo_eps: float
+    weight_decay: float
+    perturb_in_place: bool
+    losses: tuple[float, ...]  # of the evaluations; a record, not needed to replay
+
+    def validated(self) -> Update:
+        """Return itself if it would not destroy the weights.
+
+        Raises:
+            NonFiniteLossError: if a projected gradient is not finite.
+        """
+        if not all(math.isfinite(grad) for grad in self.projected_grads):
+            raise NonFiniteLossError(
+                f"step {self.step}",
+                found=f"projected gradients {self.projected_grads}",
+                expected="finite ones",
+                remedy="raise zo_eps: the losses' difference was divided by too small a number; the step was not taken",
+            )
+        return self
+
+    def contradiction(self) -> tuple[str, str] | None:
+        """Tell what of it no estimator can have made.
+
+        Weights in float32 have to stay finite: lr, zo_eps, weight decay, the projected gradients, and each product that is
+        added to a weight, ``lr * g``, ``lr * weight_decay`` and ``shift * zo_eps``, are at most ``LARGEST``.
+
+        Returns:
+            What was found and what was expected; None if nothing is wrong.
+        """
+        shape = self._contradiction_of_lengths()
+        if shape is not None:
+            return shape
+        seeds = {evaluation.seed for evaluation in self.evaluations}
+        for seed in seeds:
+            if not 0 <= seed <= MAX_SEED:
+                return _seed_in_words(seed), f"a seed from 0 to {MAX_SEED}"
+        for seed in self.seeds:
+            if seed not in seeds:
+                return f"an update along {_seed_in_words(seed)}", "the seed of an evaluation"
+        for name, value in (("lr", self.lr), ("zo_eps", self.zo_eps)):
+            if not 0 < value <= LARGEST:
+                return f"{name} {value}", f"a positive number of at most {LARGEST:.4g}"
+        if not 0 <= self.weight_decay <= LARGEST:
+            return f"weight_decay {self.weight_decay}", f"a number from 0 to {LARGEST:.4g}"
+        for loss in self.losses:
+            if not math.isfinite(loss):
+                return f"loss {loss}", "a finite loss"
+        bounded = [("projected gradient", grad) for grad in self.projected_grads]
+        bounded += [("lr * projected gradient", self.lr * grad) for grad in self.projected_grads]
+        bounded += [("shift * zo_eps", shift * self.zo_eps) for _, shift in self.evaluations]
+        for name, value in [*bounded, ("lr * weight_decay", self.lr * self.weight_decay)]:
+            if not abs(value) <= LARGEST:
+                return f"{name} {value:.6g}", f"a number from -{LARGEST:.4g} to {LARGEST:.4g}"
+        return None
+
+    def _contradiction_of_lengths(self) -> tuple[str, str] | None:
+        for name, values in (("evaluations", self.evaluations), ("seeds", self.seeds)):
+            if not values:
+                return f"no {name}", "one at least"
+        if len(self.losses) != len(self.evaluations):
+            return f"{len(self.losses)} losses", f"{len(self.evaluations)}, one an evaluation"
+        if len(self.projected_grads) != len(self.seeds):
+            return f"{len(self.projected_grads)} projected gradients", f"{len(self.seeds)}, one a seed"
+        return None
+
+
+def _seed_in_words(seed: int) -> str:
+    return f"seed {seed}" if seed.bit_length() <= 128 else f"a seed of {seed.bit_length()} bits"
