@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import save_model, small_config
 from parity import assert_same_bits
+from runs import small_run
 from threaded_device import ThreadedDevice, ThreadedStreams
 from toy import ToyBlockModel
+from transformers import AutoModelForCausalLM
 
+from zo2adapters import MonolithicMeZO, Precision, open_checkpoint
+from zo2adapters.cli import main
+from zo2adapters.models.precision import CARRIED
+from zo2adapters.trainers.options import Optimization
+from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     Distribution,
     HostDevice,
@@ -192,6 +202,40 @@ def test_carried_weights_are_those_of_the_monolithic_loop(
         device.close()
 
 
+def flush_twice(engine: ZOEngine) -> None:
+    engine.flush()
+    engine.flush()
+
+
+def test_what_came_back_and_could_not_be_widened_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise, estimator = PhiloxNoise(Distribution.RADEMACHER), MeZOSGD(lr=1e-2, zo_eps=1e-2)
+
+    calls = count(1)
+
+    def broken(*arguments: Any) -> None:
+        if threading.current_thread().name.startswith("zo2-carry") and next(calls) == 1:
+            arguments[-1].fill_(7.0)
+            raise OSError("broken")
+        decode(*arguments)
+
+    outcomes = []
+    for fails in (False, True):
+        model = carried_toy(tmp_path / "base", torch.bfloat16, back=True)
+        engine, device = on_device(model, estimator, tmp_path / str(fails), kept=0, buckets=3, noise=noise)
+        with engine:
+            engine.step(BATCH)
+            if fails:
+                monkeypatch.setattr("zo2core.sources.carrying.decode", broken)
+                with pytest.raises(OSError, match="broken"):  # told when the next block is asked for
+                    flush_twice(engine)
+                monkeypatch.undo()
+            engine.step(BATCH)
+            outcomes.append(weights_of(engine))
+        device.close()
+    for name, tensor in outcomes[0].items():
+        assert_same_bits(name, tensor, outcomes[1][name])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("back", [False, True])
 def test_the_cpu_gives_the_same_bits_without_carrying_anything(dtype: torch.dtype, back: bool, tmp_path: Path) -> None:
@@ -304,7 +348,7 @@ def test_a_journal_knows_what_was_carried(tmp_path: Path) -> None:
             Replayer(carried_toy(tmp_path / "base", dtype, back=back), tmp_path / "journal")
 
 
-@pytest.mark.parametrize("fails", ["read", "replay"])
+@pytest.mark.parametrize("fails", ["read", "replay", "ahead"])
 def test_a_failure_on_the_carrying_thread_is_raised_and_the_step_can_be_repeated(
     fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,19 +368,145 @@ def test_a_failure_on_the_carrying_thread_is_raised_and_the_step_can_be_repeated
     def break_once(engine: ZOEngine) -> None:
         owner: Any = StreamedSource if fails == "read" else CounterPerturber
         name = "acquire" if fails == "read" else "replay"
-        intact = getattr(owner, name)
+        intact, calls = getattr(owner, name), count(1)
 
         def broken(self: Any, index: int, *arguments: Any) -> Any:
-            if threading.current_thread().name.startswith("zo2-carry") and index == 4:
+            carries = threading.current_thread().name.startswith("zo2-carry") and index == 4
+            if carries and (next(calls) == 1 or fails != "ahead"):
                 raise OSError("broken once")
             return intact(self, index, *arguments)
 
         monkeypatch.setattr(owner, name, broken)
-        with pytest.raises(OSError, match="broken once"):
-            engine.step(BATCH)
+        if fails == "ahead":  # nobody needs it yet: it is done again
+            engine.flush()
+            assert next(calls) == 3
+        else:
+            with pytest.raises(OSError, match="broken once"):
+                engine.step(BATCH)
         monkeypatch.undo()
 
     undisturbed = run(lambda engine: None)
     shutil.rmtree(tmp_path / fails, ignore_errors=True)
     for name, tensor in run(break_once).items():
         assert_same_bits(name, tensor, undisturbed[name])
+
+
+class CarriedMeZO(MonolithicMeZO):
+    """MeZO over the whole model, whose evaluations are made at the weights as a device is given them."""
+
+    carried: torch.dtype
+
+    def _probe(self, batch: Mapping[str, torch.Tensor], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        saved = [p.data.clone() for _, p in self._trainable]
+        losses: list[torch.Tensor] = []
+        for move, shift in ((1, 1), (-2, -1)):
+            if not losses or not self.perturb_in_place:
+                for (name, p), own in zip(self._trainable, saved, strict=True):
+                    p.data.copy_(through(own, self.carried) if ".layers." in name and own.ndim == 2 else own)
+            self._perturb(seed, move if self.perturb_in_place else shift)
+            losses.append(self.loss(batch))
+        for (_, p), own in zip(self._trainable, saved, strict=True):
+            p.data.copy_(own)
+        for move in (1, -2, 1) if self.perturb_in_place else ():
+            self._perturb(seed, move)
+        plus, minus = losses
+        return plus, minus
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    computed=st.sampled_from([None, torch.bfloat16, torch.float16]),
+    model_type=st.sampled_from(["opt", "llama", "qwen2"]),
+    walks=st.booleans(),
+    where=st.sampled_from(["cpu", "bus"]),
+    kept=st.integers(0, 2),
+)
+@settings(max_examples=10)
+def test_carried_models_are_monolithic_mezo_at_carried_weights(
+    tmp_path_factory: pytest.TempPathFactory,
+    dtype: torch.dtype,
+    computed: torch.dtype | None,
+    model_type: str,
+    walks: bool,
+    where: str,
+    kept: int,
+) -> None:
+    base = tmp_path_factory.mktemp("base") / "model"
+    save_model(base, small_config(model_type), torch.bfloat16)
+    numbers: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2, "perturb_in_place": walks}
+    batch = {name: tokens % 20 for name, tokens in BATCH.items()}
+    distribution = Distribution.RADEMACHER
+    whole = CarriedMeZO(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        **numbers,
+        draw=lambda z, seed, place: fill(z, distribution, seed, place),
+        autocast=computed,
+    )
+    whole.carried = dtype
+    model = open_checkpoint(
+        base, precision=Precision(stored=torch.float32, computed=computed, carried=dtype), loss_chunk=None
+    )
+    device = ThreadedDevice(ThreadedStreams(slow))
+    options: dict[str, Any] = {"noise": PhiloxNoise(distribution)}
+    if where == "bus":
+        options |= {"device": device, "memory": MemoryPolicy(device=DevicePlan((), 1 << 40, kept, 1 << 24))}
+    with ZOEngine(model, MeZOSGD(**numbers), **options) as engine:
+        for step in range(3):
+            assert engine.step(batch, seed=step).losses == whole.step(batch, step).losses
+        own = dict(whole.model.named_parameters())
+        for name, tensor in engine.parameters_now():
+            assert_same_bits(name, tensor, own[name].data)
+    device.close()
+
+
+def test_a_command_line_carries_and_its_run_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = small_run(tmp_path, precision="mixed", carried="bfloat16", optimization=Optimization(lr=1e-2))
+    with Trainer(options, quiet=True) as trainer:
+        trainer.run()
+        losses = [update.losses for update in trainer.engine.journal.updates]
+        assert trainer.engine.journal.header["model"]["carried"] == "bfloat16"  # type: ignore[index]
+    stored = replace(options, output=tmp_path / "stored", carried="stored")
+    with Trainer(stored, quiet=True) as trainer:
+        trainer.run()
+        assert losses != [update.losses for update in trainer.engine.journal.updates]
+    main(["export", "--run", str(options.output), "--output", str(tmp_path / "again")])
+    weights = [directory / "model.safetensors" for directory in (options.output / "model", tmp_path / "again")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--run", str(options.output), "--data", str(options.data), "--carried", "float16"])
+    assert "bfloat16, as in the run" in capsys.readouterr().err
+
+
+def test_a_plan_says_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = small_run(tmp_path)
+    plan = ["plan", "--model", options.model, "--precision", "mixed", "--sequence-length", "8", "--json"]
+    moved: dict[str, tuple[int, int]] = {}
+    for carried in CARRIED:
+        main([*plan, "--carried", carried, "--device-memory", "30000", "--micro-batch-size", "1"])
+        planned = json.loads(capsys.readouterr().out)
+        moved[carried] = planned["moved_bytes"], planned["returned_bytes"]
+    there, back = zip(*moved.values(), strict=True)
+    assert there[0] > there[1] == there[2] > there[3] == there[6]
+    assert back == (there[0], 0, 0, 0, *there[4:])
+    main([*plan, "--replay", "host", "--device-memory", "30000", "--micro-batch-size", "1"])
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["moved_bytes"], planned["returned_bytes"]) == (there[0], 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--carried", "float8", "--exact-mezo", "--precision", "mixed"], "noise"),
+        (["--carried", "float16", "--precision", "exact", "--dtype", "bfloat16"], "precision.carried"),
+        (["--replay", "host"], "replay"),
+    ],
+)
+def test_options_that_do_not_go_together_are_one_line(
+    given: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = small_run(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["train", "--model", options.model, "--data", str(options.data), "--output", str(tmp_path / "run"), *given])
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert said in line
+    assert not (tmp_path / "run").exists()

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from models import WORDS, save_model, save_tokenizer, small_config
+from runs import small_run
 
 from zo2adapters.cli import main
 from zo2adapters.commands.export import Export
-from zo2adapters.trainers.options import Batching, Execution, Optimization, Storage, TrainOptions
+from zo2adapters.trainers.options import Execution, Storage, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import CheckpointError, Journal, JournalError, OptionError, SafetensorsReader, terabytes_written
 from zo2core.checkpoint import parse_header
@@ -19,19 +19,7 @@ from zo2core.checkpoint import parse_header
 
 @pytest.fixture
 def options(tmp_path: Path) -> TrainOptions:
-    base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=3))
-    save_tokenizer(base)
-    rows = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:] for other in WORDS[8:]]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return TrainOptions(
-        model=str(base),
-        data=tmp_path / "rows.jsonl",
-        output=tmp_path / "run",
-        steps=3,
-        optimization=Optimization(lr=1e-2),
-        batching=Batching(batch_size=3),
-        storage=Storage(write_back_every=2),
-    )
+    return small_run(tmp_path, storage=Storage(write_back_every=2))
 
 
 def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_to(options: TrainOptions) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,9 +10,9 @@ from typing import NamedTuple
 
 import pytest
 from command_lines import assert_typed, run_here
-from models import WORDS, save_model, save_tokenizer, small_config
+from runs import small_run
 
-from zo2adapters.trainers.options import Batching, Optimization, Storage, TrainOptions
+from zo2adapters.trainers.options import Storage
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import StepResult
 
@@ -34,19 +33,7 @@ class Runs(NamedTuple):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     place = tmp_path_factory.mktemp("runs")
-    base = save_model(place / "base", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=3))
-    save_tokenizer(base)
-    rows = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:8] for other in WORDS[8:]]
-    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = TrainOptions(
-        model=str(base),
-        data=place / "rows.jsonl",
-        output=place / "run",
-        steps=STEPS,
-        optimization=Optimization(lr=1e-2),
-        batching=Batching(batch_size=3),
-        storage=Storage(write_back_every=2),
-    )
+    options = small_run(place, steps=STEPS, storage=Storage(write_back_every=2))
     copies: dict[int, Path] = {}
     with Trainer(options, quiet=True) as trainer:
         step = trainer.engine.step

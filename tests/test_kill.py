@@ -30,8 +30,9 @@ import torch
 from models import WORDS, save_model, save_tokenizer, small_config
 from test_run import outcome
 
+from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.lr_schedules import Decay
-from zo2adapters.trainers.options import Batching, Optimization, Storage, TrainOptions
+from zo2adapters.trainers.options import Optimization, Storage, TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
 from zo2core.io.direct_file import PAGE

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import CONFIGS, WORDS, make_batch, save_model, save_tokenizer, small_config
+from models import CONFIGS, make_batch, save_model, small_config
 from parity import assert_same_bits
+from runs import small_run
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from zo2adapters import Precision, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.precision import faster_half
-from zo2adapters.trainers.options import Batching, Optimization, TrainOptions
+from zo2adapters.trainers.options import Optimization, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Distribution, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
 from zo2core.kernels import dispatch, native
@@ -142,18 +143,7 @@ def test_updates_that_16_bits_lose_are_kept(base: Path) -> None:
 
 @pytest.fixture
 def options(tmp_path: Path) -> TrainOptions:
-    base = save_model(tmp_path / "words", small_config("llama", vocab_size=len(WORDS)), torch.float16)
-    save_tokenizer(base)
-    rows = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:8] for other in WORDS[8:]]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return TrainOptions(
-        model=str(base),
-        data=tmp_path / "rows.jsonl",
-        output=tmp_path / "run",
-        steps=4,
-        optimization=Optimization(lr=1e-2),
-        batching=Batching(batch_size=3),
-    )
+    return small_run(tmp_path, layers=2, dtype=torch.float16, steps=4)
 
 
 def test_a_run_writes_down_what_was_chosen_for_its_machine(options: TrainOptions) -> None:

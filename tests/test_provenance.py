@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from command_lines import ROWS, make_place, write_rows
 
+from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.lr_schedules import Decay
-from zo2adapters.trainers.options import Batching, Optimization, Storage, TrainOptions
+from zo2adapters.trainers.options import Optimization, Storage, TrainOptions
 from zo2adapters.trainers.provenance import provenance
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import JournalError, ZO2Error

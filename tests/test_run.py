@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import WORDS, save_model, save_tokenizer, small_config
+from models import WORDS, save_tokenizer
+from runs import small_run
 from safetensors.torch import load_file, save_file
 
 from zo2adapters.cli import main
 from zo2adapters.trainers.lr_schedules import Decay
-from zo2adapters.trainers.options import Batching, Optimization, Storage, TrainOptions
+from zo2adapters.trainers.options import Optimization, Storage, TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import DataError, JournalError, OptionError, OutputError
@@ -28,20 +29,13 @@ SHORT_BATCH = {"input_ids": torch.tensor([[3, 4, 6]]), "labels": torch.tensor([[
 
 @pytest.fixture
 def options(tmp_path: Path) -> TrainOptions:
-    base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=3))
-    save_tokenizer(base)
-    rows = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:] for other in WORDS[8:]]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return TrainOptions(
-        model=str(base),
-        data=tmp_path / "rows.jsonl",
+    return small_run(
+        tmp_path,
         evaluation=tmp_path / "rows.jsonl",
         evaluate_every=2,
-        output=tmp_path / "run",
         steps=STEPS,
         seed=3,
         optimization=Optimization(lr=1e-2, decay=Decay.LINEAR, warmup_steps=2),
-        batching=Batching(batch_size=3),
         storage=Storage(write_back_every=2),
     )
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from models import WORDS, save_model, save_tokenizer, small_config
+from runs import small_run
 
 from zo2adapters.cli import main
+from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.lr_schedules import Decay
-from zo2adapters.trainers.options import Batching, Optimization, TrainOptions
+from zo2adapters.trainers.options import Optimization, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import TABLE, Trial, planned_rounds, tune
 from zo2core import CheckpointError, DivergenceError, Journal, OptionError, OutputError
@@ -23,16 +24,7 @@ RATES = (1e-7, 1e-3, 0.9)
 
 @pytest.fixture
 def options(tmp_path: Path) -> TrainOptions:
-    base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
-    save_tokenizer(base)
-    rows = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:8] for other in WORDS[8:]]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return TrainOptions(
-        model=str(base),
-        data=tmp_path / "rows.jsonl",
-        output=tmp_path / "tuned",
-        batching=Batching(batch_size=3),
-    )
+    return small_run(tmp_path, layers=2, output=tmp_path / "tuned", steps=1000, optimization=Optimization())
 
 
 @pytest.mark.parametrize("trials", [1, 2, 3, 7, 8])

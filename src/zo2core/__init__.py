@@ -49,12 +49,15 @@ from zo2core.io.durable import sync_path as sync_path
 from zo2core.journal import Journal as Journal
 from zo2core.journal import branch_journal as branch_journal
 from zo2core.kernels import Distribution as Distribution
+from zo2core.kernels.carrying import carried_layout as carried_layout
 from zo2core.noise import PhiloxNoise as PhiloxNoise
 from zo2core.noise import SequentialNoise as SequentialNoise
 from zo2core.planning.autotune import evaluation_seconds as evaluation_seconds
 from zo2core.planning.autotune import read_bytes_per_second as read_bytes_per_second
 from zo2core.planning.autotune import replay_seconds as replay_seconds
 from zo2core.planning.autotune import write_bytes_per_second as write_bytes_per_second
+from zo2core.planning.carrying import Replay as Replay
+from zo2core.planning.carrying import choose_carrying as choose_carrying
 from zo2core.planning.device_plan import DevicePlan as DevicePlan
 from zo2core.planning.device_plan import plan_device_memory as plan_device_memory
 from zo2core.planning.host_budget import free_memory as free_memory
@@ -95,6 +98,7 @@ from zo2core.schedulers import SerialScheduler as SerialScheduler
 from zo2core.sources import PinnedSource as PinnedSource
 from zo2core.sources import StreamedSource as StreamedSource
 from zo2core.sources.base_digests import verify_base as verify_base
+from zo2core.sources.carrying import staging_bytes as staging_bytes
 from zo2core.sources.loader import laid_out_as_on_disk as laid_out_as_on_disk
 from zo2core.sources.scratch import scratch_bytes as scratch_bytes
 from zo2core.sweep.activation_offload import ROOMS as ROOMS

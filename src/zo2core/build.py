@@ -120,7 +120,7 @@ def build(
         of_choice = choose_noise(recorded, layouts, device.torch_device) if noise is None else noise
         if estimator is not None:
             require_distribution(estimator, of_choice)
-        carrying = choose_carrying(replay, layouts, of_choice, device)
+        carrying = choose_carrying(replay, layouts, of_choice, in_place=device.in_place)
         directions, carries = _most_directions(estimator, journal), carrying is not None
         device_plan = _plan_device(
             layouts, of_choice, device, memory, directions, overlap=overlap, walks=walks, carries=carries

@@ -10,7 +10,7 @@ import tyro
 
 from zo2adapters.ranges import shown
 from zo2adapters.tasks.regular_file import require_regular
-from zo2adapters.trainers.options import DtypeName, PrecisionName
+from zo2adapters.trainers.options import CarriedName, DtypeName, PrecisionName
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer
 
@@ -34,6 +34,8 @@ class AtStep:
     """Dtype of the weights; with a journal, the one that the run was made with, which is also that of --run."""
     precision: PrecisionName = "auto"
     """Precision of the run; auto is exact for --model, and --run knows its own. A run in mixed precision is mixed again."""
+    carried: CarriedName = "stored"
+    """What the run carried its weights in; --run knows its own."""
     memory: str = "auto"
     """Host memory the process may take in all, such as 6GiB; auto takes what is free."""
     verify_base: bool = False
@@ -64,6 +66,10 @@ class AtStep:
                 expected=f"{precision}, in which the run was made",
                 remedy="leave it out",
             )
+        if self.carried not in ("stored", options.carried):
+            raise OptionError(
+                "carried", found=self.carried, expected=f"{options.carried}, as in the run", remedy="leave it out"
+            )
         if self.dtype not in ("auto", options.dtype):
             raise OptionError(
                 "dtype",
@@ -76,6 +82,7 @@ class AtStep:
             model=options.model,
             dtype=options.dtype,
             precision=precision,
+            carried=options.carried,
             journal=self.run_directory / JOURNAL,
             run_directory=None,
         )
@@ -86,6 +93,24 @@ class AtStep:
 
         assert self.model is not None, "resolved"
         return resolve_directory(self.model)
+
+    def opened(self, *, loss_chunk: int | None = None, export_dtype: DtypeName = "auto") -> HFBlockModel:
+        """Open the base as the run has it.
+
+        Args:
+            loss_chunk: Labelled tokens whose logits are in memory at a time; None leaves it to the precision.
+            export_dtype: As ``open_checkpoint`` takes it.
+        """
+        from zo2adapters.models.checkpoint import open_checkpoint
+
+        return open_checkpoint(
+            self.base(),
+            dtype=self.dtype,
+            precision=self.precision,
+            carried=self.carried,
+            export_dtype=export_dtype,
+            loss_chunk=loss_chunk or "auto",
+        )
 
     def engine(
         self,

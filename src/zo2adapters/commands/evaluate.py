@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from zo2adapters.commands.at_step import AtStep
-from zo2adapters.trainers.options import Batching
+from zo2adapters.trainers.batching import Batching
 from zo2core import NonFiniteLossError, Replayer, parse_size
 
 if TYPE_CHECKING:
@@ -37,18 +37,15 @@ class Evaluate(AtStep):
 
     def run(self) -> None:
         """Print loss and perplexity; of rows with candidates, how often the likeliest one is the answer."""
-        from zo2adapters.models.checkpoint import open_checkpoint
         from zo2adapters.tasks.candidates import holds_choices, read_choices
         from zo2adapters.tasks.rows import read_dataset
         from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
-        from zo2adapters.trainers.trainer import evaluate_dataset, perplexity
+        from zo2adapters.trainers.dataset_evaluation import evaluate_dataset, perplexity
 
         self.batching.require_valid()
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())
-        model = open_checkpoint(
-            at.base(), dtype=at.dtype, precision=at.precision, loss_chunk=self.batching.loss_chunk or "auto"
-        )
+        model = at.opened(loss_chunk=self.batching.loss_chunk)
         length = self.batching.length_for(model)
         if holds_choices(self.data):
             self._choose(at, model, read_choices(self.data, tokenizer, sequence_length=length), pad_token_id(tokenizer))

@@ -22,11 +22,9 @@ class Export(AtStep):
 
     def run(self) -> None:
         """Replay and write."""
-        from zo2adapters.models.checkpoint import open_checkpoint
-
         require_unused(self.output)
         at = self.resolved()
-        model = open_checkpoint(at.base(), dtype=at.dtype, precision=at.precision, export_dtype=self.output_dtype)
+        model = at.opened(export_dtype=self.output_dtype)
         with at.engine(model) as engine:
             engine.export(self.output)
             print(f"{self.output}: the model after {engine.version} steps")

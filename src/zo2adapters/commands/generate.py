@@ -29,7 +29,6 @@ class Generate(AtStep):
 
     def run(self) -> None:
         """Print each prompt with its continuation."""
-        from zo2adapters.models.checkpoint import open_checkpoint
         from zo2adapters.models.footprint import activation_bytes, cache_bytes
         from zo2adapters.tasks.generation import Sampling, generate, require_lengths
         from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
@@ -46,7 +45,7 @@ class Generate(AtStep):
             )
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())
-        model = open_checkpoint(at.base(), dtype=at.dtype, precision=at.precision)
+        model = at.opened()
         prompts: list[list[int]] = [tokenizer(text)["input_ids"] for text in self.prompt]
         require_lengths(model, prompts, self.max_new_tokens)
         tokens = max(map(len, prompts)) + self.max_new_tokens

@@ -6,17 +6,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zo2adapters.ranges import require_between
+from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.options import (
     MOST_QUERIES,
-    Batching,
+    CarriedName,
     DtypeName,
     Noise,
     Optimization,
     PrecisionName,
     precision_of_run,
 )
-from zo2core import WriteBackPolicy
+from zo2core import Replay, SequentialNoise, WriteBackPolicy, choose_carrying
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,10 @@ class Plan:
     """Dtype of the weights, as for training."""
     precision: PrecisionName = "auto"
     """exact, mixed or auto, as for training."""
+    carried: CarriedName = "stored"
+    """What blocks are carried in, as for training."""
+    replay: Replay = "auto"
+    """Who replays for a GPU, as for training."""
     memory: str = "auto"
     """Host memory the run may take in all, such as 6GiB; auto takes what is free."""
     scratch: Path = Path()
@@ -68,7 +73,11 @@ class Plan:
         on_cpu = self.device_memory is None
         precision = precision_of_run(self.precision, exact_mezo=self.exact_mezo, on_cpu=on_cpu)
         model = open_checkpoint(
-            directory, dtype=self.dtype, precision=precision, loss_chunk=self.batching.loss_chunk or "auto"
+            directory,
+            dtype=self.dtype,
+            precision=precision,
+            carried=self.carried,
+            loss_chunk=self.batching.loss_chunk or "auto",
         )
         tokens = self.batching.length_for(model)
         noise = optimization.generator(model.layouts)
@@ -85,9 +94,11 @@ class Plan:
                 queries=self.queries,
                 evaluations=optimization.evaluations,
                 write_limit_tb=self.write_limit_tb,
+                replay=self.replay,
             )
             print(on_device.to_json() if self.json else on_device.table())
             return
+        choose_carrying(self.replay, model.layouts, noise or SequentialNoise(model.layouts), in_place=True)  # or refuses it
         planned = plan_run(
             model,
             memory=self.memory,

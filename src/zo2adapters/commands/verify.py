@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
-from zo2adapters.trainers.options import MOST_ROWS, DtypeName
+from zo2adapters.trainers.batching import MOST_ROWS
+from zo2adapters.trainers.options import DtypeName
 from zo2adapters.trainers.step_size import require_sane_step
 from zo2core import MeZOSGD
 

@@ -29,7 +29,12 @@ class Architecture:
 
 
 def segment_layouts(
-    model: PreTrainedModel, architecture: Architecture, autocast: torch.dtype | None = None
+    model: PreTrainedModel,
+    architecture: Architecture,
+    autocast: torch.dtype | None = None,
+    carried: torch.dtype | None = None,
+    *,
+    carried_back: bool = False,
 ) -> tuple[BlockLayout, ...]:
     """Assign every parameter of a model to a segment.
 
@@ -37,6 +42,9 @@ def segment_layouts(
         model: The model.
         architecture: Where its parts are.
         autocast: The dtype of ``torch.autocast`` in the forward; None runs without.
+        carried: The dtype in which the layers' matrices are carried; None: as they are stored. Vectors are few and matter
+            much: they always are.
+        carried_back: Whether they come back in it, too.
 
     Raises:
         UnsupportedModelError: naming a parameter that lies under no declared part, or a tie between other parts than
@@ -56,6 +64,8 @@ def segment_layouts(
                 expected="ties between embedding and head only",
                 remedy="this architecture needs an adapter of its own",
             )
+        if carried is not None and len(spec.shape) > 1 and not {0, blocks + 1} & set(users):
+            spec = replace(spec, carried_dtype=carried, carried_back=carried_back)
         for user, place in zip(users, (owned, borrowed), strict=False):
             modules = [model.get_submodule(alias.rpartition(".")[0]) for alias in aliases[user]]
             place[user].append(replace(spec, forward_dtype=autocast_dtype(modules, autocast)))

@@ -59,6 +59,7 @@ def open_checkpoint(
     *,
     dtype: torch.dtype | str = "auto",
     precision: Precision | str = "exact",
+    carried: str = "stored",
     export_dtype: torch.dtype | str = "auto",
     architecture: Architecture | None = None,
     loss_chunk: int | Literal["auto"] | None = "auto",
@@ -72,6 +73,8 @@ def open_checkpoint(
             name, converts. In mixed precision it is the dtype that is computed with; "auto" takes what is fastest here.
         precision: ``"exact"`` is one dtype for all; ``"mixed"`` stores float32 and computes in 16 bits; ``"auto"`` is mixed
             for weights of 16 bits, else exact; a ``Precision`` says all of it, and takes no ``dtype``.
+        carried: In which the layers' matrices travel to a device with memory of its own: "stored", "bfloat16", "float16" or
+            "float8", or "bfloat16-back" and so on where they come back in it, too; see ``Precision``.
         export_dtype: To which exported weights are rounded, once. "auto" is the checkpoint's own in mixed precision, else
             they are written as they are stored.
         architecture: For model types this library does not know.
@@ -99,7 +102,8 @@ def open_checkpoint(
     _refuse_pickled(directory)
     entries = find_tensors(directory)
     own = _dtype("auto", config, entries)
-    chosen = choose_precision(precision, own if dtype == "auto" else _dtype(dtype, config, entries), given=dtype != "auto")
+    given = dtype != "auto"
+    chosen = choose_precision(precision, _dtype(dtype, config, entries), given=given, carried=carried)
     skeleton = _build(directory, config, chosen.stored)
     matched = _match(directory, entries, skeleton, architecture)
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None:
@@ -115,6 +119,8 @@ def open_checkpoint(
         companions,
         loss_chunk=_loss_chunk(config, chosen) if loss_chunk == "auto" else loss_chunk,
         autocast=chosen.autocast,
+        carried=None if chosen.carried is chosen.stored else chosen.carried,
+        carried_back=chosen.carried_back,
         export_dtype=exported,
     )
 

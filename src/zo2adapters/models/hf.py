@@ -54,6 +54,8 @@ class HFBlockModel:
         companions: Files to lay beside exported weights.
         loss_chunk: Labelled tokens whose logits are there at a time; None: all.
         autocast: The dtype of ``torch.autocast`` in the forward; None runs without.
+        carried: The dtype in which the layers' matrices are carried to a device; None: as they are stored.
+        carried_back: Whether they come back in it, too.
         export_dtype: To which exported weights are rounded; None: they are written as they are stored.
 
     Raises:
@@ -69,11 +71,15 @@ class HFBlockModel:
         *,
         loss_chunk: int | None = None,
         autocast: torch.dtype | None = None,
+        carried: torch.dtype | None = None,
+        carried_back: bool = False,
         export_dtype: torch.dtype | None = None,
     ) -> None:
         self.config = skeleton.config
-        self.layouts = segment_layouts(skeleton, architecture, autocast)
+        self.layouts = segment_layouts(skeleton, architecture, autocast, carried, carried_back=carried_back)
         self.autocast = autocast
+        self.carried = carried
+        self.carried_back = carried_back
         self.export_dtype = export_dtype
         self.weights = weights
         self.companions = companions
@@ -97,8 +103,10 @@ class HFBlockModel:
         config = json.loads(self.config.to_json_string(use_diff=False))
         decisive = {key: _finite(value) for key, value in config.items() if key not in _NEUTRAL and value is not None}
         attention = {"attention": self._skeleton.config._attn_implementation}
-        computed = {} if self.autocast is None else {"autocast": str(self.autocast).removeprefix("torch.")}
-        return {**decisive, **attention, **computed}
+        back = self.carried if self.carried_back else None
+        dtypes = {"autocast": self.autocast, "carried": self.carried, "carried_back": back}
+        named = {key: str(dtype).removeprefix("torch.") for key, dtype in dtypes.items() if dtype is not None}
+        return {**decisive, **attention, **named}
 
     @property
     def hf_forward(self) -> Callable[..., Any]:

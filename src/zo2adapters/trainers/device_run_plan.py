@@ -14,12 +14,16 @@ from zo2core import (
     DevicePlan,
     HostPlan,
     NoiseGenerator,
+    Replay,
     SequentialNoise,
+    carried_layout,
+    choose_carrying,
     interval_within,
     laid_out_as_on_disk,
     parse_size,
     plan_device_memory,
     plan_host,
+    staging_bytes,
     streams_that_stay,
     terabytes_written,
 )
@@ -33,7 +37,8 @@ class DeviceRunPlan:
     device_plan: DevicePlan  # what takes the device's
     blocks: int  # how many the model has
     read_bytes: int  # a step, from the disk
-    moved_bytes: int  # a step, each way
+    moved_bytes: int  # a step, to the device
+    returned_bytes: int  # a step, back from it
     waiting_bytes: int  # activations that wait in host memory; moved each way at every segment
     terabytes_per_1000_steps: float  # written at most: at every step, or as many as are allowed
     bus: int  # bytes a second, each way at the same time
@@ -41,7 +46,7 @@ class DeviceRunPlan:
     @property
     def transfer_seconds(self) -> float:
         """Seconds of a step's transfers, beside the compute; uploads and offloads go at the same time."""
-        return (self.moved_bytes + (self.blocks + 1) * self.waiting_bytes) / self.bus
+        return (max(self.moved_bytes, self.returned_bytes) + (self.blocks + 1) * self.waiting_bytes) / self.bus
 
     def to_json(self) -> str:
         """Give programs the fields, and the seconds that follow from them."""
@@ -49,11 +54,13 @@ class DeviceRunPlan:
 
     def table(self) -> str:
         """Give people a table."""
+        back = f"{self.returned_bytes / 1e9:.2f} GB" if self.returned_bytes else "nothing: the host replays"
         rows = [
             ("blocks that stay", f"{self.device_plan.kept} of {self.blocks}"),
             ("read from disk a step", f"{self.read_bytes / 1e9:.2f} GB"),
             ("written in 1,000 steps", f"at most {self.terabytes_per_1000_steps:.2f} TB; a run measures what is worth it"),
-            ("uploaded a step", f"{self.moved_bytes / 1e9:.2f} GB, and as much offloaded beside it"),
+            ("uploaded a step", f"{self.moved_bytes / 1e9:.2f} GB"),
+            ("offloaded beside it", back),
             ("activations that wait", f"{self.waiting_bytes / 1e9:.2f} GB in host memory, moved at every block"),
             ("transfers", f"{self.transfer_seconds:.2f} s, at {self.bus / 1e9:.3g} GB/s each way (assumed)"),
             ("compute, beside them", "not predicted"),
@@ -75,6 +82,7 @@ def plan_device_run(
     queries: int = 1,
     evaluations: int | None = None,
     write_limit_tb: float | None = None,
+    replay: Replay = "auto",
 ) -> DeviceRunPlan:
     """Plan a run on a GPU that need not be here. Nothing is loaded or measured.
 
@@ -90,6 +98,7 @@ def plan_device_run(
         queries: Directions a step.
         evaluations: Forwards of a batch in a step; None: two a direction.
         write_limit_tb: Most terabytes that 1,000 steps may write; None: no limit.
+        replay: Who replays.
 
     Raises:
         MemoryBudgetError: if the host, or the device, is too small for any arrangement.
@@ -100,6 +109,7 @@ def plan_device_run(
     config, chunk = model.config, model.loss_chunk
     needed = activation_bytes(config, rows, tokens, streams=evaluations, micro_rows=micro_rows, loss_chunk=chunk)
     drawn = SequentialNoise(layouts, "cuda") if noise is None else noise
+    carrying = choose_carrying(replay, layouts, drawn, in_place=False)
     device_plan = plan_device_memory(
         layouts,
         drawn,
@@ -109,6 +119,7 @@ def plan_device_run(
         least_activation_bytes=least_activation_bytes(config, rows, tokens, micro_rows=micro_rows, loss_chunk=chunk),
         walks=not isinstance(drawn, CounterNoise),
         probes=queries,
+        carries=carrying is not None,
     )
     running = rows if micro_rows is None else min(rows, micro_rows)
     own, streams = expected_held_bytes(config, running, tokens), evaluations * -(-rows // running)
@@ -117,18 +128,22 @@ def plan_device_run(
     # As the engine does: it sets aside what all streams take if any of them has to wait.
     on_disk = laid_out_as_on_disk(layouts, model.weights)
     reserved = needed if waiting else 0
-    host_plan = plan_host(layouts, on_disk, memory=memory, activation_bytes=reserved, compute_on_host=False)
+    staging = 0 if carrying is None else staging_bytes(layouts)
+    host_plan = plan_host(layouts, on_disk, memory=memory, activation_bytes=reserved, compute_on_host=False, staging=staging)
     used = layouts if host_plan.buckets is None else on_disk  # as they will lie in buckets
     blocks = [layout.nbytes for layout in used if not layout.resident]
     read = 0
     if host_plan.buckets is not None:
         read = _share(blocks, len(blocks) - device_plan.kept - max(host_plan.buckets - MOST_USEFUL_BUCKETS, 0))
+    moving = [(layout if carrying is None else carried_layout(layout)).nbytes for layout in used if not layout.resident]
+    moved = _share(moving, len(blocks) - device_plan.kept)
     return DeviceRunPlan(
         host_plan=host_plan,
         device_plan=device_plan,
         blocks=len(blocks),
         read_bytes=read,
-        moved_bytes=_share(blocks, len(blocks) - device_plan.kept),
+        moved_bytes=moved,
+        returned_bytes=moved if carrying is None or carrying.comes_back else 0,
         waiting_bytes=waiting,
         terabytes_per_1000_steps=terabytes_written(
             used, 1 if write_limit_tb is None else interval_within(used, write_limit_tb)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
+from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.field_types import require_field_types
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
@@ -27,6 +28,7 @@ from zo2core import (
     NoiseGenerator,
     OptionError,
     PhiloxNoise,
+    Replay,
     ZOEstimator,
     parse_size,
 )
@@ -34,12 +36,11 @@ from zo2core import (
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
 
-DEFAULT_LENGTH = 1024  # tokens, where the model takes as many
-MOST_ROWS = 1 << 16  # of a batch: each is an object, whatever memory there is
 MOST_QUERIES = 1 << 16
 
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 PrecisionName: TypeAlias = Literal["auto", "exact", "mixed"]
+CarriedName: TypeAlias = Literal["stored", "bfloat16", "float16", "float8", "bfloat16-back", "float16-back", "float8-back"]
 
 
 def precision_of_run(asked: PrecisionName, *, exact_mezo: bool, on_cpu: bool) -> PrecisionName:
@@ -154,53 +155,6 @@ class Optimization:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batching:
-    """How rows become batches."""
-
-    batch_size: int = 16
-    """Rows a batch has."""
-    micro_batch_size: int | None = None
-    """Rows that run at a time, where a whole batch does not fit. Each block serves all pieces in its one visit."""
-    loss_chunk: int | None = None
-    """Labelled tokens whose logits are in memory at a time. By default all of a batch's in exact precision, and in mixed
-    precision what a cache holds. The loss differs by the order of its sum only."""
-    sequence_length: int | None = None
-    """Longest row in tokens; longer ones are cut at the end. By default 1024, or what the model takes if that is less."""
-
-    def require_valid(self) -> None:
-        """Refuse numbers that no model and no data could take.
-
-        Raises:
-            OptionError: naming the option.
-        """
-        require_between("batch_size", self.batch_size, 1, MOST_ROWS)
-        for option in ("micro_batch_size", "loss_chunk"):
-            value = getattr(self, option)
-            if value is not None:
-                require_at_least(option, value, 1)
-        if self.sequence_length is not None:
-            require_at_least("sequence_length", self.sequence_length, 2)
-
-    def length_for(self, model: HFBlockModel) -> int:
-        """The longest row for a model.
-
-        Raises:
-            OptionError: if more was asked for than the model takes.
-        """
-        longest = getattr(model.config, "max_position_embeddings", None)
-        if self.sequence_length is None:
-            return min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)
-        if longest is not None and self.sequence_length > longest:
-            raise OptionError(
-                "sequence_length",
-                found=repr(self.sequence_length),
-                expected=f"at most {longest}, the longest sequence the model takes",
-                remedy="choose a shorter length",
-            )
-        return self.sequence_length
-
-
-@dataclass(frozen=True, kw_only=True)
 class Storage:
     """Where the weights live."""
 
@@ -256,6 +210,8 @@ class Execution:
     it moved. It must not exist."""
     verify_base: bool = False
     """Read every byte of the base before the first step, and compare it with what the journal keeps of it."""
+    replay: Replay = "auto"
+    """Who replays for a GPU: itself, or the host, and then no block comes back. auto leaves it to the GPU where it can."""
     scheduler: Order = Order.OVERLAPPED
     """Order of transfers and compute. serial does one thing after the other, keeps no block on the device, and is there to
     compare with."""
@@ -280,6 +236,10 @@ class RunOptions:
     """exact has one dtype for all, with MeZO's rounding: in 16 bits small updates are lost. mixed keeps weights in float32,
     whatever the checkpoint has, and computes under autocast. auto is mixed for weights of 16 bits on the CPU; it is exact
     with --exact-mezo, and on a GPU, to which float32 would travel twice as long."""
+    carried: CarriedName = "stored"
+    """What the layers' matrices travel to a GPU in, in mixed precision: as they are stored, or in fewer bits, and then the
+    host replays and nothing comes back. With -back they come back in it, too, and every update is rounded to it.
+    Evaluations see what travels: it is part of the result, on the CPU too."""
     optimization: Optimization = field(default_factory=Optimization)
     batching: Batching = field(default_factory=Batching)
     storage: Storage = field(default_factory=Storage)

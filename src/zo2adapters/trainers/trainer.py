@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,11 +16,12 @@ from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.models.exported import holds_model
 from zo2adapters.models.footprint import activation_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.batches import collate, evaluation_batches, training_batches
+from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.rows import Dataset, read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import peak_memory, with_kept_memory
 from zo2adapters.trainers.base_check import verify_with_progress
+from zo2adapters.trainers.dataset_evaluation import evaluate_dataset
 from zo2adapters.trainers.finite_base import require_finite_base
 from zo2adapters.trainers.health import Watch, diverged, ruined
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
@@ -32,13 +32,11 @@ from zo2core import (
     Batch,
     CheckpointError,
     DivergenceError,
-    EvaluationResult,
     JournalError,
     MemoryPolicy,
     NonFiniteLossError,
     OptionError,
     OutputError,
-    Replayer,
     ScratchError,
     StepResult,
     WriteBackPolicy,
@@ -79,7 +77,11 @@ class Trainer:
         directory = resolve_directory(options.model)
         batching = options.batching
         model = self._model = open_checkpoint(
-            directory, dtype=options.dtype, precision=options.precision_asked(), loss_chunk=batching.loss_chunk or "auto"
+            directory,
+            dtype=options.dtype,
+            precision=options.precision_asked(),
+            carried=options.carried,
+            loss_chunk=batching.loss_chunk or "auto",
         )
         self.options = options = options.settled(model)
         tokenizer = load_tokenizer(directory)
@@ -323,31 +325,10 @@ def _build_engine(
         ),
         micro_batch_size=options.batching.micro_batch_size,
         overlap=execution.scheduler is Order.OVERLAPPED,
+        replay=execution.replay,
         trace=execution.trace,
         provenance=decides,
     )
-
-
-def evaluate_dataset(
-    engine: Replayer, dataset: Dataset, *, batch_size: int, pad: int, progress: Callable[[int], object] | None = None
-) -> EvaluationResult:
-    """Evaluate the present weights on a whole data set, in file order.
-
-    Args:
-        engine: The engine whose present weights are evaluated.
-        dataset: The rows to evaluate on.
-        batch_size: Rows a batch.
-        pad: Token id at padded positions.
-        progress: Told how many rows are being taken up, batch by batch.
-    """
-
-    def batches() -> Iterator[Batch]:
-        for rows in evaluation_batches(dataset, batch_size=batch_size):
-            if progress is not None:
-                progress(len(rows))
-            yield collate(rows, pad_token_id=pad)
-
-    return engine.evaluate(batches())
 
 
 def step_record(result: StepResult, batch: Batch) -> dict[str, Any]:
@@ -377,11 +358,6 @@ def progress(record: dict[str, Any]) -> str:
     """What the progress line says about a step."""
     memory, peak = record["rss_bytes"] / 1e9, record["peak_rss_bytes"] / 1e9
     return f"loss {record['loss']:.4f}, {record['tokens_per_second']:.0f} tokens/s, {memory:.2f} GB (peak {peak:.2f})"
-
-
-def perplexity(loss: float) -> float:
-    """The exponential of a mean loss, infinite where it overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def _write(file: IO[bytes], record: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from zo2core.errors import OptionError
-from zo2core.protocols import CounterNoise, Device, NoiseGenerator
+from zo2core.protocols import CounterNoise, NoiseGenerator
 from zo2core.types import BlockLayout
 
 Replay: TypeAlias = Literal["auto", "host", "device"]
@@ -19,7 +19,7 @@ class Carrying(NamedTuple):
 
 
 def choose_carrying(
-    replay: Replay, layouts: Sequence[BlockLayout], noise: NoiseGenerator, device: Device
+    replay: Replay, layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, in_place: bool
 ) -> Carrying | None:
     """Choose who replays.
 
@@ -28,7 +28,7 @@ def choose_carrying(
             back run side by side, so that nothing is gained by leaving the one back idle.
         layouts: Segments in visiting order.
         noise: Draws z; the host can draw it for a device if it is counter-based.
-        device: Where segments are computed on.
+        in_place: Whether segments are computed on in host memory.
 
     Returns:
         None if blocks travel as they are stored, and the device replays.
@@ -40,7 +40,8 @@ def choose_carrying(
         raise OptionError("replay", found=repr(replay), expected="'auto', 'host' or 'device'", remedy="choose one of these")
     carried = [spec for layout in layouts for spec in layout.parameters if spec.is_carried]
     require_drawable(layouts, noise, by_host=replay == "host")
-    if device.in_place:
+    comes_back = all(spec.carried_back for spec in carried)
+    if in_place:
         if replay != "auto":
             raise OptionError(
                 "replay",
@@ -49,7 +50,6 @@ def choose_carrying(
                 remedy="leave it out",
             )
         return None
-    comes_back = all(spec.carried_back for spec in carried)
     if replay == "device" and not comes_back:
         raise OptionError(
             "replay",

@@ -1,0 +1,159 @@
+"""What travels to a device, and who replays: six ways on a simulated bus, at three ratios of compute to transfer.
+
+    python tools/bench_carrying.py --output carrying.json
+
+The bus is simulated (``threaded_device.py``): copies run in threads that keep to a rate, each way at the same time. The CPU
+is the device as well as the host, so that what the host does for a device (replaying, rounding: the lane 'carry') takes
+cores from the device's own compute, which it would not beside a GPU. A ratio of 4 means that a sweep computes four times as
+long as float32 blocks take one way. All sides run mixed precision, bfloat16 under autocast, with the default noise; they
+take turns in one process. Prints a table and JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from bench_overlap import WARM_UP, estimator, machine, spread
+from make_checkpoint import geometries, make_checkpoint
+from threaded_device import ThreadedDevice, ThreadedStreams
+
+from zo2adapters import Precision, open_checkpoint
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.trainers.verification import random_batch
+from zo2core import Distribution, Lane, PhiloxNoise, Replay, ZOEngine
+from zo2core.types import Batch, StepResult
+
+RATIOS = (0.25, 1.0, 4.0)  # of compute to the transfer of float32 blocks, one way
+
+
+class Way(NamedTuple):
+    """What travels, and who replays."""
+
+    name: str
+    carried: torch.dtype | None
+    comes_back: bool
+    replay: Replay
+
+
+FP8 = torch.float8_e4m3fn
+WAYS = (
+    Way("float32, both ways", None, comes_back=False, replay="device"),
+    Way("bfloat16, both ways (ZO2)", torch.bfloat16, comes_back=True, replay="device"),
+    Way("float8, both ways (ZO2)", FP8, comes_back=True, replay="device"),
+    Way("float32, replayed by the host", None, comes_back=False, replay="host"),
+    Way("bfloat16, replayed by the host", torch.bfloat16, comes_back=False, replay="host"),
+    Way("float8, replayed by the host", FP8, comes_back=False, replay="host"),
+)
+
+
+def opened(directory: Path, way: Way | None = None) -> HFBlockModel:
+    """The model in mixed precision."""
+    carried, back = (None, False) if way is None else (way.carried, way.comes_back)
+    return open_checkpoint(
+        directory,
+        precision=Precision(stored=torch.float32, computed=torch.bfloat16, carried=carried, carried_back=back),
+    )
+
+
+def compute_seconds(directory: Path, batch: Batch) -> float:
+    """What a sweep's replay and forwards take where nothing travels."""
+    with ZOEngine(opened(directory), estimator(), noise=PhiloxNoise(Distribution.RADEMACHER)) as engine:
+        steps = [engine.step(batch).lanes for _ in range(WARM_UP + 3)]
+    return min(lanes[Lane.REPLAY].busy_seconds + lanes[Lane.EVALUATE].busy_seconds for lanes in steps)
+
+
+def bench(directory: Path, batch: Batch, rate: float, steps: int) -> dict[str, Any]:
+    """Every way on a bus of so many bytes a second, step by step in turn."""
+    measured: dict[str, list[StepResult]] = {way.name: [] for way in WAYS}
+    with ExitStack() as opened_engines:
+        engines: dict[str, ZOEngine] = {}
+        for way in WAYS:
+            device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: nbytes / rate, poison=False))
+            opened_engines.enter_context(closing(device))
+            engines[way.name] = opened_engines.enter_context(
+                ZOEngine(
+                    opened(directory, way),
+                    estimator(),
+                    noise=PhiloxNoise(Distribution.RADEMACHER),
+                    device=device,
+                    replay=way.replay,
+                )
+            )
+        for number in range(WARM_UP + steps):
+            for name, engine in engines.items():
+                result = engine.step(batch)
+                if number >= WARM_UP:
+                    measured[name].append(result)
+    return {name: report(results) for name, results in measured.items()}
+
+
+def report(results: list[StepResult]) -> dict[str, Any]:
+    """Of one side: seconds, bytes and busy lanes of a step."""
+    lanes = [result.lanes for result in results]
+    compute = [use[Lane.REPLAY].busy_seconds + use[Lane.EVALUATE].busy_seconds for use in lanes]
+    return {
+        "seconds": spread([result.seconds for result in results]),
+        "compute": spread(compute),
+        **{
+            lane.value: spread([use[lane].busy_seconds for use in lanes]) for lane in (Lane.UPLOAD, Lane.OFFLOAD, Lane.CARRY)
+        },
+        "uploaded_bytes": spread([use[Lane.UPLOAD].nbytes for use in lanes])["median"],
+        "offloaded_bytes": spread([use[Lane.OFFLOAD].nbytes for use in lanes])["median"],
+    }
+
+
+def table(measured: dict[str, Any]) -> str:
+    """For people."""
+    lines: list[str] = []
+    for ratio, sides in measured["ratios"].items():
+        base = sides[WAYS[0].name]["seconds"]["median"]
+        lines.append(f"compute to transfer {ratio}: {measured['rates'][ratio] / 1e9:.2f} GB/s each way")
+        lines.append(f"  {'':32s}{'step':>8s}{'share':>8s}{'up':>9s}{'back':>9s}{'compute':>9s}{'upload':>8s}{'carry':>8s}")
+        for name, side in sides.items():
+            seconds = side["seconds"]["median"]
+            lines.append(
+                f"  {name:32s}{seconds:8.3f}{seconds / base:8.2f}{side['uploaded_bytes'] / 1e6:7.0f}MB"
+                f"{side['offloaded_bytes'] / 1e6:7.0f}MB{side['compute']['median']:9.3f}{side['upload']['median']:8.3f}"
+                f"{side['carry']['median']:8.3f}"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", default="opt-125m", choices=sorted(geometries()))
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="write JSON here")
+    options = parser.parse_args()
+    measured: dict[str, Any] = {"machine": machine(), "geometry": options.geometry, "rows": options.rows}
+    measured |= {"tokens": options.tokens, "steps": options.steps, "rates": {}, "ratios": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "model"
+        make_checkpoint(geometries()[options.geometry], directory, dtype=torch.bfloat16)
+        model = opened(directory)
+        batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
+        nbytes = sum(layout.nbytes for layout in model.layouts if not layout.resident)
+        compute = compute_seconds(directory, batch)
+        for ratio in RATIOS:
+            rate = nbytes * ratio / compute
+            measured["rates"][str(ratio)] = rate
+            measured["ratios"][str(ratio)] = bench(directory, batch, rate, options.steps)
+    print(table(measured))
+    text = json.dumps(measured, indent=1)
+    if options.output is None:
+        print(text)
+    else:
+        options.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
