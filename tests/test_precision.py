@@ -21,7 +21,7 @@ from zo2adapters.cli import main
 from zo2adapters.models.precision import faster_half
 from zo2adapters.trainers.options import Optimization, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import Distribution, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
+from zo2core import Distribution, Lane, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
 from zo2core.kernels import dispatch, native
 from zo2core.types import Descend, Perturb, Program
 
@@ -40,7 +40,8 @@ def base(tmp_path: Path) -> Path:
         (torch.bfloat16, torch.float16, None),
         (torch.float32, torch.float64, None),
         (torch.float64, torch.bfloat16, None),
-        (torch.float32, torch.bfloat16, torch.float16),
+        (torch.float32, torch.bfloat16, torch.float64),
+        (torch.float16, None, torch.bfloat16),
     ],
 )
 def test_dtypes_that_do_not_go_together_are_refused(stored: Any, computed: Any, carried: Any) -> None:
@@ -226,6 +227,15 @@ def test_kernels_round_what_leaves_them_once(
         monkeypatch.undo()
         for ours, theirs in zip(*outcomes, strict=True):
             assert_same_bits("compiled and reference", ours, theirs)
+
+
+def test_what_is_read_of_the_base_counts_as_it_is_on_disk(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=3), torch.bfloat16)
+    with ZOEngine(open_checkpoint(base, precision="mixed"), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+        rows = torch.tensor([[3, 4, 6]])
+        read = engine.step({"input_ids": rows, "labels": rows}).lanes[Lane.READ].nbytes
+    weights = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(base).parameters())
+    assert read == 2 * weights
 
 
 def test_a_run_says_its_precision_and_what_it_costs(options: TrainOptions, tmp_path: Path) -> None:

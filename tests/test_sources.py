@@ -218,6 +218,9 @@ class BrokenWeights:
     def page_offset(self, spec: ParameterSpec) -> int | None:
         return self._weights.page_offset(spec)
 
+    def itemsize(self, parameter: str) -> int:
+        return self._weights.itemsize(parameter)
+
     def origin(self, parameter: str) -> str:
         return self._weights.origin(parameter)
 
@@ -284,6 +287,9 @@ def test_opening_reads_no_weights(tmp_path: Path) -> None:
 
         def page_offset(self, spec: ParameterSpec) -> int | None:
             return None
+
+        def itemsize(self, parameter: str) -> int:
+            return 4
 
         def origin(self, parameter: str) -> str:
             return "counted"

@@ -49,6 +49,9 @@ class CountingWeights:
     def page_offset(self, spec: ParameterSpec) -> int | None:
         return None
 
+    def itemsize(self, parameter: str) -> int:
+        return 4
+
     def origin(self, parameter: str) -> str:
         return "counted"
 

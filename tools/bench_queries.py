@@ -51,6 +51,7 @@ class SlowReader:
         self.fingerprint = inner.fingerprint
         self.close = inner.close
         self.page_offset = inner.page_offset
+        self.itemsize = inner.itemsize
         self.origin = inner.origin
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:

@@ -48,6 +48,10 @@ class PatternReader:
         """Nothing is on disk."""
         return None
 
+    def itemsize(self, parameter: str) -> int:
+        """As in the table."""
+        return self._table.itemsize
+
     def origin(self, parameter: str) -> str:
         """Nothing is in a file."""
         return self.fingerprint

@@ -293,6 +293,9 @@ class TensorReader(Protocol):
         None if its bytes on disk are not those it has in memory.
         """
 
+    def itemsize(self, parameter: str) -> int:
+        """Return the bytes of an element on disk."""
+
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
         """Fill memory with a range of one parameter. May be called from several threads.
 

@@ -258,6 +258,11 @@ class SafetensorsReader:
         offset = entry.start % PAGE
         return offset if entry.torch_dtype == spec.dtype and offset % spec.dtype.itemsize == 0 else None
 
+    def itemsize(self, parameter: str) -> int:
+        """Bytes of an element in a parameter's shard."""
+        entry = self._entries[parameter]
+        return entry.nbytes // max(math.prod(entry.shape), 1)
+
     def origin(self, parameter: str) -> str:
         """The path of a parameter's shard."""
         return str(self._entries[parameter].path)

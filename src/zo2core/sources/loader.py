@@ -167,10 +167,8 @@ class SegmentLoader:
         for parameter, (spec, view) in enumerate(zip(layout.parameters, views, strict=True)):
             step, past = CHUNK // spec.dtype.itemsize, view.data_ptr() % PAGE // spec.dtype.itemsize
             cuts = [0, *range(step - past, spec.numel, step), spec.numel]  # where pages begin
-            reads += [
-                ((stop - start) * spec.dtype.itemsize, partial(read, parameter, start, stop))
-                for start, stop in pairwise(cuts)
-            ]
+            itemsize = self._weights.itemsize(spec.name)
+            reads += [((stop - start) * itemsize, partial(read, parameter, start, stop)) for start, stop in pairwise(cuts)]
         return Loading(self._submit(segment, reads), 0, check)
 
     def _submit(self, segment: int, reads: Sequence[_Read]) -> list[Future[None]]:
