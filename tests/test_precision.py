@@ -14,9 +14,9 @@ from parity import assert_same_bits
 from runs import small_run
 from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig
 
-from zo2adapters import Precision, open_checkpoint
+from zo2adapters import Architecture, MonolithicMeZO, Precision, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.precision import faster_half
 from zo2adapters.trainers.options import Optimization, TrainOptions
@@ -246,3 +246,32 @@ def test_a_run_says_its_precision_and_what_it_costs(options: TrainOptions, tmp_p
     assert line.startswith("precision: exact, all in float16")
     assert "--precision mixed" in line
     assert "times as long as in bfloat16" in line
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parameters_that_transformers_keeps_in_float32_are_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    shape: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 4,
+    }
+    experts: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1, "max_position_embeddings": 4096}
+    config = GptOssConfig(vocab_size=40, num_hidden_layers=2, tie_word_embeddings=False, **shape, **experts)
+    architecture = Architecture(
+        model_type="gpt_oss", embedding=("model.embed_tokens",), blocks="model.layers", head=("model.norm", "lm_head")
+    )
+    base = save_model(tmp_path / "base", config, dtype)
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    assert whole.model.norm.weight.dtype is (torch.float32 if dtype is torch.float16 else dtype)
+    monolithic, batch = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-2), make_batch(40, [6, 5])
+    with ZOEngine(open_checkpoint(base, architecture=architecture), MeZOSGD(lr=1e-2, zo_eps=1e-2)) as engine:
+        for step in range(2):
+            assert engine.step(batch, seed=step).losses == monolithic.step(batch, step).losses
+        own = dict(whole.named_parameters())
+        for name, tensor in engine.parameters_now():
+            assert_same_bits(name, tensor, own[name].data)
+        engine.export(tmp_path / "exported")
+    for name, parameter in AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters():
+        assert_same_bits(name, parameter.data, own[name].data)

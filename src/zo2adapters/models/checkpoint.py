@@ -107,8 +107,9 @@ def open_checkpoint(
     skeleton = _build(directory, config, chosen.stored)
     matched = _match(directory, entries, skeleton, architecture)
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None:
-        _require_dtype(matched, chosen.stored)
+        _require_dtype(matched, skeleton, chosen.stored)
     exported = own if chosen.autocast is not None else chosen.stored
+    rounds = chosen.autocast is not None or export_dtype != "auto"  # else some may be kept in another dtype
     if export_dtype != "auto":
         exported = _dtype(export_dtype, config, entries)
     companions = _companions(directory, skeleton, exported)
@@ -121,7 +122,7 @@ def open_checkpoint(
         autocast=chosen.autocast,
         carried=None if chosen.carried is chosen.stored else chosen.carried,
         carried_back=chosen.carried_back,
-        export_dtype=exported,
+        export_dtype=exported if rounds else None,
     )
 
 
@@ -304,9 +305,9 @@ def _require_equal_ties(copies: Sequence[TensorEntry], name: str) -> None:
             )
 
 
-def _require_dtype(matched: Mapping[str, TensorEntry], dtype: torch.dtype) -> None:
-    for entry in matched.values():
-        if entry.torch_dtype is not dtype:
+def _require_dtype(matched: Mapping[str, TensorEntry], skeleton: PreTrainedModel, dtype: torch.dtype) -> None:
+    for name, entry in matched.items():
+        if entry.torch_dtype not in (dtype, skeleton.get_parameter(name).dtype):  # some may be kept in another one
             raise CheckpointError(
                 f"{entry.path}: {entry.name}",
                 found=f"dtype {entry.dtype}",

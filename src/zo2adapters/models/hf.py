@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
 from zo2adapters.models.architecture import Architecture, segment_aliases, segment_layouts
 from zo2adapters.models.branch_cache import BranchCache
@@ -242,15 +243,26 @@ class _ParametersOnMeta(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give the parameters that transformers keeps in another dtype as it loads a model, float32 norms say, that dtype."""
+    plan = model._get_dtype_plan(dtype)
+    if plan:
+        pattern, by_group, _ = build_glob_alternation(list(plan))
+        for name, parameter in model.named_parameters():
+            match = pattern.search(name)
+            if match is not None and match.lastgroup is not None:
+                parameter.data = parameter.data.to(plan[by_group[match.lastgroup]])
+
+
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build a model whose parameters take no memory, ready to be cut.
 
     Args:
         config: The checkpoint's config. Remote code is not run.
-        dtype: Dtype of the parameters.
+        dtype: Dtype of the parameters, save those that transformers keeps in another one.
 
     Raises:
-        UnsupportedModelError: if the model cannot be built so, or wants parts of itself in another dtype.
+        UnsupportedModelError: if the model cannot be built so.
     """
     where = f"model type {config.model_type}"
     with _ParametersOnMeta():
@@ -258,10 +270,7 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
             config, dtype=dtype, trust_remote_code=False
         )
     model.train(mode=False)
-    if dtype is torch.float16 and getattr(model, "_keep_in_fp32_modules", None):
-        raise UnsupportedModelError(
-            where, found="modules that stay in float32", expected="one dtype", remedy="use dtype bfloat16 or float32"
-        )
+    _keep_dtypes(model, dtype)
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise UnsupportedModelError(
