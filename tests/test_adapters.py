@@ -103,7 +103,9 @@ def test_names_that_only_old_checkpoints_carry_are_left_out(tmp_path: Path) -> N
 REFUSED: dict[str, tuple[Callable[[Path], object], type[ZO2Error], str]] = {
     "no config": (lambda d: (d / "config.json").unlink(), CheckpointError, "config.json"),
     "config not JSON": (lambda d: (d / "config.json").write_text("{"), UnsupportedModelError, "config"),
-    "unknown architecture": (lambda d: edit_config(d, model_type="gpt2"), UnsupportedModelError, "Architecture"),
+    "another architecture": (lambda d: edit_config(d, model_type="gpt2"), CheckpointError, "does not have"),
+    "no causal language model": (lambda d: edit_config(d, model_type="t5"), UnsupportedModelError, "causal"),
+    "layers that cannot be cut apart": (lambda d: edit_config(d, model_type="rwkv"), UnsupportedModelError, "Architecture"),
     "unknown to transformers": (lambda d: edit_config(d, model_type="nobody"), UnsupportedModelError, "remote code"),
     "quantised by config": (
         lambda d: edit_config(d, quantization_config={"quant_method": "gptq", "bits": 4}),
@@ -186,7 +188,7 @@ def test_layers_that_return_tuples_need_only_say_so(tmp_path: Path) -> None:
         embedding=("transformer.word_embeddings", "transformer.word_embeddings_layernorm"),
         blocks="transformer.h",
         head=("transformer.ln_f", "lm_head"),
-        returns_tuple=True,
+        returned=1,
     )
     whole = AutoModelForCausalLM.from_pretrained(base)
     batch = make_batch(40, [7, 4])

@@ -32,7 +32,7 @@ BLOOM = Architecture(
     embedding=("transformer.word_embeddings", "transformer.word_embeddings_layernorm"),
     blocks="transformer.h",
     head=("transformer.ln_f", "lm_head"),
-    returns_tuple=True,
+    returned=1,
 )
 
 

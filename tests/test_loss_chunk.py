@@ -61,7 +61,7 @@ def test_layers_that_return_tuples_are_chunked_too(tmp_path: Path) -> None:
         embedding=("transformer.word_embeddings", "transformer.word_embeddings_layernorm"),
         blocks="transformer.h",
         head=("transformer.ln_f", "lm_head"),
-        returns_tuple=True,
+        returned=1,
     )
     losses = []
     for chunk in (None, 3):

@@ -15,7 +15,7 @@ from zo2core import BlockLayout, ParameterSpec, SegmentKind, UnsupportedModelErr
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Where a decoder's parts are: all that a new architecture has to say.
+    """Where a decoder's parts are: what cannot be learned from a dry run has to be said.
 
     Module paths are those of the ``AutoModelForCausalLM`` class. Every parameter must lie under exactly one of them.
     """
@@ -24,7 +24,7 @@ class Architecture:
     embedding: tuple[str, ...]  # modules that run before the layers; they may be absent in a given model
     blocks: str  # the ModuleList of layers
     head: tuple[str, ...]  # modules that run after the layers; they may be absent in a given model
-    returns_tuple: bool = False  # a layer returns (hidden, ...) instead of hidden
+    returned: int = 0  # values in the tuple that a layer returns, hidden states first; 0: it returns hidden states alone
     ignored: tuple[str, ...] = ()  # endings of tensor names that old checkpoints carry and no model has
 
 

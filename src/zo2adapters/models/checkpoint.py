@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from zo2adapters.models.companions import (
     remote_code_note,
     without_remote_code,
 )
+from zo2adapters.models.derivation import derive_architecture
 from zo2adapters.models.hf import HFBlockModel, build_skeleton
 from zo2adapters.models.llama import LLAMA
 from zo2adapters.models.opt import OPT
@@ -97,14 +99,14 @@ def open_checkpoint(
         )
     directory = resolve_directory(path)
     config = _read_config(directory)
-    if architecture is None:
-        architecture = _known(directory, config)
     _refuse_pickled(directory)
     entries = find_tensors(directory)
     own = _dtype("auto", config, entries)
     given = dtype != "auto"
     chosen = choose_precision(precision, _dtype(dtype, config, entries), given=given, carried=carried)
     skeleton = _build(directory, config, chosen.stored)
+    if architecture is None:
+        architecture = ARCHITECTURES.get(config.model_type) or derive_architecture(skeleton)
     matched = _match(directory, entries, skeleton, architecture)
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None:
         _require_dtype(matched, skeleton, chosen.stored)
@@ -221,17 +223,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
-def _known(directory: Path, config: PretrainedConfig) -> Architecture:
-    if config.model_type not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            directory / "config.json",
-            found=f"model type {config.model_type!r}",
-            expected=f"one of {', '.join(ARCHITECTURES)}",
-            remedy="declare an Architecture and pass it to open_checkpoint; docs/models.md shows how",
-        )
-    return ARCHITECTURES[config.model_type]
-
-
 def _refuse_pickled(directory: Path) -> None:
     pickled = sorted(directory.glob("pytorch_model*.bin"))
     if pickled and not list(directory.glob("*.safetensors")):
@@ -263,7 +254,7 @@ def _match(
     prefix = f"{skeleton.base_model_prefix}."
     known = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
     canonical = {name if name in known else prefix + name: entry for name, entry in entries.items()}
-    unexpected = [name for name in canonical if name not in known and not name.endswith(architecture.ignored or ("\0",))]
+    unexpected = [name for name in canonical if name not in known and not _is_ignored(name, skeleton, architecture)]
     if unexpected:
         entry = canonical[sorted(unexpected)[0]]
         raise CheckpointError(
@@ -291,6 +282,12 @@ def _match(
             )
         check_float(matched[name])
     return matched
+
+
+def _is_ignored(name: str, skeleton: PreTrainedModel, architecture: Architecture) -> bool:
+    """Whether a tensor is one that old checkpoints carry and no model has, as transformers or a declaration says."""
+    patterns = [*(skeleton._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+    return name.endswith(architecture.ignored or ("\0",)) or any(re.search(pattern, name) for pattern in patterns)
 
 
 def _require_equal_ties(copies: Sequence[TensorEntry], name: str) -> None:

@@ -96,7 +96,7 @@ class HFBlockModel:
         self._layers = list(layers)
         for i, layer in enumerate(self._layers):
             last = i + 1 == len(self._layers)
-            layers[i] = Stub(layer, self._recorder, last=last, returns_tuple=architecture.returns_tuple)
+            layers[i] = Stub(layer, self._recorder, last=last, returned=architecture.returned)
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -254,6 +254,14 @@ def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
                 parameter.data = parameter.data.to(plan[by_group[match.lastgroup]])
 
 
+def _recompute_buffers(model: PreTrainedModel) -> None:
+    """Compute tables that no checkpoint holds in the default dtype, as transformers does once more after it has loaded."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for module in model.modules():
+            if module._non_persistent_buffers_set:
+                model._init_weights(module)  # type: ignore[no-untyped-call]
+
+
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build a model whose parameters take no memory, ready to be cut.
 
@@ -270,6 +278,7 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
             config, dtype=dtype, trust_remote_code=False
         )
     model.train(mode=False)
+    _recompute_buffers(model)
     _keep_dtypes(model, dtype)
     for name, buffer in model.named_buffers():
         if buffer.is_meta:

@@ -28,12 +28,12 @@ class CallRecorder:
 class Stub(nn.Module):
     """Stands in for a layer inside HF's forward: records its call, or returns the final hidden state."""
 
-    def __init__(self, layer: nn.Module, recorder: CallRecorder, *, last: bool, returns_tuple: bool) -> None:
+    def __init__(self, layer: nn.Module, recorder: CallRecorder, *, last: bool, returned: int) -> None:
         super().__init__()
         object.__setattr__(self, "layer", layer)  # not a submodule: its parameters are not this model's
         self.recorder = recorder
         self.last = last
-        self.returns_tuple = returns_tuple
+        self.returned = returned
 
     def __getattr__(self, name: str) -> Any:
         # HF's loops may ask a layer for an attribute, such as its kind of attention.
@@ -42,7 +42,9 @@ class Stub(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["layer"], name)
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | tuple[torch.Tensor]:
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         """Take the place of the layer's forward."""
         recorder = self.recorder
         if recorder.final is not None:
@@ -52,4 +54,4 @@ class Stub(nn.Module):
             if self.last:
                 recorder.hidden = hidden_states
                 raise CutError
-        return (hidden_states,) if self.returns_tuple else hidden_states
+        return (hidden_states, *[None] * (self.returned - 1)) if self.returned else hidden_states

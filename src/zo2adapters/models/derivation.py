@@ -1,0 +1,210 @@
+"""Where a decoder's parts are, learned from Hugging Face's own forward: a dry run on the meta device, with stubs for layers.
+
+Modules that the forward calls before the first layer are the embedding, those after the last one the head. Each layer has to
+get exactly what the one before returned. What cannot be told apart so is refused: it takes a declaration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from zo2adapters.models.architecture import Architecture
+from zo2core import UnsupportedModelError
+
+_MOST_RETURNED = 3  # values that a layer returns, hidden states first
+_QUESTIONS: dict[Any, type] = {
+    torch.Tensor.__bool__: bool,
+    torch.Tensor.__contains__: bool,
+    torch.Tensor.__int__: int,
+    torch.Tensor.__index__: int,
+    torch.Tensor.__float__: float,
+}
+_TOKENS = 4  # of the dry run's one row
+
+
+class _Seen:
+    """What one dry run has seen."""
+
+    def __init__(self, layers: int, returned: int) -> None:
+        self.layers = layers
+        self.returned = returned  # values in the tuple that a layer returns; 0: hidden states alone
+        self.reached = 0  # layers called so far
+        self.before: list[str] = []  # modules called before the first layer
+        self.between: list[str] = []
+        self.after: list[str] = []
+        self.passed: object = None  # what the last layer returned as hidden states
+        self.others = [object() for _ in range(max(returned - 1, 0))]  # and what beside them
+
+    def called(self, name: str) -> None:
+        """Note a call of a module that owns parameters."""
+        place = self.before if self.reached == 0 else self.after if self.reached == self.layers else self.between
+        place.append(name)
+
+
+class _Answers(TorchFunctionMode):
+    """Answers a forward that asks for a value of the batch (is a row packed?): there is none on the meta device.
+
+    Where the layers are does not depend on it; any answer will do that does not end in an error.
+    """
+
+    def __init__(self, *, answer: bool) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.item and args[0].is_meta:
+            return self.answer if args[0].dtype is torch.bool else int(self.answer)
+        if func in _QUESTIONS and args[0].is_meta:
+            return _QUESTIONS[func](self.answer)
+        return func(*args, **(kwargs or {}))
+
+
+class _MismatchError(Exception):
+    """The layers do not follow each other as they would have to."""
+
+
+class _DryLayer(nn.Module):
+    """Stands in for a layer."""
+
+    def __init__(self, layer: nn.Module, index: int, seen: _Seen) -> None:
+        super().__init__()
+        object.__setattr__(self, "layer", layer)  # not a submodule
+        self.index = index
+        self.seen = seen
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["layer"], name)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Check the order, and return a tensor that can be told from all others."""
+        seen = self.seen
+        if self.index != seen.reached:
+            raise _MismatchError(f"layer {self.index} is called after {seen.reached} layers")
+        if self.index > 0 and hidden_states is not seen.passed:
+            raise _MismatchError(f"layer {self.index} does not get what layer {self.index - 1} returned")
+        if any(value is other for value in (*args, *kwargs.values()) for other in seen.others):
+            raise _MismatchError(f"layer {self.index} gets more of layer {self.index - 1} than its hidden states")
+        seen.reached += 1
+        seen.passed = torch.empty_like(hidden_states)
+        return seen.passed if seen.returned == 0 else (seen.passed, *seen.others)
+
+
+def derive_architecture(model: PreTrainedModel) -> Architecture:
+    """Learn where a decoder's parts are.
+
+    Args:
+        model: From ``build_skeleton``. It is the same afterwards.
+
+    Raises:
+        UnsupportedModelError: naming what cannot be told apart.
+    """
+    where = f"model type {model.config.model_type}"
+    path, layers = _outermost_layers(model, where)
+    owners = {
+        name: module
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(f"{path}.") and any(p is not None for p in module._parameters.values())
+    }
+    problem = ""
+    for returned, answer in product(range(_MOST_RETURNED + 1), (True, False)):
+        try:
+            seen = _dry_run(model, layers, owners, returned, answer=answer)
+        # Any: what a forward makes of a value that it does not expect is its own; the first one says most.
+        except Exception as error:
+            problem = problem or " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            continue
+        if seen.reached == len(layers):
+            return _architecture(model, path, owners, seen, where)
+        problem = problem or f"{seen.reached} of {len(layers)} layers are called"
+    raise _refused(where, f"layers in {path} that do not follow each other ({problem})")
+
+
+def _outermost_layers(model: PreTrainedModel, where: str) -> tuple[str, nn.ModuleList]:
+    """The list of layers with the most parameters among those that are in no other one."""
+    lists: list[tuple[str, nn.ModuleList]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer, _ in lists):
+            lists.append((name, module))
+    if not lists:
+        raise _refused(where, "no list of layers")
+    return max(lists, key=lambda pair: sum(parameter.numel() for parameter in pair[1].parameters()))
+
+
+def _dry_run(
+    model: PreTrainedModel, layers: nn.ModuleList, owners: dict[str, nn.Module], returned: int, *, answer: bool
+) -> _Seen:
+    """Run the forward on the meta device, with stubs for the layers."""
+    seen = _Seen(len(layers), returned)
+    own = list(layers)
+    with contextlib.ExitStack() as undone:
+        for name, module in owners.items():
+            hook = module.register_forward_pre_hook(lambda module, inputs, name=name: seen.called(name))
+            undone.callback(hook.remove)
+        for index, layer in enumerate(own):
+            layers[index] = _DryLayer(layer, index, seen)
+            undone.callback(layers.__setitem__, index, layer)
+        undone.enter_context(_all_on_meta(model))
+        with torch.inference_mode(), torch.device("meta"), _Answers(answer=answer):
+            model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta"), use_cache=False)
+    return seen
+
+
+@contextlib.contextmanager
+def _all_on_meta(model: nn.Module) -> Iterator[None]:
+    """Tensors without values, within the context: a forward whose tensors are on two devices would not run."""
+    kept: list[tuple[Any, dict[str, Any]]] = []
+    for module in model.modules():
+        kept += [(tensors, dict(tensors)) for tensors in (module._buffers, module._parameters)]
+    try:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to("meta")
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not parameter.is_meta:  # such as norms, which begin as ones
+                    module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        yield
+    finally:
+        for tensors, own in kept:
+            tensors.update(own)
+
+
+def _architecture(model: PreTrainedModel, path: str, owners: dict[str, nn.Module], seen: _Seen, where: str) -> Architecture:
+    """What a run has seen, as a declaration; refused where a module is in no place, or in two."""
+    if seen.between:
+        raise _refused(where, f"{seen.between[0]}, called between two layers")
+    both = [name for name in seen.before if name in seen.after]
+    if both:
+        raise _refused(where, f"{both[0]}, called before the layers and after them")
+    called = {*seen.before, *seen.after}
+    tied = {id(p) for name in called for p in owners[name]._parameters.values()}
+    for name, module in owners.items():
+        idle = [leaf for leaf, p in module._parameters.items() if p is not None and id(p) not in tied]
+        if name not in called and idle:
+            raise _refused(where, f"{name}.{idle[0]}, a parameter whose module is never called")
+    return Architecture(
+        model_type=model.config.model_type,
+        embedding=tuple(dict.fromkeys(seen.before)),
+        blocks=path,
+        head=tuple(dict.fromkeys(seen.after)),
+        returned=seen.returned,
+    )
+
+
+def _refused(where: str, found: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        where,
+        found=found,
+        expected="an embedding, a list of layers that each take what the one before returned, and a head",
+        remedy="declare an Architecture and pass it to open_checkpoint; docs/models.md shows how",
+    )

@@ -1,0 +1,92 @@
+"""An architecture that nobody declared: its parts are learned from a dry run, or it is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import compare, small_config, small_model
+from models import CONFIGS
+from models import small_config as known_config
+from torch import nn
+from transformers import PreTrainedModel
+
+from zo2adapters.models.checkpoint import ARCHITECTURES
+from zo2adapters.models.derivation import derive_architecture
+from zo2adapters.models.hf import build_skeleton
+from zo2core import UnsupportedModelError
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_what_is_derived_is_what_was_declared(model_type: str) -> None:
+    declared = ARCHITECTURES[model_type]
+    skeleton = build_skeleton(known_config(model_type), torch.float32)
+    present = dict(skeleton.named_modules())
+    derived = derive_architecture(skeleton)
+    assert set(derived.embedding) == {path for path in declared.embedding if path in present}
+    assert set(derived.head) == {path for path in declared.head if path in present}
+    assert (derived.blocks, derived.returned) == (declared.blocks, declared.returned)
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gpt2", "bloom", "phi", "gemma2", "gpt_bigcode", "gptj", "olmo2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_families_that_nobody_declared_are_monolithic_mezo(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    config = small_config(model_type)
+    compared = compare(small_model(config), dtype, tmp_path / "model")
+    assert compared["outcome"] == "equal", compared
+
+
+def test_a_dry_run_leaves_the_model_as_it_was() -> None:
+    skeleton = build_skeleton(known_config("llama"), torch.float32)
+
+    def state(model: PreTrainedModel) -> list[Any]:
+        tensors = [(name, id(tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+        return [tensors, [(name, id(module), len(module._forward_pre_hooks)) for name, module in model.named_modules()]]
+
+    before = state(skeleton)
+    derive_architecture(skeleton)
+    assert state(skeleton) == before
+
+
+class _Odd(nn.Module):
+    """A decoder that calls its parts in an odd way."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.table, self.out, self.extra = nn.Embedding(9, 4), nn.Linear(4, 9), nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.config = known_config("llama")
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+        hidden = self.table(input_ids)
+        if self.how == "before and after":
+            hidden = self.extra(hidden)
+        for index, layer in enumerate(reversed(self.layers) if self.how == "reversed" else self.layers):
+            if self.how == "between" and index == 1:
+                self.extra(hidden)
+            hidden = layer(hidden)
+            if self.how == "changed":
+                hidden = hidden * 2
+        if self.how == "before and after":
+            hidden = self.extra(hidden)
+        out: torch.Tensor = self.out(hidden)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("between", "extra, called between two layers"),
+        ("before and after", "extra, called before the layers and after them"),
+        ("reversed", "layer 2 is called after 0 layers"),
+        ("changed", "layer 1 does not get what layer 0 returned"),
+        ("idle", r"extra.weight, a parameter whose module is never called"),
+    ],
+)
+def test_what_cannot_be_told_apart_is_refused_by_name(how: str, said: str) -> None:
+    model: Any = _Odd(how)
+    with pytest.raises(UnsupportedModelError, match=said):
+        derive_architecture(model)
