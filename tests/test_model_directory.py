@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from models import save_model, save_tokenizer, small_config
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from zo2adapters import open_checkpoint
-from zo2adapters.cli import format_warning
+from zo2adapters.cli import format_warning, show_warning
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import CheckpointError, MeZOSGD, ZO2Error, ZO2Warning, ZOEngine
 
@@ -145,3 +147,10 @@ def test_an_export_holds_no_remote_code_and_loads_without(base: Path, tmp_path: 
 def test_a_command_shows_a_warning_of_ours_as_one_line() -> None:
     assert format_warning(ZO2Warning("said"), ZO2Warning, "file.py", 1) == "zo2: said\n"
     assert "file.py:1" in format_warning(UserWarning("said"), UserWarning, "file.py", 1)
+
+
+def test_a_warning_does_not_break_a_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    with tqdm(total=9, file=sys.stderr, mininterval=0) as bar:
+        bar.update(4)
+        show_warning(ZO2Warning("said"), ZO2Warning, "file.py", 1)
+    assert "\nzo2: said\n" in capsys.readouterr().err.replace("\r", "\n")

@@ -121,7 +121,7 @@ def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict
     except UnsupportedModelError as error:
         return {"outcome": "refused", "error": str(error)}
     except ZO2Error as error:
-        return {"outcome": "refused", "error": str(error).replace(f"{directory}/", "")}
+        return {"outcome": "refused", "error": str(error).replace(f"{directory}/", "").replace(str(directory), "base")}
     except Exception as error:  # any: a table of what fails is what this program is for
         return {"outcome": "failed", "error": f"{type(error).__name__}: {error}"}
     equal = losses == [monolithic.step(batch, step).losses for step in range(STEPS)]

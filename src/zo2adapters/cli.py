@@ -14,7 +14,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO, runtime_checkable
 
 from zo2adapters.commands.signals import Phase, SignalHandling, status_of
 
@@ -151,7 +151,7 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         for module in COMMANDS[name].needs:
             importlib.import_module(module)
         _quieten_transformers()
-        warnings.formatwarning = format_warning
+        warnings.formatwarning, warnings.showwarning = format_warning, show_warning
         if signals is not None:
             signals.phase = Phase.RUNNING
         command.run()
@@ -264,6 +264,22 @@ def format_warning(
     if issubclass(category, ZO2Warning):
         return f"zo2: {message}\n"
     return _PLAIN_FORMAT(message, category, filename, lineno, line)
+
+
+def show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning on a line of its own, above a progress bar if there is one."""
+    text, output = format_warning(message, category, filename, lineno, line), sys.stderr if file is None else file
+    if "tqdm" in sys.modules:
+        importlib.import_module("tqdm").tqdm.write(text, file=output, end="")
+    else:
+        output.write(text)
 
 
 if __name__ == "__main__":

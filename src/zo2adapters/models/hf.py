@@ -161,7 +161,7 @@ class HFBlockModel:
         args, kwargs = activations.calls[index]
         with self._casting():
             out = self._layers[index](activations.hidden, *args, **kwargs)
-        return activations._replace(hidden=out[0] if isinstance(out, tuple) else out)
+        return activations._replace(hidden=out[0] if isinstance(out, (tuple, list)) else out)
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Run HF's norm, head and loss on the final hidden state."""

@@ -174,10 +174,10 @@ class CarryingSource:
         """Have a block made ready, unless it is being made so; false if there is no room."""
         if index in self._coming:
             return True
-        busy = len(self._acquired) if self._comes_back else 0
-        if not self._free or (self._as_stored + busy + len(self._coming) >= self._source.capacity and self._comes_back):
-            return False
-        if self._as_stored >= self._source.capacity:
+        held = self._as_stored  # of the source's buckets; where nothing comes back, one more while a block is made ready
+        if self._comes_back:
+            held += len(self._acquired) + len(self._coming)
+        if not self._free or held >= self._source.capacity:
             return False
         self._coming[index] = self._thread.submit(self._make_ready, index, self._free.popleft())
         return True

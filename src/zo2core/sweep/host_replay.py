@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -81,17 +81,14 @@ class CarryingScheduler:
         self._replay.begin()
         self._scheduler.sweep(visitor, order)
 
-    def replayed(self, visitor: Visitor, index: int) -> AbstractContextManager[Bucket]:
-        """Bring one segment to the present version, as it is stored. See the contract."""
-        return self._replayed(visitor, index)
-
     def settle(self) -> None:
         """Give back all buckets. See the contract."""
         with self._source.only_when_acquired():
             self._scheduler.settle()
 
     @contextmanager
-    def _replayed(self, visitor: Visitor, index: int) -> Iterator[Bucket]:
+    def replayed(self, visitor: Visitor, index: int) -> Iterator[Bucket]:
+        """Bring one segment to the present version, as it is stored. See the contract."""
         self._replay.begin()
         with self._source.only_when_acquired():
             if index in self._source.carried:
