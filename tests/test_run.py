@@ -201,6 +201,30 @@ def test_a_resumed_run_without_its_checksums_is_refused(options: TrainOptions, k
         Trainer(options, resume=True, quiet=True)
 
 
+@pytest.mark.parametrize("lost", ["steps", "seed", ("optimization", "warmup_steps"), ("storage", "memory")])
+def test_options_that_have_lost_one_are_refused(options: TrainOptions, lost: str | tuple[str, str]) -> None:
+    with Trainer(options, quiet=True) as trainer:
+        trainer.run()
+    path = options.output / "options.json"
+    record = json.loads(path.read_text())
+    if isinstance(lost, str):
+        del record["options"][lost]
+    else:
+        del record["options"][lost[0]][lost[1]]
+    path.write_text(json.dumps(record))
+    with pytest.raises(OptionError, match=r"options\.json"):
+        RunDirectory.options(options.output)
+
+
+def test_what_a_killed_export_has_left_behind_its_model_is_cleared_away(options: TrainOptions) -> None:
+    with Trainer(options, quiet=True) as trainer:
+        trainer.run()
+    (options.output / ".model.partial-abc").mkdir()  # killed between the renaming and the end
+    with Trainer(options, resume=True, quiet=True) as trainer:
+        trainer.run()
+    assert not (options.output / ".model.partial-abc").exists()
+
+
 def test_a_run_that_could_not_begin_leaves_nothing(options: TrainOptions) -> None:
     tiny = replace(options, storage=Storage(memory="1MB"))
     with pytest.raises(Exception, match="smallest plan"):

@@ -98,7 +98,7 @@ def exchange_pages(run: Path, rng: random.Random) -> None:
 
 def cut_the_file(run: Path, rng: random.Random) -> None:
     data = (run / "scratch.bin").read_bytes()
-    (run / "scratch.bin").write_bytes(data[: rng.randrange(len(data))])
+    (run / "scratch.bin").write_bytes(data[: rng.randrange(PAGE, len(data))])  # the next damage finds a page
 
 
 def cut_the_manifest(run: Path, rng: random.Random) -> None:

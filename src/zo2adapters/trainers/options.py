@@ -336,6 +336,9 @@ class TrainOptions(RunOptions):
         Raises:
             OptionError, TypeError, ValueError, KeyError: if the values are not those of a run.
         """
+        for kind, kept in ((cls, values), *((kind, values[name]) for name, kind in _GROUPS.items())):
+            if missing := {own.name for own in dataclasses.fields(kind)} - kept.keys() - _LATER - {"output"}:
+                raise KeyError(f"no {', '.join(sorted(missing))}")  # a default is not what the run was begun with
         values = dict(values)
         optimization = dict(values.pop("optimization"))
         optimization["decay"] = Decay(optimization["decay"])
@@ -356,3 +359,8 @@ class TrainOptions(RunOptions):
         require_field_types(options)
         options.require_valid()
         return options
+
+
+_GROUPS: dict[str, Any] = {"optimization": Optimization, "batching": Batching, "storage": Storage}
+_LATER = {"precision", "carried", "schedule_steps", "estimator", "guard", "clip_grad", "clip_median", "write_limit_tb"}
+"""Options that runs of earlier versions have not written down."""

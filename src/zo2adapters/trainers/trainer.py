@@ -217,9 +217,9 @@ class Trainer:
     def _export(self) -> Path:
         """Write the model, if it is not there: a directory appears whole or not at all."""
         exported = self.options.output / MODEL
+        for partial in self.options.output.glob(f".{MODEL}.partial-*"):  # of an export that was killed, also at its very end
+            shutil.rmtree(partial)
         if not holds_model(exported):
-            for partial in self.options.output.glob(f".{MODEL}.partial-*"):  # of an export that was killed
-                shutil.rmtree(partial)
             self.engine.export(exported)
         return exported
 
