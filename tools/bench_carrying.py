@@ -26,7 +26,7 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from zo2adapters import Precision, open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Distribution, Lane, PhiloxNoise, Replay, ZOEngine
+from zo2core import DevicePlan, Distribution, Lane, MemoryPolicy, PhiloxNoise, Replay, ZOEngine
 from zo2core.types import Batch, StepResult
 
 RATIOS = (0.25, 1.0, 4.0)  # of compute to the transfer of float32 blocks, one way
@@ -83,6 +83,7 @@ def bench(directory: Path, batch: Batch, rate: float, steps: int) -> dict[str, A
                     noise=PhiloxNoise(Distribution.RADEMACHER),
                     device=device,
                     replay=way.replay,
+                    memory=MemoryPolicy(device=DevicePlan((), 1 << 40, kept=0, activation_bytes=1 << 28)),
                 )
             )
         for number in range(WARM_UP + steps):
@@ -132,6 +133,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     parser.add_argument("--output", type=Path, help="write JSON here")
     options = parser.parse_args()
     measured: dict[str, Any] = {"machine": machine(), "geometry": options.geometry, "rows": options.rows}
@@ -143,7 +145,7 @@ def main() -> None:
         batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
         nbytes = sum(layout.nbytes for layout in model.layouts if not layout.resident)
         compute = compute_seconds(directory, batch)
-        for ratio in RATIOS:
+        for ratio in options.ratios:
             rate = nbytes * ratio / compute
             measured["rates"][str(ratio)] = rate
             measured["ratios"][str(ratio)] = bench(directory, batch, rate, options.steps)
