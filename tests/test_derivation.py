@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,11 +57,13 @@ class _Odd(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
-        self.table, self.out, self.extra = nn.Embedding(9, 4), nn.Linear(4, 9), nn.Linear(4, 4)
+        self.table, self.out = nn.Embedding(9, 4), nn.Linear(4, 9)
+        if how in ("between", "before and after", "idle"):
+            self.extra = nn.Linear(4, 4)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.config = known_config("llama")
 
-    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, use_cache: bool, labels: torch.Tensor | None = None) -> SimpleNamespace:
         hidden = self.table(input_ids)
         if self.how == "before and after":
             hidden = self.extra(hidden)
@@ -72,8 +75,12 @@ class _Odd(nn.Module):
                 hidden = hidden * 2
         if self.how == "before and after":
             hidden = self.extra(hidden)
-        out: torch.Tensor = self.out(hidden)
-        return out
+        logits = self.out(hidden)
+        if labels is None:
+            return SimpleNamespace(logits=logits)
+        asked = labels[:, 1:] if self.how == "shifted" else labels
+        loss = vars(self)["_loss_function"](logits * 2 if self.how == "scaled" else logits, asked)
+        return SimpleNamespace(logits=logits, loss=loss + 1 if self.how == "added" else loss)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +90,10 @@ class _Odd(nn.Module):
         ("before and after", "extra, called before the layers and after them"),
         ("reversed", "layer 2 is called after 0 layers"),
         ("changed", "layer 1 does not get what layer 0 returned"),
-        ("idle", r"extra.weight, a parameter whose module is never called"),
+        ("idle", "extra.weight, a parameter whose module is never called"),
+        ("shifted", "a loss other than that of the next token"),
+        ("scaled", "a loss other than that of the next token"),
+        ("added", "a loss other than that of the next token"),
     ],
 )
 def test_what_cannot_be_told_apart_is_refused_by_name(how: str, said: str) -> None:

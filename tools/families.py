@@ -5,13 +5,15 @@
 For every model type of ``AutoModelForCausalLM`` a config with small sizes is made from its defaults; what cannot be built so
 is listed with the reason. A checkpoint with random weights is saved, opened without a declaration, and steps are compared
 with monolithic MeZO over the model that ``from_pretrained`` loads, without a cache of keys and values, in float32 and in
-bfloat16: every loss has to be equal. Prints a table and JSON.
+bfloat16: every loss has to be equal. So has the loss with logits in chunks, but for the order of its sum. Prints a table and
+JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 import warnings
@@ -26,11 +28,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2adapters.trainers.verification import random_batch
-from zo2core import MeZOSGD, UnsupportedModelError, ZO2Error, ZOEngine
+from zo2core import MeZOSGD, Replayer, UnsupportedModelError, ZO2Error, ZOEngine
 
 MOST_PARAMETERS = 3_000_000  # of a model that counts as tiny
 VOCABULARY, STEPS, NUMBERS = 40, 2, {"lr": 1e-2, "zo_eps": 1e-2}
 DTYPES = (torch.float32, torch.bfloat16)
+SUMMED = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # by how much a sum in another order may differ
 
 # What sizes are called in configs.
 SMALL: Mapping[str, Any] = {
@@ -124,7 +127,11 @@ def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict
         return {"outcome": "refused", "error": str(error).replace(f"{directory}/", "").replace(str(directory), "base")}
     except Exception as error:  # any: a table of what fails is what this program is for
         return {"outcome": "failed", "error": f"{type(error).__name__}: {error}"}
+    whole_loss = float(monolithic.loss(batch))
+    with Replayer(open_checkpoint(directory, loss_chunk=3)) as replayer:
+        chunked = replayer.evaluate([batch]).loss
     equal = losses == [monolithic.step(batch, step).losses for step in range(STEPS)]
+    equal = equal and math.isclose(chunked, whole_loss, rel_tol=SUMMED[dtype])
     return {"outcome": "equal" if equal else "different", "opening_seconds": seconds}
 
 

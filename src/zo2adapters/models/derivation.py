@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from zo2adapters.models.architecture import Architecture
+from zo2adapters.models.stubs import StandIn
 from zo2core import UnsupportedModelError
 
 _MOST_RETURNED = 3  # values that a layer returns, hidden states first
@@ -43,10 +44,27 @@ class _Seen:
         self.passed: object = None  # what the last layer returned as hidden states
         self.others = [object() for _ in range(max(returned - 1, 0))]  # and what beside them
 
+    def again(self) -> None:
+        """Forget the calls of a run, for another one."""
+        self.reached, self.before, self.between, self.after = 0, [], [], []
+
     def called(self, name: str) -> None:
         """Note a call of a module that owns parameters."""
         place = self.before if self.reached == 0 else self.after if self.reached == self.layers else self.between
         place.append(name)
+
+
+class _Loss:
+    """Stands in for the model's loss function: notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.logits: object = None
+        self.labels: object = None
+        self.value: object = None
+
+    def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.logits, self.labels, self.value = logits, labels, logits.new_empty(())
+        return self.value
 
 
 class _Answers(TorchFunctionMode):
@@ -71,20 +89,13 @@ class _MismatchError(Exception):
     """The layers do not follow each other as they would have to."""
 
 
-class _DryLayer(nn.Module):
-    """Stands in for a layer."""
+class _DryLayer(StandIn):
+    """Stands in for a layer of the dry run."""
 
     def __init__(self, layer: nn.Module, index: int, seen: _Seen) -> None:
-        super().__init__()
-        object.__setattr__(self, "layer", layer)  # not a submodule
+        super().__init__(layer)
         self.index = index
         self.seen = seen
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["layer"], name)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Check the order, and return a tensor that can be told from all others."""
@@ -118,15 +129,21 @@ def derive_architecture(model: PreTrainedModel) -> Architecture:
     }
     problem = ""
     for returned, answer in product(range(_MOST_RETURNED + 1), (True, False)):
+        seen = _Seen(len(layers), returned)
         try:
-            seen = _dry_run(model, layers, owners, returned, answer=answer)
-        # Any: what a forward makes of a value that it does not expect is its own; the first one says most.
-        except Exception as error:
-            problem = problem or " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            with _stubbed(model, layers, owners, seen), _Answers(answer=answer):
+                is_next_token = _asks_for_next_token(model)
+                architecture = _architecture(model, path, owners, seen, where)
+                seen.again()
+                _run(model, rows=2, tokens=1)  # as final hidden states are brought to logits, row by row
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # any: what a forward makes of a value that it does not expect is its own
+            problem = problem or " ".join(f"{type(error).__name__}: {error}".split())[:200]  # the first one says most
             continue
-        if seen.reached == len(layers):
-            return _architecture(model, path, owners, seen, where)
-        problem = problem or f"{seen.reached} of {len(layers)} layers are called"
+        if not is_next_token:
+            raise _refused(where, "a loss other than that of the next token, as transformers computes it from all logits")
+        return architecture
     raise _refused(where, f"layers in {path} that do not follow each other ({problem})")
 
 
@@ -141,11 +158,9 @@ def _outermost_layers(model: PreTrainedModel, where: str) -> tuple[str, nn.Modul
     return max(lists, key=lambda pair: sum(parameter.numel() for parameter in pair[1].parameters()))
 
 
-def _dry_run(
-    model: PreTrainedModel, layers: nn.ModuleList, owners: dict[str, nn.Module], returned: int, *, answer: bool
-) -> _Seen:
-    """Run the forward on the meta device, with stubs for the layers."""
-    seen = _Seen(len(layers), returned)
+@contextlib.contextmanager
+def _stubbed(model: nn.Module, layers: nn.ModuleList, owners: dict[str, nn.Module], seen: _Seen) -> Iterator[None]:
+    """The model on the meta device with stubs for its layers, within the context."""
     own = list(layers)
     with contextlib.ExitStack() as undone:
         for name, module in owners.items():
@@ -155,9 +170,29 @@ def _dry_run(
             layers[index] = _DryLayer(layer, index, seen)
             undone.callback(layers.__setitem__, index, layer)
         undone.enter_context(_all_on_meta(model))
-        with torch.inference_mode(), torch.device("meta"), _Answers(answer=answer):
-            model(input_ids=torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta"), use_cache=False)
-    return seen
+        with torch.inference_mode(), torch.device("meta"):
+            yield
+
+
+def _run(model: nn.Module, *, rows: int, tokens: int, **inputs: torch.Tensor) -> Any:
+    return model(input_ids=torch.zeros(rows, tokens, dtype=torch.int64), use_cache=False, **inputs)
+
+
+def _asks_for_next_token(model: nn.Module) -> bool:
+    """Run the forward; whether its loss is the model's loss function of its logits and the labels, and nothing else.
+
+    Labelled tokens are counted, and logits computed in chunks, on that ground.
+    """
+    loss, labels, own = _Loss(), torch.zeros(1, _TOKENS, dtype=torch.int64), vars(model).get("_loss_function")
+    vars(model)["_loss_function"] = loss
+    try:
+        output = _run(model, rows=1, tokens=_TOKENS, labels=labels)
+    finally:
+        if own is None:
+            del vars(model)["_loss_function"]
+        else:
+            vars(model)["_loss_function"] = own
+    return loss.labels is labels and loss.logits is output.logits and loss.value is output.loss
 
 
 @contextlib.contextmanager
@@ -181,6 +216,8 @@ def _all_on_meta(model: nn.Module) -> Iterator[None]:
 
 def _architecture(model: PreTrainedModel, path: str, owners: dict[str, nn.Module], seen: _Seen, where: str) -> Architecture:
     """What a run has seen, as a declaration; refused where a module is in no place, or in two."""
+    if seen.reached != seen.layers:
+        raise _MismatchError(f"{seen.reached} of {seen.layers} layers are called")
     if seen.between:
         raise _refused(where, f"{seen.between[0]}, called between two layers")
     both = [name for name in seen.before if name in seen.after]

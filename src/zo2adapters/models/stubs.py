@@ -25,15 +25,12 @@ class CallRecorder:
         self.final: torch.Tensor | None = None  # set during the epilogue
 
 
-class Stub(nn.Module):
-    """Stands in for a layer inside HF's forward: records its call, or returns the final hidden state."""
+class StandIn(nn.Module):
+    """Takes a layer's place inside HF's forward, and answers for it."""
 
-    def __init__(self, layer: nn.Module, recorder: CallRecorder, *, last: bool, returned: int) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         object.__setattr__(self, "layer", layer)  # not a submodule: its parameters are not this model's
-        self.recorder = recorder
-        self.last = last
-        self.returned = returned
 
     def __getattr__(self, name: str) -> Any:
         # HF's loops may ask a layer for an attribute, such as its kind of attention.
@@ -41,6 +38,16 @@ class Stub(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["layer"], name)
+
+
+class Stub(StandIn):
+    """Stands in for a layer: records its call, or returns the final hidden state."""
+
+    def __init__(self, layer: nn.Module, recorder: CallRecorder, *, last: bool, returned: int) -> None:
+        super().__init__(layer)
+        self.recorder = recorder
+        self.last = last
+        self.returned = returned
 
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any

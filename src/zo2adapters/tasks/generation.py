@@ -102,13 +102,22 @@ def generate(
         The next token of each prompt, None for those that have ended; stops when all have.
 
     Raises:
+        UnsupportedModelError: if the model's forward takes no cache.
         BatchError: if a prompt is empty, or holds a token that the model does not know.
         OptionError: if ``max_new_tokens`` is out of its range, or prompt and continuation are longer than the model takes.
     """
     require_lengths(model, prompts, max_new_tokens)
     ids, mask = _padded_left(prompts, pad_token_id)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    takes_positions = "position_ids" in inspect.signature(model.hf_forward).parameters
+    arguments = inspect.signature(model.hf_forward).parameters
+    if "past_key_values" not in arguments:
+        raise UnsupportedModelError(
+            f"model type {model.config.model_type}",
+            found="a forward without a cache of keys and values",
+            expected="one that takes past_key_values: a token is a sweep, and runs by itself",
+            remedy="export the model and generate with transformers",
+        )
+    takes_positions = "position_ids" in arguments
     forward = NextToken(model, DynamicCache(config=model.config))
     ended = torch.zeros(len(ids), dtype=torch.bool)
     ends = torch.tensor(sorted(eos_token_ids), dtype=torch.int64)
