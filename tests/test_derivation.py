@@ -19,6 +19,8 @@ from zo2adapters.models.derivation import derive_architecture
 from zo2adapters.models.hf import build_skeleton
 from zo2core import UnsupportedModelError
 
+UNDECLARED = ["mistral", "gpt2", "bloom", "phi", "gemma2", "gpt_bigcode", "gptj", "codegen", "openai-gpt", "olmo2"]
+
 
 @pytest.mark.parametrize("model_type", CONFIGS)
 def test_what_is_derived_is_what_was_declared(model_type: str) -> None:
@@ -31,7 +33,7 @@ def test_what_is_derived_is_what_was_declared(model_type: str) -> None:
     assert (derived.blocks, derived.returned) == (declared.blocks, declared.returned)
 
 
-@pytest.mark.parametrize("model_type", ["mistral", "gpt2", "bloom", "phi", "gemma2", "gpt_bigcode", "gptj", "olmo2"])
+@pytest.mark.parametrize("model_type", UNDECLARED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_families_that_nobody_declared_are_monolithic_mezo(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     config = small_config(model_type)
@@ -64,12 +66,15 @@ class _Odd(nn.Module):
         self.config = known_config("llama")
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool, labels: torch.Tensor | None = None) -> SimpleNamespace:
-        hidden = self.table(input_ids)
+        hidden, other = self.table(input_ids), None
         if self.how == "before and after":
             hidden = self.extra(hidden)
         for index, layer in enumerate(reversed(self.layers) if self.how == "reversed" else self.layers):
             if self.how == "between" and index == 1:
                 self.extra(hidden)
+            if self.how == "two values":
+                hidden, other = layer(hidden, other)
+                continue
             hidden = layer(hidden)
             if self.how == "changed":
                 hidden = hidden * 2
@@ -90,6 +95,7 @@ class _Odd(nn.Module):
         ("before and after", "extra, called before the layers and after them"),
         ("reversed", "layer 2 is called after 0 layers"),
         ("changed", "layer 1 does not get what layer 0 returned"),
+        ("two values", "layer 1 gets more of layer 0 than its hidden states"),
         ("idle", "extra.weight, a parameter whose module is never called"),
         ("shifted", "a loss other than that of the next token"),
         ("scaled", "a loss other than that of the next token"),

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 from models import CONFIGS, WORDS, save_model, save_tokenizer, small_config
@@ -15,7 +16,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.tasks.generation import NextToken, Sampling, generate
-from zo2core import BatchError, MeZOSGD, OptionError, Replayer, ZOEngine
+from zo2core import BatchError, MeZOSGD, OptionError, Replayer, UnsupportedModelError, ZOEngine
 from zo2core.sweep.activation_offload import storage_bytes
 
 PROMPTS = [[3, 4, 5], [6, 7, 8, 9, 10, 11], [12]]
@@ -48,6 +49,13 @@ def test_greedy_tokens_are_hugging_faces(model_type: str, sliding: bool, tmp_pat
         assert columns(generate(engine, model, PROMPTS, max_new_tokens=6)) == expected
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
             assert columns(generate(engine, model, [prompt], max_new_tokens=6)) == [tokens]
+
+
+def test_a_forward_without_a_cache_is_refused_by_name(tmp_path: Path) -> None:
+    families.small_model(families.small_config("openai-gpt")).save_pretrained(tmp_path)
+    model = open_checkpoint(tmp_path)
+    with Replayer(model) as replayer, pytest.raises(UnsupportedModelError, match="past_key_values"):
+        list(generate(replayer, model, [[3, 4]], max_new_tokens=2))
 
 
 def test_a_continuation_ends_with_eos_while_others_go_on(tmp_path: Path) -> None:

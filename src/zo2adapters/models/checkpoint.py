@@ -166,8 +166,7 @@ def _read_config(directory: Path) -> PretrainedConfig:
     _refuse_oversized(directory / "config.json")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    # transformers meets a malformed config with whatever it leads to: its own validation errors, AttributeError, ...
-    except Exception as error:
+    except Exception as error:  # any: a malformed config leads transformers to validation errors, AttributeError, ...
         raise UnsupportedModelError(
             directory / "config.json",
             found=f"a config that transformers cannot load without remote code ({_first_line(error)})",
@@ -209,8 +208,7 @@ def _build(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> Pre
         return build_skeleton(config, dtype)
     except ZO2Error:
         raise
-    # As above: sizes that contradict each other, unknown activations and rope types surface inside the model's own code.
-    except Exception as error:
+    except Exception as error:  # any: sizes that contradict each other surface inside the model's own code
         raise UnsupportedModelError(
             directory / "config.json",
             found=f"a config that transformers cannot build a model from ({type(error).__name__}: {_first_line(error)})",

@@ -127,7 +127,7 @@ def derive_architecture(model: PreTrainedModel) -> Architecture:
         for name, module in model.named_modules()
         if not f"{name}.".startswith(f"{path}.") and any(p is not None for p in module._parameters.values())
     }
-    problem = ""
+    problem, mismatch = "", ""
     for returned, answer in product(range(_MOST_RETURNED + 1), (True, False)):
         seen = _Seen(len(layers), returned)
         try:
@@ -138,13 +138,16 @@ def derive_architecture(model: PreTrainedModel) -> Architecture:
                 _run(model, rows=2, tokens=1)  # as final hidden states are brought to logits, row by row
         except UnsupportedModelError:
             raise
+        except _MismatchError as error:
+            mismatch = mismatch or str(error)
+            continue
         except Exception as error:  # any: what a forward makes of a value that it does not expect is its own
-            problem = problem or " ".join(f"{type(error).__name__}: {error}".split())[:200]  # the first one says most
+            problem = problem or " ".join(f"{type(error).__name__}: {error}".split())[:200]
             continue
         if not is_next_token:
             raise _refused(where, "a loss other than that of the next token, as transformers computes it from all logits")
         return architecture
-    raise _refused(where, f"layers in {path} that do not follow each other ({problem})")
+    raise _refused(where, f"layers in {path} that do not follow each other ({mismatch or problem})")
 
 
 def _outermost_layers(model: PreTrainedModel, where: str) -> tuple[str, nn.ModuleList]:

@@ -19,6 +19,9 @@ from safetensors.torch import save_file
 
 _ZIP = b"PK\x03\x04"  # how torch.save's files begin since PyTorch 1.6; older ones are bare pickles
 _PICKLE = "data.pkl"  # in the archive's one directory, beside data/KEY for each storage
+# What Python's reader of archives meets damaged ones with: bad structure and checksums, unknown methods of compression,
+# encryption, ends that come early, numbers out of range.
+_DAMAGED = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError)
 _PIECE = 1 << 20  # bytes read at a time
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
 _DTYPES |= {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8, torch.int8}
@@ -94,8 +97,7 @@ def _load(path: Path) -> Mapping[Any, Any]:
         ) from error
     except (MemoryError, _RefusedError):
         raise
-    # torch's reader meets damaged bytes with whatever they lead to: KeyError, RuntimeError, AssertionError, ...
-    except Exception as error:
+    except Exception as error:  # any: damaged bytes lead torch's reader to KeyError, RuntimeError, AssertionError, ...
         text = " ".join(str(error).split())
         if "allocate memory" in text:
             raise MemoryError from error
@@ -125,8 +127,7 @@ def _check_archive(path: Path) -> None:
                 with archive.open(entry) as content:
                     while content.read(_PIECE):  # at the end the checksum is compared
                         pass
-    # What the reader of archives meets damaged ones with: unknown methods, encryption, ends that come early, bad numbers.
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+    except _DAMAGED as error:
         found = f"a damaged file ({' '.join(str(error).split())[:200]})"
         raise _RefusedError(path, found, "a file that torch.save wrote, with its checksums") from error
 

@@ -15,7 +15,7 @@ import torch
 from transformers import Cache, DynamicCache, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2core import Batch, BatchError, NonFiniteLossError, OptionError, Replayer
+from zo2core import Batch, BatchError, NonFiniteLossError, OptionError, Replayer, UnsupportedModelError
 
 
 @dataclass(frozen=True, kw_only=True)

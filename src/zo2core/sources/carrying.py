@@ -74,6 +74,8 @@ class CarryingSource:
         sizes = [whole_pages(self._layouts[index].nbytes) for index in self.carried]
         stages = min(STAGES, len(sizes), source.capacity if comes_back else STAGES)
         pages = [max(sizes, default=0)] * stages
+        self._scales = [scales_places(layout) for layout in self._stored]
+        self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}  # of each segment in each stage, made once
         self._free = deque(portions(host_memory(sum(pages)), pages))
         self._coming: dict[int, Future[_Stage]] = {}  # not yet acquired, in the order in which they were asked for
         self._acquired: dict[int, _Stage] = {}
@@ -169,6 +171,7 @@ class CarryingSource:
         self._thread.shutdown(cancel_futures=True)
         self._coming.clear()
         self._free.clear()
+        self._views.clear()
 
     def _begin(self, index: int) -> bool:
         """Have a block made ready, unless it is being made so; false if there is no room."""
@@ -199,9 +202,12 @@ class CarryingSource:
             bucket = self._source.acquire(index) if self._comes_back else self._replayed(index)
             layout = self._layouts[index]
             data = memory[: layout.nbytes]
-            views = layout.views(data)
+            place = memory.data_ptr(), index
+            if place not in self._views:
+                self._views[place] = layout.views(data)
+            views = self._views[place]
             with self._timeline.noted(Lane.CARRY, layout.name, layout.nbytes), torch.inference_mode():
-                for position, scales in enumerate(scales_places(self._stored[index])):
+                for position, scales in enumerate(self._scales[index]):
                     encode(bucket.views[position], views[position], None if scales is None else views[scales])
             if not self._comes_back:
                 self._source.release(bucket, bucket.version)
@@ -230,7 +236,7 @@ class CarryingSource:
                 came = None
                 views, index = stage.carried.views, stored.segment
                 with self._timeline.noted(Lane.CARRY, self._layouts[index].name, len(stage.carried.data)):
-                    for position, scales in enumerate(scales_places(self._stored[index])):
+                    for position, scales in enumerate(self._scales[index]):
                         decode(views[position], None if scales is None else views[scales], stored.views[position])
                 came = version
         finally:

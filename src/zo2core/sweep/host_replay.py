@@ -14,11 +14,10 @@ from zo2core.protocols import CounterNoise, Scheduler, Store, Visitor
 from zo2core.sources.carrying import CarryingSource
 from zo2core.sweep.counter_perturber import CounterPerturber
 from zo2core.sweep.landing import Landing
+from zo2core.sweep.perturber import PARALLEL_FROM
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout, Bucket, Update
 from zo2core.updates import Trajectory
-
-_PARALLEL_FROM = 1 << 17  # elements; fewer are done on one thread, since handing work over takes tens of microseconds
 
 
 class HostReplay:
@@ -47,7 +46,7 @@ class HostReplay:
         """Take the updates that there are now for the present version."""
         trajectory = Trajectory(self._updates, len(self._updates), (), zo_eps=1.0, perturb_in_place=True)
         self._perturber = CounterPerturber(
-            self._noise, self._buffer, self._pool, trajectory, parallel_from=_PARALLEL_FROM, helpers=self._threads - 1
+            self._noise, self._buffer, self._pool, trajectory, parallel_from=PARALLEL_FROM, helpers=self._threads - 1
         )
 
     @torch.inference_mode()
@@ -75,21 +74,27 @@ class CarryingScheduler:
         self._scheduler = scheduler
         self._source = source
         self._replay = replay
+        self._interrupted = False  # the last sweep: the scheduler may hold what it had brought in for it
 
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
         self._replay.begin()
+        self._interrupted = True
         self._scheduler.sweep(visitor, order)
+        self._interrupted = False
 
     def settle(self) -> None:
         """Give back all buckets. See the contract."""
         with self._source.only_when_acquired():
             self._scheduler.settle()
+        self._interrupted = False
 
     @contextmanager
     def replayed(self, visitor: Visitor, index: int) -> Iterator[Bucket]:
         """Bring one segment to the present version, as it is stored. See the contract."""
         self._replay.begin()
+        if self._interrupted:
+            self.settle()
         with self._source.only_when_acquired():
             if index in self._source.carried:
                 with self._source.stored(index) as bucket:
