@@ -7,6 +7,7 @@ import math
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -49,8 +50,9 @@ from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_plan import HostPlan
 from zo2core.protocols import ZOEstimator
 from zo2core.sources import StreamedSource
+from zo2core.sources.carrying import CarryingSource
 from zo2core.sweep.counter_perturber import CounterPerturber
-from zo2core.types import Lane, ParameterSpec
+from zo2core.types import Bucket, Lane, ParameterSpec
 
 VOCAB, WIDTH, LAYERS = 50, 16, 5
 DTYPES = [torch.bfloat16, torch.float16, FP8]
@@ -202,6 +204,29 @@ def test_carried_weights_are_those_of_the_monolithic_loop(
         device.close()
 
 
+def test_what_was_made_ready_is_given_up_before_a_block_is_looked_at(tmp_path: Path) -> None:
+    model = carried_toy(tmp_path / "base", torch.bfloat16, back=True)
+    device = HostDevice()
+    stored = PinnedSource(model.weights, model.layouts, device.host_memory)
+    acquired: list[int] = []
+    acquire = stored.acquire
+
+    def counted(index: int) -> Bucket:
+        acquired.append(index)
+        return acquire(index)
+
+    stored.acquire = counted  # type: ignore[method-assign]
+    source = CarryingSource(stored, (), device.host_memory, lambda index, store, version: version, comes_back=True)
+    with closing(stored), closing(source):
+        source.prefetch([1, 2, 3])
+        with source.only_when_acquired(), source.stored(2) as bucket:
+            assert source.prefetch([1, 2, 3]) == 0
+            assert bucket.segment == 2
+        assert sorted(acquired) == [1, 2, 2, 3]
+        assert source.acquire(2).segment == 2  # made ready anew
+        assert acquired[-1] == 2
+
+
 def flush_twice(engine: ZOEngine) -> None:
     engine.flush()
     engine.flush()
@@ -221,7 +246,7 @@ def test_what_came_back_and_could_not_be_widened_is_replayed(tmp_path: Path, mon
     outcomes = []
     for fails in (False, True):
         model = carried_toy(tmp_path / "base", torch.bfloat16, back=True)
-        engine, device = on_device(model, estimator, tmp_path / str(fails), kept=0, buckets=3, noise=noise)
+        engine, device = on_device(model, estimator, tmp_path / str(fails), kept=0, buckets=None, noise=noise)
         with engine:
             engine.step(BATCH)
             if fails:
@@ -237,13 +262,19 @@ def test_what_came_back_and_could_not_be_widened_is_replayed(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize(
-    ("back", "replay", "lands"), [(False, "host", True), (True, "host", False), (True, "device", False)]
+    ("dtype", "back", "replay", "lands"),
+    [
+        (torch.bfloat16, False, "host", True),
+        (FP8, False, "host", True),
+        (torch.bfloat16, True, "host", False),
+        (torch.bfloat16, True, "device", False),
+    ],
 )
 def test_updates_land_in_what_is_kept_and_not_in_what_is_carried(
-    back: bool, replay: Literal["host", "device"], lands: bool, tmp_path: Path
+    dtype: torch.dtype, back: bool, replay: Literal["host", "device"], lands: bool, tmp_path: Path
 ) -> None:
     """Updates of about 1e-5 change weights of about 0.4 in float32, and none in bfloat16; most weights are the blocks'."""
-    model = carried_toy(tmp_path / "base", torch.bfloat16, back=back)
+    model = carried_toy(tmp_path / "base", dtype, back=back)
     noise, estimator = PhiloxNoise(Distribution.RADEMACHER), MeZOSGD(lr=1e-5, zo_eps=1e-2, perturb_in_place=False)
     engine, device = on_device(model, estimator, tmp_path, kept=0, buckets=None, replay=replay, noise=noise)
     with engine:

@@ -11,8 +11,9 @@ import torch
 from families import compare, small_config, small_model
 from models import CONFIGS
 from models import small_config as known_config
+from parity import assert_same_bits
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from zo2adapters.models.checkpoint import ARCHITECTURES
 from zo2adapters.models.derivation import derive_architecture
@@ -41,6 +42,19 @@ def test_families_that_nobody_declared_are_monolithic_mezo(model_type: str, dtyp
     assert compared["outcome"] == "equal", compared
 
 
+def test_tables_that_no_checkpoint_holds_are_those_of_from_pretrained(tmp_path: Path) -> None:
+    config = small_config("codegen")
+    model: torch.nn.Module = small_model(config)
+    model.to(torch.bfloat16)
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ours = dict(build_skeleton(config, torch.bfloat16).named_buffers())
+    tables = [name for name, _ in loaded.named_buffers()]
+    assert tables
+    for name, table in loaded.named_buffers():
+        assert_same_bits(name, ours[name], table)
+
+
 def test_a_dry_run_leaves_the_model_as_it_was() -> None:
     skeleton = build_skeleton(known_config("llama"), torch.float32)
 
@@ -66,6 +80,8 @@ class _Odd(nn.Module):
         self.config = known_config("llama")
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool, labels: torch.Tensor | None = None) -> SimpleNamespace:
+        if self.how == "longer rows" and input_ids.shape[1] == 1:
+            raise IndexError("one token is too short")
         hidden, other = self.table(input_ids), None
         if self.how == "before and after":
             hidden = self.extra(hidden)
@@ -96,6 +112,7 @@ class _Odd(nn.Module):
         ("reversed", "layer 2 is called after 0 layers"),
         ("changed", "layer 1 does not get what layer 0 returned"),
         ("two values", "layer 1 gets more of layer 0 than its hidden states"),
+        ("longer rows", "no rows of one token .IndexError"),
         ("idle", "extra.weight, a parameter whose module is never called"),
         ("shifted", "a loss other than that of the next token"),
         ("scaled", "a loss other than that of the next token"),

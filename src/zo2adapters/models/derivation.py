@@ -135,7 +135,7 @@ def derive_architecture(model: PreTrainedModel) -> Architecture:
                 is_next_token = _asks_for_next_token(model)
                 architecture = _architecture(model, path, owners, seen, where)
                 seen.again()
-                _run(model, rows=2, tokens=1)  # as final hidden states are brought to logits, row by row
+                _require_short_rows(model, where)
         except UnsupportedModelError:
             raise
         except _MismatchError as error:
@@ -179,6 +179,14 @@ def _stubbed(model: nn.Module, layers: nn.ModuleList, owners: dict[str, nn.Modul
 
 def _run(model: nn.Module, *, rows: int, tokens: int, **inputs: torch.Tensor) -> Any:
     return model(input_ids=torch.zeros(rows, tokens, dtype=torch.int64), use_cache=False, **inputs)
+
+
+def _require_short_rows(model: nn.Module, where: str) -> None:
+    """Refuse a forward that takes no rows of one token: so final hidden states are brought to logits."""
+    try:
+        _run(model, rows=2, tokens=1)
+    except Exception as error:  # any, as in a dry run of longer rows
+        raise _refused(where, f"a forward that takes no rows of one token ({type(error).__name__}: {error})") from error
 
 
 def _asks_for_next_token(model: nn.Module) -> bool:
