@@ -5,13 +5,15 @@
 For every model type of ``AutoModelForCausalLM`` a config with small sizes is made from its defaults; what cannot be built so
 is listed with the reason. A checkpoint with random weights is saved, opened without a declaration, and steps are compared
 with monolithic MeZO over the model that ``from_pretrained`` loads, without a cache of keys and values, in float32 and in
-bfloat16: every loss has to be equal. So has the loss with logits in chunks, but for the order of its sum. Prints a table and
-JSON.
+bfloat16: every loss has to be equal. So has the loss with logits in chunks, but for the order of its sum; scores of
+candidates; and tokens that ``generate`` continues a prompt with, where generation is not refused. What is exported has to
+load with ``from_pretrained``, to the same loss. Prints a table and JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import tempfile
@@ -27,13 +29,21 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from zo2adapters import MonolithicMeZO, open_checkpoint
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.generation import generate
+from zo2adapters.tasks.scoring import score
 from zo2adapters.trainers.verification import random_batch
 from zo2core import MeZOSGD, Replayer, UnsupportedModelError, ZO2Error, ZOEngine
 
 MOST_PARAMETERS = 3_000_000  # of a model that counts as tiny
 VOCABULARY, STEPS, NUMBERS = 40, 2, {"lr": 1e-2, "zo_eps": 1e-2}
+PROMPTS = [[7, 3, 11, 20], [5, 9]]
+CANDIDATES = [[[4], [6, 8]], [[10, 12, 13], [14]]]
+NEW_TOKENS = 5
 DTYPES = (torch.float32, torch.bfloat16)
 SUMMED = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # by how much a sum in another order may differ
+
+MLA = {"num_key_value_heads": 4}  # latent attention has as many of one as of the other
 
 # What sizes are called in configs.
 SMALL: Mapping[str, Any] = {
@@ -61,20 +71,44 @@ SMALL: Mapping[str, Any] = {
 }
 
 
+# What else a family wants, to be built small.
+ALSO: Mapping[str, Mapping[str, Any]] = {
+    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "youtu"), MLA),
+    **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "longcat_flash", "bailing_hybrid"), MLA),
+    "bamba": {"attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 16, "mamba_d_head": 4},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_d_head": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"head_dim": 8, "n_groups": 2},
+    "nemotron_h": {"layers_block_type": ["full_attention", "mlp"], "mamba_head_dim": 8, "mamba_num_heads": 4},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+}
+
+
 def small_config(model_type: str) -> PretrainedConfig:
     """The defaults of a family, with small sizes."""
     kind = CONFIG_MAPPING[model_type]
     default = kind()
-    sizes = {
-        name: size
-        for name, size in SMALL.items()
-        if hasattr(default, name) and not isinstance(getattr(default, name), (list, dict))
-    }
+    sizes = {name: size for name, size in SMALL.items() if _takes_size(default, name)}
     layer_types = getattr(default, "layer_types", None)
-    if layer_types is not None:  # one of each
-        sizes["layer_types"] = (list(dict.fromkeys(layer_types)) * 2)[:2]
-    config: PretrainedConfig = kind(**sizes)
+    if layer_types is not None and not _is_computed(kind, kind.attribute_map.get("layer_types", "layer_types")):
+        sizes["layer_types"] = (list(dict.fromkeys(layer_types)) * 2)[:2]  # one of each
+    config: PretrainedConfig = kind(**{**sizes, **ALSO.get(model_type, {})})
     return config
+
+
+def _takes_size(config: PretrainedConfig, name: str) -> bool:
+    try:
+        value = getattr(config, name)
+    except Exception:  # it has none, or one for each layer: no common class
+        return False
+    return not isinstance(value, (list, dict)) and not _is_computed(type(config), name)
+
+
+def _is_computed(kind: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(kind, name, None), property)
 
 
 def small_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -106,33 +140,95 @@ def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict
     """Open a model's checkpoint without a declaration, and take steps beside the whole model.
 
     Returns:
-        ``outcome``: equal, different, refused or failed; the error of the last two, and the seconds that opening took.
+        ``outcome``: equal, different, refused or failed; the error of the last two, what differs, the seconds that opening
+        took, and what became of generation.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     model.save_pretrained(directory)
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     whole.config.use_cache = False
-    monolithic = MonolithicMeZO(whole, lr=NUMBERS["lr"], zo_eps=NUMBERS["zo_eps"])
     batch = random_batch(VOCABULARY, 2, 6, seed=0)
     began = time.perf_counter()
     try:
         opened = open_checkpoint(directory)
         seconds = time.perf_counter() - began
+        with Replayer(open_checkpoint(directory, loss_chunk=3)) as replayer:
+            chunked = replayer.evaluate([batch]).loss
+        with Replayer(opened) as replayer:
+            scores = score(replayer, opened, PROMPTS, CANDIDATES).log_likelihoods
+            generated = generated_tokens(replayer, opened)
+        opened = open_checkpoint(directory)
         with ZOEngine(opened, MeZOSGD(lr=NUMBERS["lr"], zo_eps=NUMBERS["zo_eps"])) as engine:
             losses = [engine.step(batch, seed=step).losses for step in range(STEPS)]
-    except UnsupportedModelError as error:
-        return {"outcome": "refused", "error": str(error)}
+            trained = engine.evaluate([batch]).loss
+            engine.export(directory / "exported")
     except ZO2Error as error:
         return {"outcome": "refused", "error": str(error).replace(f"{directory}/", "").replace(str(directory), "base")}
     except Exception as error:  # any: a table of what fails is what this program is for
         return {"outcome": "failed", "error": f"{type(error).__name__}: {error}"}
-    whole_loss = float(monolithic.loss(batch))
-    with Replayer(open_checkpoint(directory, loss_chunk=3)) as replayer:
-        chunked = replayer.evaluate([batch]).loss
-    equal = losses == [monolithic.step(batch, step).losses for step in range(STEPS)]
-    equal = equal and math.isclose(chunked, whole_loss, rel_tol=SUMMED[dtype])
-    return {"outcome": "equal" if equal else "different", "opening_seconds": seconds}
+    monolithic = MonolithicMeZO(whole, lr=NUMBERS["lr"], zo_eps=NUMBERS["zo_eps"])
+    agree = {
+        "chunked loss": math.isclose(chunked, float(monolithic.loss(batch)), rel_tol=SUMMED[dtype]),
+        "scores": all(
+            math.isclose(own, stock, rel_tol=SUMMED[dtype], abs_tol=SUMMED[dtype])
+            for own, stock in zip(sum(scores, ()), stock_scores(whole), strict=True)
+        ),
+        "generation": isinstance(generated, str) or generated == stock_tokens(whole),
+        "steps": losses == [monolithic.step(batch, step).losses for step in range(STEPS)],
+        "export": trained == stock_loss(directory / "exported", dtype, batch),
+    }
+    differing = [name for name, agrees in agree.items() if not agrees]
+    generation = generated if isinstance(generated, str) else "generates"
+    return {
+        "outcome": "different" if differing else "equal",
+        "opening_seconds": seconds,
+        "generation": generation,
+        **({"differing": differing} if differing else {}),
+    }
+
+
+def generated_tokens(replayer: Replayer, model: HFBlockModel) -> list[int | None] | str:
+    """What greedy generation continues a prompt with, or why it is refused."""
+    try:
+        tokens = list(generate(replayer, model, PROMPTS[:1], max_new_tokens=NEW_TOKENS))
+    except UnsupportedModelError as error:
+        return f"refused: {error}"
+    return [token for (token,) in tokens]
+
+
+def stock_tokens(whole: PreTrainedModel) -> list[int]:
+    """What transformers continues the prompt with."""
+    prompt = torch.tensor(PROMPTS[:1])
+    whole.generation_config.eos_token_id = None
+    out: Any = whole.generate(  # type: ignore[operator]
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True
+    )
+    tokens: list[int] = out[0, prompt.shape[1] :].tolist()
+    return tokens
+
+
+@torch.inference_mode()
+def stock_scores(whole: PreTrainedModel) -> list[float]:
+    """The candidates' log-likelihoods by the whole model."""
+    scores = []
+    for prompt, answers in zip(PROMPTS, CANDIDATES, strict=True):
+        for answer in answers:
+            ids = torch.tensor([[*prompt, *answer]])
+            logits = whole(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float()
+            rated = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            scores.append(float(rated.gather(1, torch.tensor(answer)[:, None]).sum()))
+    return scores
+
+
+@torch.inference_mode()
+def stock_loss(directory: Path, dtype: torch.dtype, batch: Mapping[str, torch.Tensor]) -> float:
+    """The loss of an exported model, as transformers loads it; every tensor has to be there, and none to be left over."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    whole, loading = loaded
+    if loading["missing_keys"] or loading["unexpected_keys"] or loading["mismatched_keys"]:
+        return math.nan
+    return float(whole(**batch, use_cache=False).loss)
 
 
 def try_family(model_type: str) -> dict[str, Any]:
@@ -151,7 +247,7 @@ def table(families: Mapping[str, dict[str, Any]]) -> str:
     for name, family in families.items():
         if "not_built" not in family:
             outcomes = [family[str(dtype).removeprefix("torch.")] for dtype in DTYPES]
-            error = next((outcome["error"] for outcome in outcomes if "error" in outcome), "")
+            error = next((str(outcome.get("error", outcome.get("differing", ""))) for outcome in outcomes), "")
             lines.append(f"{name:24s}" + "".join(f"{outcome['outcome']:11s}" for outcome in outcomes) + error[:110])
     return "\n".join(lines)
 

@@ -1,5 +1,6 @@
 """Zeroth-order fine-tuning of models larger than their device: versioned blocks and a journal."""
 
+from zo2core.checkpoint import Piece as Piece
 from zo2core.checkpoint import SafetensorsReader as SafetensorsReader
 from zo2core.checkpoint import TensorEntry as TensorEntry
 from zo2core.checkpoint import check_float as check_float
@@ -115,6 +116,7 @@ from zo2core.types import EvaluationResult as EvaluationResult
 from zo2core.types import Lane as Lane
 from zo2core.types import LaneUse as LaneUse
 from zo2core.types import ParameterSpec as ParameterSpec
+from zo2core.types import SavedForm as SavedForm
 from zo2core.types import SegmentKind as SegmentKind
 from zo2core.types import StepResult as StepResult
 from zo2core.types import Update as Update

@@ -16,7 +16,7 @@ from zo2core.estimators import direction_seeds, learning_rate
 from zo2core.journal import Journal
 from zo2core.planning import ACTIVATIONS, DevicePlan, HostPlan, MemoryPolicy, Replay, WriteBackPolicy
 from zo2core.profiling import Sweep, Timeline, Trace, TraceRecorder
-from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
+from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator, saved_form
 from zo2core.sweep.evaluation_loop import evaluate, fill_sweeps
 from zo2core.sweep.exclusive_use import ExclusiveUse
 from zo2core.sweep.microbatch import combined_loss, labelled_tokens, require_tensors, split_rows
@@ -154,8 +154,7 @@ class Replayer:
         """Yield every parameter at the present version, one at a time, in visiting order.
 
         Yields:
-            Name, and a tensor of its shape and dtype on the CPU. The tensor is a view that is valid until the next one is
-            asked for; copy it to keep it, and do not change it.
+            Name and tensor, of its shape and dtype, on the CPU: a view until the next is asked for, not to be changed.
         """
         self._use.require_open()
         with self._use.begun():
@@ -181,8 +180,9 @@ class Replayer:
         self._use.require_open()
         require_unused(Path(directory))
         model, specs = self._model, [spec for layout in self._model.layouts for spec in layout.parameters]
+        form = saved_form(model)
         with closing(self.parameters_now()) as tensors:  # lets go of its bucket, also when writing fails
-            write_checkpoint(Path(directory), specs, tensors, model.companions, dtype=model.export_dtype)
+            write_checkpoint(Path(directory), specs, tensors, model.companions, dtype=model.export_dtype, form=form)
 
     def close(self) -> None:
         """Stop all work and close what the engine opened. May be called twice."""

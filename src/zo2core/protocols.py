@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from zo2core.types import Batch, BlockLayout, Bucket, Distribution, Evaluation, Event, Lane, ParameterSpec, Update
+from zo2core.types import Batch, BlockLayout, Bucket, Distribution, Evaluation, Event, Lane, ParameterSpec, SavedForm, Update
 
 Activations: TypeAlias = Any  # what a model hands from segment to segment; opaque to the core
 SEEDS_IN_TURN = 256  # of a noise generator, at most, that a thread draws from in turn, one chunk after the other
@@ -380,3 +380,17 @@ class BlockModel(Forward, Protocol):
             parameters: The name of each parameter that the segment owns or borrows, to a shaped view of the work buffer, in
                 the dtype of the forward. Different segments' share memory.
         """
+
+
+@runtime_checkable
+class KeptOtherwise(Protocol):
+    """A model whose checkpoint keeps its tensors in another form than one a parameter."""
+
+    @property
+    def saved_form(self) -> SavedForm:
+        """In which tensors the checkpoint has the parameters, and what else it has: exported models are kept so, too."""
+
+
+def saved_form(model: BlockModel) -> SavedForm:
+    """In which tensors a model's checkpoint is kept."""
+    return model.saved_form if isinstance(model, KeptOtherwise) else SavedForm()

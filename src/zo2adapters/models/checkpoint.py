@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from zo2adapters.models.architecture import Architecture, parameter_names
+from zo2adapters.models.architecture import Architecture
 from zo2adapters.models.companions import (
     SUFFIXES,
     companion_files,
@@ -25,6 +24,7 @@ from zo2adapters.models.companions import (
 from zo2adapters.models.derivation import derive_architecture
 from zo2adapters.models.hf import HFBlockModel, build_skeleton
 from zo2adapters.models.llama import LLAMA
+from zo2adapters.models.matching import load_buffers, match_tensors, require_dtype
 from zo2adapters.models.opt import OPT
 from zo2adapters.models.precision import Precision, choose_precision
 from zo2adapters.models.qwen import QWEN2, QWEN3
@@ -32,13 +32,12 @@ from zo2core import (
     CheckpointError,
     OptionError,
     SafetensorsReader,
+    SavedForm,
     TensorEntry,
     UnsupportedModelError,
     ZO2Error,
     ZO2Warning,
-    check_float,
     find_tensors,
-    same_samples,
 )
 
 ARCHITECTURES: Mapping[str, Architecture] = {known.model_type: known for known in (OPT, LLAMA, QWEN2, QWEN3)}
@@ -107,9 +106,11 @@ def open_checkpoint(
     skeleton = _build(directory, config, chosen.stored)
     if architecture is None:
         architecture = ARCHITECTURES.get(config.model_type) or derive_architecture(skeleton)
-    matched = _match(directory, entries, skeleton, architecture)
+    matched = match_tensors(directory, entries, skeleton, architecture)
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None:
-        _require_dtype(matched, skeleton, chosen.stored)
+        require_dtype(matched.parameters, skeleton, chosen.stored)
+    weights = SafetensorsReader(matched.parameters)
+    parts = {name: weights.parts(name) for name in matched.parameters}
     exported = own if chosen.autocast is not None else chosen.stored
     rounds = chosen.autocast is not None or export_dtype != "auto"  # else some may be kept in another dtype
     if export_dtype != "auto":
@@ -118,8 +119,9 @@ def open_checkpoint(
     return HFBlockModel(
         skeleton,
         architecture,
-        SafetensorsReader(matched),
+        weights,
         companions,
+        saved_form=SavedForm(parts, load_buffers(matched.buffers, skeleton)),
         loss_chunk=_loss_chunk(config, chosen) if loss_chunk == "auto" else loss_chunk,
         autocast=chosen.autocast,
         carried=None if chosen.carried is chosen.stored else chosen.carried,
@@ -243,72 +245,6 @@ def _dtype(dtype: torch.dtype | str, config: PretrainedConfig, entries: Mapping[
             "dtype", found=repr(dtype), expected=f"'auto' or one of {', '.join(DTYPES)}", remedy="choose one of these"
         )
     return chosen
-
-
-def _match(
-    directory: Path, entries: Mapping[str, TensorEntry], skeleton: PreTrainedModel, architecture: Architecture
-) -> dict[str, TensorEntry]:
-    """Find each parameter's tensor, under its own name or without the base model's prefix, and check its shape."""
-    prefix = f"{skeleton.base_model_prefix}."
-    known = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
-    canonical = {name if name in known else prefix + name: entry for name, entry in entries.items()}
-    unexpected = [name for name in canonical if name not in known and not _is_ignored(name, skeleton, architecture)]
-    if unexpected:
-        entry = canonical[sorted(unexpected)[0]]
-        raise CheckpointError(
-            f"{entry.path}: {entry.name}",
-            found=f"{len(unexpected)} tensor(s) that the model of config.json does not have, this one first",
-            expected="the parameters of the config's model",
-            remedy="use the config.json that belongs to these shards",
-        )
-    aliases = parameter_names(skeleton)
-    for name, others in aliases.items():
-        _require_equal_ties([canonical[alias] for alias in others if alias in canonical], name)
-    matched = {}
-    for name, parameter in skeleton.named_parameters():
-        if name not in canonical:
-            raise CheckpointError(
-                directory, found=f"no tensor {name}", expected="every parameter of the model", remedy="get all shards"
-            )
-        matched[name] = canonical[name]
-        if matched[name].shape != tuple(parameter.shape):
-            raise CheckpointError(
-                f"{matched[name].path}: {name}",
-                found=f"shape {list(matched[name].shape)}",
-                expected=f"{list(parameter.shape)}, as config.json says",
-                remedy="use the config.json that belongs to these shards",
-            )
-        check_float(matched[name])
-    return matched
-
-
-def _is_ignored(name: str, skeleton: PreTrainedModel, architecture: Architecture) -> bool:
-    """Whether a tensor is one that old checkpoints carry and no model has, as transformers or a declaration says."""
-    patterns = [*(skeleton._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
-    return name.endswith(architecture.ignored or ("\0",)) or any(re.search(pattern, name) for pattern in patterns)
-
-
-def _require_equal_ties(copies: Sequence[TensorEntry], name: str) -> None:
-    """Refuse a checkpoint whose copies of a tied weight differ: it was trained untied."""
-    for other in copies[1:]:
-        if not same_samples(copies[0], other):
-            raise CheckpointError(
-                f"{other.path}: {other.name}",
-                found=f"other values than in {copies[0].name}",
-                expected=f"equal ones: config.json ties both to {name}",
-                remedy="set tie_word_embeddings to false in config.json",
-            )
-
-
-def _require_dtype(matched: Mapping[str, TensorEntry], skeleton: PreTrainedModel, dtype: torch.dtype) -> None:
-    for name, entry in matched.items():
-        if entry.torch_dtype not in (dtype, skeleton.get_parameter(name).dtype):  # some may be kept in another one
-            raise CheckpointError(
-                f"{entry.path}: {entry.name}",
-                found=f"dtype {entry.dtype}",
-                expected=f"{dtype}, as config.json says",
-                remedy="pass a dtype; tensors are then converted as they are read",
-            )
 
 
 def _loss_chunk(config: PretrainedConfig, precision: Precision) -> int | None:

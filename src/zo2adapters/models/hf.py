@@ -11,6 +11,7 @@ Trade-off: embedding, positions and masks are computed twice a forward, which co
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -29,7 +31,7 @@ from zo2adapters.models.chunked_loss import chunked_loss
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.prepared_batch import PreparedBatch, check_batch, is_padded, predictions
 from zo2adapters.models.stubs import CallRecorder, CutError, Stub
-from zo2core import Batch, TensorReader, UnsupportedModelError
+from zo2core import Batch, SavedForm, TensorReader, UnsupportedModelError
 
 _NEUTRAL = {  # keys of a config that no forward of a causal language model reads, or that parameters and batches say
     *("_name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"),
@@ -53,6 +55,7 @@ class HFBlockModel:
         architecture: Where its parts are.
         weights: The checkpoint, by the skeleton's parameter names.
         companions: Files to lay beside exported weights.
+        saved_form: In which tensors the checkpoint keeps the parameters, and what else it keeps.
         loss_chunk: Labelled tokens whose logits are there at a time; None: all.
         autocast: The dtype of ``torch.autocast`` in the forward; None runs without.
         carried: The dtype in which the layers' matrices are carried to a device; None: as they are stored.
@@ -70,6 +73,7 @@ class HFBlockModel:
         weights: TensorReader,
         companions: Mapping[str, Path | bytes],
         *,
+        saved_form: SavedForm | None = None,
         loss_chunk: int | None = None,
         autocast: torch.dtype | None = None,
         carried: torch.dtype | None = None,
@@ -84,6 +88,7 @@ class HFBlockModel:
         self.export_dtype = export_dtype
         self.weights = weights
         self.companions = companions
+        self.saved_form = saved_form or SavedForm()
         self.loss_chunk = loss_chunk
         self._aliases = segment_aliases(skeleton, architecture)
         self._modules = dict(skeleton.named_modules())
@@ -107,7 +112,9 @@ class HFBlockModel:
         back = self.carried if self.carried_back else None
         dtypes = {"autocast": self.autocast, "carried": self.carried, "carried_back": back}
         named = {key: str(dtype).removeprefix("torch.") for key, dtype in dtypes.items() if dtype is not None}
-        return {**decisive, **attention, **named}
+        constants = self.saved_form.constants
+        buffers = {"buffers": hashlib.sha256(save(dict(constants))).hexdigest()} if constants else {}
+        return {**decisive, **attention, **named, **buffers}
 
     @property
     def hf_forward(self) -> Callable[..., Any]:
@@ -248,10 +255,10 @@ def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
     plan = model._get_dtype_plan(dtype)
     if plan:
         pattern, by_group, _ = build_glob_alternation(list(plan))
-        for name, parameter in model.named_parameters():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             match = pattern.search(name)
-            if match is not None and match.lastgroup is not None:
-                parameter.data = parameter.data.to(plan[by_group[match.lastgroup]])
+            if match is not None and match.lastgroup is not None and name in model.state_dict():
+                tensor.data = tensor.data.to(plan[by_group[match.lastgroup]])
 
 
 def _recompute_buffers(model: PreTrainedModel) -> None:
@@ -281,7 +288,7 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMo
     _recompute_buffers(model)
     _keep_dtypes(model, dtype)
     for name, buffer in model.named_buffers():
-        if buffer.is_meta:
+        if buffer.is_meta and name not in model.state_dict():  # else the checkpoint has its values
             raise UnsupportedModelError(
                 f"{where}: {name}",
                 found="a buffer without values",

@@ -1,5 +1,6 @@
 """Safetensors checkpoints: read by range, written as a stream."""
 
+from zo2core.checkpoint.reader import Piece as Piece
 from zo2core.checkpoint.reader import SafetensorsReader as SafetensorsReader
 from zo2core.checkpoint.reader import TensorEntry as TensorEntry
 from zo2core.checkpoint.reader import check_float as check_float

@@ -15,6 +15,9 @@ import math
 import os
 import struct
 import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +26,7 @@ import torch
 from zo2core.errors import CheckpointError, reason
 from zo2core.io.direct_file import PAGE, RangedFile, byte_view
 from zo2core.io.durable import open_regular
-from zo2core.types import ParameterSpec
+from zo2core.types import ParameterSpec, SavedPart
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -51,6 +54,19 @@ class TensorEntry(NamedTuple):
     def torch_dtype(self) -> torch.dtype | None:
         """The floating-point dtype, or None if the tensor is not of such a dtype (integers, booleans, 8-bit floats)."""
         return _FLOATS.get(self.dtype)
+
+
+class Piece(NamedTuple):
+    """A run of a tensor's elements that is part of a parameter."""
+
+    entry: TensorEntry
+    start: int  # its first element in the tensor
+    numel: int
+
+    @classmethod
+    def whole(cls, entry: TensorEntry) -> Piece:
+        """All of a tensor."""
+        return cls(entry, 0, math.prod(entry.shape))
 
 
 def parse_header(path: Path) -> dict[str, TensorEntry]:
@@ -231,11 +247,15 @@ class SafetensorsReader:
     """The tensors of a checkpoint by parameter name, read on demand. The files are never written.
 
     Args:
-        entries: Parameter name to the tensor's place on disk.
+        entries: Parameter name to the tensor's place on disk, or to the pieces of tensors that make up the parameter, in the
+            order of its elements. All of a parameter's tensors have one dtype.
     """
 
-    def __init__(self, entries: dict[str, TensorEntry]) -> None:
-        self._entries = dict(entries)
+    def __init__(self, entries: Mapping[str, TensorEntry | Sequence[Piece]]) -> None:
+        self._pieces = {
+            name: (Piece.whole(held),) if isinstance(held, TensorEntry) else tuple(held) for name, held in entries.items()
+        }
+        self._ends = {name: list(accumulate(piece.numel for piece in pieces)) for name, pieces in self._pieces.items()}
         self._files: dict[Path, RangedFile] = {}
         self._lock = threading.Lock()
 
@@ -243,10 +263,12 @@ class SafetensorsReader:
     def fingerprint(self) -> str:
         """SHA-256 over names, dtypes, shapes and 4 KiB each of every tensor's beginning, middle and end."""
         digest = hashlib.sha256()
-        for name, entry in sorted(self._entries.items()):
-            digest.update(json.dumps([name, entry.dtype, entry.shape]).encode())
-            for sample in self.samples(entry):
-                digest.update(sample)
+        for name, pieces in sorted(self._pieces.items()):
+            for piece in pieces:
+                place = [] if piece == Piece.whole(piece.entry) else [piece.start, piece.numel]
+                digest.update(json.dumps([name, piece.entry.dtype, piece.entry.shape, *place]).encode())
+                for sample in self.samples(piece.entry):
+                    digest.update(sample)
         return digest.hexdigest()
 
     def page_offset(self, spec: ParameterSpec) -> int | None:
@@ -254,18 +276,22 @@ class SafetensorsReader:
 
         None if it is converted as it is read, or does not begin at a multiple of its item size.
         """
-        entry = self._entries[spec.name]
-        offset = entry.start % PAGE
+        entry, start, _ = self._pieces[spec.name][0]
+        offset = (entry.start + start * spec.dtype.itemsize) % PAGE
         return offset if entry.torch_dtype == spec.dtype and offset % spec.dtype.itemsize == 0 else None
 
     def itemsize(self, parameter: str) -> int:
         """Bytes of an element in a parameter's shard."""
-        entry = self._entries[parameter]
+        entry = self._pieces[parameter][0].entry
         return entry.nbytes // max(math.prod(entry.shape), 1)
 
     def origin(self, parameter: str) -> str:
-        """The path of a parameter's shard."""
-        return str(self._entries[parameter].path)
+        """The path of a parameter's shard, or of the first one of several."""
+        return str(self._pieces[parameter][0].entry.path)
+
+    def parts(self, parameter: str) -> tuple[SavedPart, ...]:
+        """The tensors' runs that make up a parameter, in the order of its elements."""
+        return tuple(SavedPart(entry.name, entry.shape, *run) for entry, *run in self._pieces[parameter])
 
     def samples(self, entry: TensorEntry) -> list[bytearray]:
         """Read some bytes of a tensor's beginning, middle and end.
@@ -290,7 +316,22 @@ class SafetensorsReader:
         Raises:
             CheckpointError: if the file cannot be read or ends early.
         """
-        entry = self._entries[parameter]
+        for entry, first, part in self._runs(parameter, out, start):
+            self._read_run(entry, first, part)
+
+    def _runs(self, parameter: str, out: torch.Tensor, start: int) -> Iterator[tuple[TensorEntry, int, torch.Tensor]]:
+        """Cut a range of a parameter where its pieces end: tensor, first element there, and the memory it is for."""
+        pieces, ends, done = self._pieces[parameter], self._ends[parameter], 0
+        for index in range(bisect_right(ends, start), len(pieces)):
+            if done == out.numel():
+                return
+            entry, begin, numel = pieces[index]
+            skipped = start + done - (ends[index] - numel)
+            part = out[done : done + numel - skipped]
+            yield entry, begin + skipped, part
+            done += part.numel()
+
+    def _read_run(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
         dtype = check_float(entry)
         if dtype == out.dtype:
             self._read(entry, start * dtype.itemsize, byte_view(out))

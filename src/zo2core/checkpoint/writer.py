@@ -22,12 +22,13 @@ from zo2core.checkpoint.reader import INDEX_FILE, SINGLE_FILE
 from zo2core.errors import CheckpointError, OutputError, reason
 from zo2core.io.direct_file import byte_view
 from zo2core.io.durable import create_file, open_regular, sync_path
-from zo2core.types import ParameterSpec
+from zo2core.types import ParameterSpec, SavedForm
 
 MAX_SHARD = 5_000_000_000  # bytes; what the hub's tools expect
 
 _COPIED = 1 << 20  # bytes, or elements, at a time
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}  # of constants
 
 
 def require_unused(directory: Path) -> None:
@@ -54,6 +55,7 @@ def write_checkpoint(
     companions: Mapping[str, Path | bytes],
     *,
     dtype: torch.dtype | None = None,
+    form: SavedForm | None = None,
     max_shard: int = MAX_SHARD,
 ) -> None:
     """Write a model directory that ``from_pretrained`` loads. Memory: one tensor at a time, the caller's own.
@@ -64,23 +66,44 @@ def write_checkpoint(
         tensors: Name and CPU tensor, contiguous, of the parameter's dtype and size.
         companions: Other files: name to content, or to the file to copy.
         dtype: To which tensors are rounded as they are written; None: they are written as they are.
+        form: In which tensors the checkpoint keeps the parameters, which together fill them, and what else it keeps; None:
+            each is a tensor of its own, and there is nothing else.
         max_shard: Bytes of data after which a new shard begins; a larger tensor gets a shard of its own.
 
     Raises:
         OutputError: if the directory is in use or cannot be written. What was begun is removed.
     """
-    stream = iter(tensors)
+    form = form or SavedForm()
+    written = {spec.name: spec if dtype is None else replace(spec, dtype=dtype) for spec in parameters}
+    runs = {spec.name: form.parts_of(spec) for spec in parameters}
+    saved = {
+        run.tensor: replace(written[name], name=run.tensor, shape=run.shape) for name, some in runs.items() for run in some
+    }
+    others = [_saved(name, tensor) for name, tensor in form.constants.items()]
+    with _laid_out(directory, [*saved.values(), *others], companions, max_shard) as places:
+        for name, tensor in tensors:
+            spec, done = written[name], 0
+            assert sum(run.numel for run in runs[name]) == tensor.numel() == spec.numel
+            for run in runs[name]:
+                file, begin = places[run.tensor]
+                file.seek(begin + run.start * spec.dtype.itemsize)
+                _write(file, tensor.view(-1)[done : done + run.numel], spec.dtype)
+                done += run.numel
+        for name, tensor in form.constants.items():
+            file, begin = places[name]
+            file.seek(begin)
+            _write(file, tensor.contiguous().view(-1), tensor.dtype)
 
-    def write_next(file: IO[bytes], spec: ParameterSpec) -> None:
-        name, tensor = next(stream)
-        assert (name, tensor.numel()) == (spec.name, spec.numel)
-        step = spec.numel if tensor.dtype is spec.dtype else _COPIED
-        for start in range(0, spec.numel, max(step, 1)):
-            part = tensor.view(-1)[start : start + step].to(spec.dtype)
-            file.write(byte_view(part))  # a view of its memory, which it does not keep alive
 
-    written = parameters if dtype is None else [replace(spec, dtype=dtype) for spec in parameters]
-    lay_out_checkpoint(directory, written, write_next, companions, max_shard=max_shard)
+def _saved(name: str, tensor: torch.Tensor) -> ParameterSpec:
+    return ParameterSpec(name, tuple(tensor.shape), tensor.dtype, index=-1, decays=False)
+
+
+def _write(file: IO[bytes], elements: torch.Tensor, dtype: torch.dtype) -> None:
+    step = elements.numel() if elements.dtype is dtype else _COPIED
+    for start in range(0, elements.numel(), max(step, 1)):
+        part = elements[start : start + step].to(dtype)
+        file.write(byte_view(part))  # a view of its memory, which it does not keep alive
 
 
 def lay_out_checkpoint(
@@ -96,24 +119,40 @@ def lay_out_checkpoint(
     Args:
         directory: Must not exist, or be empty.
         parameters: In the order of the data.
-        write_data: Called for each parameter in turn; extends the file from where it stands by the parameter's bytes.
+        write_data: Called for each parameter in turn; writes its bytes from where the file stands.
         companions: Other files: name to content, or to the file to copy.
         max_shard: Bytes of data after which a new shard begins; a larger tensor gets a shard of its own.
 
     Raises:
         OutputError: if the directory is in use or cannot be written. What was begun is removed.
     """
+    with _laid_out(directory, parameters, companions, max_shard) as places:
+        for spec in parameters:
+            file, begin = places[spec.name]
+            file.seek(begin)
+            write_data(file, spec)
+
+
+@contextlib.contextmanager
+def _laid_out(
+    directory: Path, tensors: Sequence[ParameterSpec], companions: Mapping[str, Path | bytes], max_shard: int
+) -> Iterator[dict[str, tuple[IO[bytes], int]]]:
+    """A directory with headers and companions, for the caller to write the data: name to file and first byte."""
+    shards = _cut(tensors, max_shard)
+    names = shard_names(len(shards))
+    places: dict[str, tuple[IO[bytes], int]] = {}
     with new_directory(directory) as partial:
         write_companions(partial, companions)
-        shards = _cut(parameters, max_shard)
-        names = shard_names(len(shards))
-        for name, specs in zip(names, shards, strict=True):
-            with create_file(partial / name) as file:
-                _write_header(file, specs)
+        with contextlib.ExitStack() as opened:
+            for name, specs in zip(names, shards, strict=True):
+                file = opened.enter_context(create_file(partial / name))
+                begin = _write_header(file, specs)
                 for spec in specs:
-                    write_data(file, spec)
+                    places[spec.name] = (file, begin)
+                    begin += spec.nbytes
+            yield places
         weight_map = {spec.name: name for name, specs in zip(names, shards, strict=True) for spec in specs}
-        write_index(partial, weight_map, total_size=sum(spec.nbytes for spec in parameters))
+        write_index(partial, weight_map, total_size=sum(spec.nbytes for spec in tensors))
 
 
 @contextlib.contextmanager
@@ -220,7 +259,8 @@ def _cut(parameters: Sequence[ParameterSpec], max_shard: int) -> list[list[Param
     return shards
 
 
-def _write_header(file: IO[bytes], parameters: Sequence[ParameterSpec]) -> None:
+def _write_header(file: IO[bytes], parameters: Sequence[ParameterSpec]) -> int:
+    """Write a shard's header; return where its data begins."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in parameters:
@@ -232,4 +272,4 @@ def _write_header(file: IO[bytes], parameters: Sequence[ParameterSpec]) -> None:
         offset += spec.nbytes
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)  # the data begins at a multiple of 8, as the format asks of writers
-    file.write(struct.pack("<Q", len(raw)) + raw)
+    return file.write(struct.pack("<Q", len(raw)) + raw)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -56,6 +56,27 @@ class ParameterSpec:
     def in_forward(self) -> ParameterSpec:
         """The forward's copy, as a parameter of its own."""
         return self if self.forward_dtype is None else replace(self, dtype=self.forward_dtype)
+
+
+class SavedPart(NamedTuple):
+    """A run of a parameter's elements, and the run of a checkpoint's tensor that holds them."""
+
+    tensor: str  # its name
+    shape: tuple[int, ...]  # of the whole tensor
+    start: int  # the run's first element there
+    numel: int  # its elements
+
+
+@dataclass(frozen=True)
+class SavedForm:
+    """How a checkpoint keeps a model's tensors where that is not one for each parameter; exports are kept so, too."""
+
+    parts: Mapping[str, Sequence[SavedPart]] = field(default_factory=dict)  # by parameter, in the order of its elements
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)  # by name: tensors that no update changes
+
+    def parts_of(self, spec: ParameterSpec) -> Sequence[SavedPart]:
+        """The tensors that hold a parameter; one of its own where nothing else is said."""
+        return self.parts.get(spec.name) or (SavedPart(spec.name, spec.shape, 0, spec.numel),)
 
 
 class SegmentKind(Enum):

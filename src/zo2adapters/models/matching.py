@@ -1,0 +1,140 @@
+"""A checkpoint's tensors, matched with the parameters and buffers of the model that its config describes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+
+from zo2adapters.models.architecture import Architecture, parameter_names
+from zo2adapters.models.conversion import parameter_pieces
+from zo2core import CheckpointError, Piece, TensorEntry, check_float, same_samples
+
+
+class Matched(NamedTuple):
+    """Where a model's tensors are."""
+
+    parameters: dict[str, tuple[Piece, ...]]  # by the names of named_parameters()
+    buffers: dict[str, TensorEntry]  # persistent ones
+
+
+def match_tensors(
+    directory: Path, entries: Mapping[str, TensorEntry], skeleton: PreTrainedModel, architecture: Architecture
+) -> Matched:
+    """Find each parameter's pieces and each persistent buffer.
+
+    Raises:
+        CheckpointError: if tensors are missing, left over, of other shapes, or not of one dtype within a parameter.
+        UnsupportedModelError: for a conversion that cannot be followed.
+    """
+    pieces = parameter_pieces(entries, skeleton)
+    own = skeleton.state_dict()
+    unexpected = [name for name in pieces if name not in own and not _is_ignored(name, skeleton, architecture)]
+    if unexpected:
+        entry = pieces[sorted(unexpected)[0]][0].entry
+        raise CheckpointError(
+            f"{entry.path}: {entry.name}",
+            found=f"{len(unexpected)} tensor(s) that the model of config.json does not have, this one first",
+            expected="the parameters of the config's model",
+            remedy="use the config.json that belongs to these shards",
+        )
+    parameters: dict[str, tuple[Piece, ...]] = {}
+    for name, aliases in parameter_names(skeleton).items():
+        copies = [pieces[alias] for alias in aliases if alias in pieces]
+        if not copies:
+            raise _missing(directory, name, "every parameter of the model")
+        _require_equal_ties(copies, name)
+        _require_one_float(copies[0], name)
+        parameters[name] = copies[0]
+    known = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
+    buffers: dict[str, TensorEntry] = {}
+    for name in own.keys() - known:
+        if name not in pieces:
+            raise _missing(directory, name, "every buffer that the model's checkpoints keep")
+        buffers[name] = pieces[name][0].entry
+    return Matched(parameters, dict(sorted(buffers.items())))
+
+
+def require_dtype(parameters: Mapping[str, Sequence[Piece]], skeleton: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Refuse tensors of another dtype than the config's.
+
+    Raises:
+        CheckpointError: naming the first one.
+    """
+    for name, pieces in parameters.items():
+        entry = pieces[0].entry
+        if entry.torch_dtype not in (dtype, skeleton.get_parameter(name).dtype):  # some may be kept in another one
+            raise CheckpointError(
+                f"{entry.path}: {entry.name}",
+                found=f"dtype {entry.dtype}",
+                expected=f"{dtype}, as config.json says",
+                remedy="pass a dtype; tensors are then converted as they are read",
+            )
+
+
+def load_buffers(buffers: Mapping[str, TensorEntry], skeleton: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Give a model the buffers that its checkpoint keeps beside the parameters: they are few and small.
+
+    Returns:
+        The checkpoint's tensors as they are, by their names there.
+
+    Raises:
+        CheckpointError: if one cannot be read.
+    """
+    constants: dict[str, torch.Tensor] = {}
+    for name, entry in buffers.items():
+        try:
+            with safe_open(entry.path, framework="pt") as file:
+                value: torch.Tensor = file.get_tensor(entry.name)
+        except (OSError, KeyError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{entry.path}: {entry.name}", found=str(error), expected="the tensor", remedy="get the shard again"
+            ) from error
+        path, _, leaf = name.rpartition(".")
+        module = skeleton.get_submodule(path)
+        buffer = module._buffers[leaf]
+        assert buffer is not None
+        module._buffers[leaf] = value.to(buffer.dtype)
+        constants[entry.name] = value
+    return constants
+
+
+def _missing(directory: Path, name: str, expected: str) -> CheckpointError:
+    return CheckpointError(directory, found=f"no tensor {name}", expected=expected, remedy="get all shards")
+
+
+def _require_one_float(pieces: Sequence[Piece], name: str) -> None:
+    """Refuse what is not made of floating-point numbers of one dtype."""
+    first = pieces[0].entry
+    for entry, _, _ in pieces:
+        if check_float(entry) != first.torch_dtype:
+            raise CheckpointError(
+                f"{entry.path}: {entry.name}",
+                found=f"dtype {entry.dtype}",
+                expected=f"{first.dtype}, as in {first.name}: both are in {name}",
+                remedy="convert the checkpoint to one dtype",
+            )
+
+
+def _is_ignored(name: str, skeleton: PreTrainedModel, architecture: Architecture) -> bool:
+    """Whether a tensor is one that old checkpoints carry and no model has, as transformers or a declaration says."""
+    patterns = [*(skeleton._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+    return name.endswith(architecture.ignored or ("\0",)) or any(re.search(pattern, name) for pattern in patterns)
+
+
+def _require_equal_ties(copies: Sequence[Sequence[Piece]], name: str) -> None:
+    """Refuse a checkpoint whose copies of a tied weight differ: it was trained untied."""
+    first = copies[0][0].entry
+    for other, *_ in copies[1:]:
+        if not same_samples(first, other.entry):
+            raise CheckpointError(
+                f"{other.entry.path}: {other.entry.name}",
+                found=f"other values than in {first.name}",
+                expected=f"equal ones: config.json ties both to {name}",
+                remedy="set tie_word_embeddings to false in config.json",
+            )

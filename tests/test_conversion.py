@@ -1,0 +1,225 @@
+"""Checkpoints whose tensors transformers renames and joins as it loads them, and what else they keep beside parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import compare, small_config, small_model
+from hypothesis import given
+from hypothesis import strategies as st
+from parity import assert_same_bits
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
+
+from zo2adapters import open_checkpoint
+from zo2adapters.models import conversion
+from zo2adapters.trainers.verification import random_batch
+from zo2core import (
+    CheckpointError,
+    JournalError,
+    MemoryPolicy,
+    MeZOSGD,
+    ParameterSpec,
+    Piece,
+    Replayer,
+    SafetensorsReader,
+    SavedForm,
+    UnsupportedModelError,
+    WriteBackPolicy,
+    ZOEngine,
+    write_checkpoint,
+)
+from zo2core.checkpoint.reader import parse_header
+from zo2core.planning.host_plan import HostPlan
+from zo2core.types import SavedPart
+
+CONVERTED = ["mixtral", "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_neox", "olmo_hybrid", "apertus", "minimax_m2"]
+
+
+STREAMED = MemoryPolicy(host=HostPlan((), budget=2**28, buckets=2, keep_noise=False))
+
+
+def saved(model_type: str, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A tiny checkpoint as transformers writes it: in the form that the hub has."""
+    model: torch.nn.Module = small_model(small_config(model_type))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-1.0, 1.0, buffer.numel()))
+    model.to(dtype).save_pretrained(directory)  # type: ignore[operator]
+    return directory
+
+
+@pytest.mark.parametrize("model_type", CONVERTED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_converted_checkpoints_are_monolithic_mezo(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model: Any = small_model(small_config(model_type))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-1.0, 1.0, buffer.numel()))
+    compared = compare(model, dtype, tmp_path / "model")
+    assert compared["outcome"] == "equal", compared
+
+
+@pytest.mark.parametrize("model_type", CONVERTED)
+def test_an_export_has_the_tensors_of_its_base(model_type: str, tmp_path: Path) -> None:
+    base = saved(model_type, tmp_path / "base", torch.bfloat16)
+    with Replayer(open_checkpoint(base)) as replayer:
+        replayer.export(tmp_path / "out")
+    before, after = load_file(base / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert_same_bits(name, after[name].float(), tensor.float())  # transformers loads some in float32 all the same
+
+
+def test_pieces_from_disk_are_what_from_pretrained_loads(tmp_path: Path) -> None:
+    base = saved("mixtral", tmp_path / "base")
+    stock = dict(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).named_parameters())
+    with Replayer(open_checkpoint(base), memory=STREAMED) as replayer:
+        for name, value in replayer.parameters_now():
+            assert_same_bits(name, value, stock[name])
+
+
+def test_a_streamed_run_of_pieces_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+    base = saved("mixtral", tmp_path / "base")
+    batch, estimator = random_batch(40, 2, 6, seed=0), MeZOSGD(lr=1e-2, zo_eps=1e-2)
+
+    def run(directory: Path, steps: int) -> list[float]:
+        directory.mkdir(exist_ok=True)
+        with ZOEngine(
+            open_checkpoint(base),
+            estimator,
+            journal=directory / "journal.jsonl",
+            memory=STREAMED,
+            write_back=WriteBackPolicy(directory=directory),
+        ) as engine:
+            return [engine.step(batch).loss for _ in range(steps)]
+
+    straight = run(tmp_path / "straight", 4)
+    assert [*run(tmp_path / "cut", 2), *run(tmp_path / "cut", 2)] == straight
+
+
+def changed(base: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    """Replace tensors of a checkpoint, or leave them out."""
+    tensors = {**load_file(base / "model.safetensors"), **changes}
+    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    save_file(kept, base / "model.safetensors", metadata={"format": "pt"})
+
+
+EXPERT = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({EXPERT: None}, "do not fit together|of shape"),
+        ({EXPERT: torch.zeros(3, 16)}, "do not fit together"),
+        ({EXPERT: torch.zeros(32, 16, dtype=torch.float64)}, "dtype F64"),
+        ({EXPERT.replace("w1", "w9"): torch.zeros(32, 16)}, "w9.*that the model of config.json does not have"),
+        ({"model.layers.0.mlp.gate.weight": torch.zeros(4, 16)}, "a second tensor for"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    base = saved("mixtral", tmp_path / "base")
+    changed(base, changes)
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(base)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        WeightConverter("up_proj.weight", "up_proj.weight", [Transpose(0, 1)]),
+        WeightConverter(["gate_proj.weight", "up_proj.weight"], "gate_proj.weight", [Concatenate(dim=1)]),
+    ],
+)
+def test_a_rule_that_moves_more_than_rows_is_refused(
+    rule: WeightConverter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = saved("llama", tmp_path / "base")
+    monkeypatch.setattr(conversion, "get_model_conversion_mapping", lambda model: [rule])
+    with pytest.raises(CheckpointError, match=r"tensor\(s\), the first of shape"):
+        open_checkpoint(base)
+
+
+def test_a_rule_that_computes_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubled(Concatenate):
+        """Not one of those that are known to move rows only."""
+
+    rule = WeightConverter("up_proj.weight", "up_proj.weight", [Doubled()])
+    monkeypatch.setattr(conversion, "get_model_conversion_mapping", lambda model: [rule])
+    with pytest.raises(UnsupportedModelError, match=r"Doubled.*up_proj"):
+        open_checkpoint(saved("llama", tmp_path / "base"))
+
+
+def test_buffers_decide_the_result_and_so_the_journal_knows_them(tmp_path: Path) -> None:
+    base = saved("deepseek_v3", tmp_path / "base")
+    batch, estimator = random_batch(40, 2, 6, seed=0), MeZOSGD(lr=1e-2, zo_eps=1e-2)
+    with ZOEngine(open_checkpoint(base), estimator, journal=tmp_path / "journal.jsonl") as engine:
+        engine.step(batch)
+    name = next(name for name in load_file(base / "model.safetensors") if name.endswith("e_score_correction_bias"))
+    changed(base, {name: load_file(base / "model.safetensors")[name] + 1})
+    with pytest.raises(JournalError, match="buffers"):
+        ZOEngine(open_checkpoint(base), estimator, journal=tmp_path / "journal.jsonl")
+    changed(base, {name: None})
+    with pytest.raises(CheckpointError, match=r"no tensor.*e_score_correction_bias"):
+        open_checkpoint(base)
+
+
+def test_a_tied_tensor_is_found_under_any_of_its_names(tmp_path: Path) -> None:
+    base = saved("llama", tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    table = load_file(base / "model.safetensors")["model.embed_tokens.weight"]
+    changed(base, {"model.embed_tokens.weight": None, "lm_head.weight": table})
+    with Replayer(open_checkpoint(base)) as replayer:
+        values = dict(replayer.parameters_now())
+        replayer.export(tmp_path / "out")
+    assert_same_bits("table", values["model.embed_tokens.weight"], table)
+    assert "lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")
+
+
+@given(data=st.data())
+def test_any_range_of_a_parameter_of_pieces_is_read(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("pieces")
+    sizes = data.draw(st.lists(st.integers(1, 50), min_size=1, max_size=4))
+    held = {f"t{i}": torch.arange(size, dtype=torch.float32) + 100 * i for i, size in enumerate(sizes)}
+    save_file(held, folder / "model.safetensors")
+    entries = parse_header(folder / "model.safetensors")
+    pieces = []
+    for _ in range(data.draw(st.integers(1, 6))):
+        name = data.draw(st.sampled_from(sorted(held)))
+        start = data.draw(st.integers(0, held[name].numel() - 1))
+        pieces.append(Piece(entries[name], start, data.draw(st.integers(1, held[name].numel() - start))))
+    whole = torch.cat([held[entry.name][start : start + numel] for entry, start, numel in pieces])
+    first = data.draw(st.integers(0, whole.numel()))
+    out = torch.full((data.draw(st.integers(0, whole.numel() - first)),), -1.0)
+    reader = SafetensorsReader({"p": pieces})
+    reader.read_into("p", out, first)
+    reader.close()
+    assert torch.equal(out, whole[first : first + out.numel()])
+
+
+def test_parameters_fill_the_tensors_of_a_saved_form_together(tmp_path: Path) -> None:
+    specs = [ParameterSpec(name, (4, 3), torch.float32, index, decays=True) for index, name in enumerate("ab")]
+    values = {name: torch.arange(12.0).view(4, 3) + 100 * index for index, name in enumerate("ab")}
+    form = SavedForm(
+        parts={
+            "a": [SavedPart("x", (8, 3), 12, 12)],  # the second half
+            "b": [SavedPart("x", (8, 3), 0, 12)],
+        },
+        constants={"count": torch.tensor([1, 2, 3])},
+    )
+    for max_shard in (1, 1 << 20):
+        out = tmp_path / str(max_shard)
+        write_checkpoint(out, specs, values.items(), {}, dtype=torch.bfloat16, form=form, max_shard=max_shard)
+        held: dict[str, torch.Tensor] = {}
+        for file in out.glob("*.safetensors"):
+            held |= load_file(file)
+        assert held.keys() == {"x", "count"}
+        assert torch.equal(held["x"], torch.cat([values["b"], values["a"]]).bfloat16())
+        assert torch.equal(held["count"], torch.tensor([1, 2, 3]))
