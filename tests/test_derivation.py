@@ -83,6 +83,7 @@ class _Odd(nn.Module):
         if self.how == "longer rows" and input_ids.shape[1] == 1:
             raise IndexError("one token is too short")
         hidden, other = self.table(input_ids), None
+        embedded, past = hidden, []
         if self.how == "before and after":
             hidden = self.extra(hidden)
         for index, layer in enumerate(reversed(self.layers) if self.how == "reversed" else self.layers):
@@ -92,8 +93,15 @@ class _Odd(nn.Module):
                 hidden, other = layer(hidden, other)
                 continue
             hidden = layer(hidden)
+            past.append(hidden)
             if self.how == "changed":
                 hidden = hidden * 2
+            if self.how == "kept as it is":
+                hidden = hidden.to(hidden.dtype).contiguous()
+        if self.how == "skipped":
+            hidden = hidden + embedded
+        if self.how == "looked back":
+            hidden = hidden + past[0]
         if self.how == "before and after":
             hidden = self.extra(hidden)
         logits = self.out(hidden)
@@ -110,7 +118,9 @@ class _Odd(nn.Module):
         ("between", "extra, called between two layers"),
         ("before and after", "extra, called before the layers and after them"),
         ("reversed", "layer 2 is called after 0 layers"),
-        ("changed", "layer 1 does not get what layer 0 returned"),
+        ("changed", "what layer 0 returned is used outside of layer 1"),
+        ("looked back", "what layer 0 returned is used outside of layer 1"),
+        ("skipped", "what is computed before the layers is used after them"),
         ("two values", "layer 1 gets more of layer 0 than its hidden states"),
         ("longer rows", "no rows of one token .IndexError"),
         ("idle", "extra.weight, a parameter whose module is never called"),
@@ -123,3 +133,8 @@ def test_what_cannot_be_told_apart_is_refused_by_name(how: str, said: str) -> No
     model: Any = _Odd(how)
     with pytest.raises(UnsupportedModelError, match=said):
         derive_architecture(model)
+
+
+def test_tensors_that_are_passed_on_as_they_are_may_be_asked_for_a_dtype() -> None:
+    model: Any = _Odd("kept as it is")
+    assert derive_architecture(model).embedding == ("table",)

@@ -1,7 +1,8 @@
 """Where a decoder's parts are, learned from Hugging Face's own forward: a dry run on the meta device, with stubs for layers.
 
 Modules that the forward calls before the first layer are the embedding, those after the last one the head. Each layer has to
-get exactly what the one before returned. What cannot be told apart so is refused: it takes a declaration.
+get exactly what the one before returned, which nothing else may. What cannot be told apart so is refused: it takes a
+declaration.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from zo2adapters.models.architecture import Architecture
@@ -28,6 +30,8 @@ _QUESTIONS: dict[Any, type] = {
     torch.Tensor.__index__: int,
     torch.Tensor.__float__: float,
 }
+_KEEPING = (torch.Tensor.to, torch.Tensor.contiguous)  # return the tensor itself if it is as wanted
+_UNPACKING = (torch.Tensor.__getitem__, torch.Tensor.__iter__, torch.Tensor.unbind)  # what is done to tuples
 _TOKENS = 4  # of the dry run's one row
 
 
@@ -41,12 +45,14 @@ class _Seen:
         self.before: list[str] = []  # modules called before the first layer
         self.between: list[str] = []
         self.after: list[str] = []
-        self.passed: object = None  # what the last layer returned as hidden states
+        self.passed: list[torch.Tensor] = []  # what each layer returned as hidden states
+        self.embedded: dict[int, torch.Tensor] = {}  # by id: what parameters before the last layer have gone into
         self.others = [object() for _ in range(max(returned - 1, 0))]  # and what beside them
 
     def again(self) -> None:
         """Forget the calls of a run, for another one."""
         self.reached, self.before, self.between, self.after = 0, [], [], []
+        self.passed, self.embedded = [], {}
 
     def called(self, name: str) -> None:
         """Note a call of a module that owns parameters."""
@@ -67,14 +73,16 @@ class _Loss:
         return self.value
 
 
-class _Answers(TorchFunctionMode):
-    """Answers a forward that asks for a value of the batch (is a row packed?): there is none on the meta device.
+class _Watch(TorchFunctionMode):
+    """Sees that what the parts compute takes no other way than through the layers.
 
-    Where the layers are does not depend on it; any answer will do that does not end in an error.
+    A forward that asks for a value of the batch (is a row packed?) gets an answer: there is none on the meta device. Where
+    the layers are does not depend on it; any answer will do that does not end in an error.
     """
 
-    def __init__(self, *, answer: bool) -> None:
+    def __init__(self, seen: _Seen, *, answer: bool) -> None:
         super().__init__()
+        self.seen = seen
         self.answer = answer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,7 +90,24 @@ class _Answers(TorchFunctionMode):
             return self.answer if args[0].dtype is torch.bool else int(self.answer)
         if func in _QUESTIONS and args[0].is_meta:
             return _QUESTIONS[func](self.answer)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if results and not (func in _KEEPING and result is args[0]):
+            self._follow(func, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)], results)
+        return result
+
+    def _follow(self, func: Any, given: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        seen = self.seen
+        is_past = seen.reached == seen.layers
+        for index, hidden in enumerate(seen.passed[:-1] if is_past else seen.passed):
+            if any(tensor is hidden for tensor in given):
+                if func in _UNPACKING:
+                    raise IndexError(f"layer {index} returned no tuple")
+                raise _MismatchError(f"what layer {index} returned is used outside of layer {index + 1}")
+        if is_past and any(id(tensor) in seen.embedded for tensor in given):
+            raise _MismatchError("what is computed before the layers is used after them")
+        if not is_past and any(isinstance(tensor, nn.Parameter) or id(tensor) in seen.embedded for tensor in given):
+            seen.embedded |= {id(tensor): tensor for tensor in results}
 
 
 class _MismatchError(Exception):
@@ -102,13 +127,14 @@ class _DryLayer(StandIn):
         seen = self.seen
         if self.index != seen.reached:
             raise _MismatchError(f"layer {self.index} is called after {seen.reached} layers")
-        if self.index > 0 and hidden_states is not seen.passed:
+        if self.index > 0 and hidden_states is not seen.passed[-1]:
             raise _MismatchError(f"layer {self.index} does not get what layer {self.index - 1} returned")
         if any(value is other for value in (*args, *kwargs.values()) for other in seen.others):
             raise _MismatchError(f"layer {self.index} gets more of layer {self.index - 1} than its hidden states")
         seen.reached += 1
-        seen.passed = torch.empty_like(hidden_states)
-        return seen.passed if seen.returned == 0 else (seen.passed, *seen.others)
+        passed = torch.empty(hidden_states.shape, dtype=hidden_states.dtype)
+        seen.passed.append(passed)
+        return passed if seen.returned == 0 else (passed, *seen.others)
 
 
 def derive_architecture(model: PreTrainedModel) -> Architecture:
@@ -127,11 +153,11 @@ def derive_architecture(model: PreTrainedModel) -> Architecture:
         for name, module in model.named_modules()
         if not f"{name}.".startswith(f"{path}.") and any(p is not None for p in module._parameters.values())
     }
-    problem, mismatch = "", ""
+    problem, mismatch, between = "", "", ""
     for returned, answer in product(range(_MOST_RETURNED + 1), (True, False)):
         seen = _Seen(len(layers), returned)
         try:
-            with _stubbed(model, layers, owners, seen), _Answers(answer=answer):
+            with _stubbed(model, layers, owners, seen), _Watch(seen, answer=answer):
                 is_next_token = _asks_for_next_token(model)
                 architecture = _architecture(model, path, owners, seen, where)
                 seen.again()
@@ -139,7 +165,7 @@ def derive_architecture(model: PreTrainedModel) -> Architecture:
         except UnsupportedModelError:
             raise
         except _MismatchError as error:
-            mismatch = mismatch or str(error)
+            mismatch, between = mismatch or str(error), between or next(iter(seen.between), "")
             continue
         except Exception as error:  # any: what a forward makes of a value that it does not expect is its own
             problem = problem or " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -147,6 +173,8 @@ def derive_architecture(model: PreTrainedModel) -> Architecture:
         if not is_next_token:
             raise _refused(where, "a loss other than that of the next token, as transformers computes it from all logits")
         return architecture
+    if between:
+        raise _refused(where, f"{between}, called between two layers")
     raise _refused(where, f"layers in {path} that do not follow each other ({mismatch or problem})")
 
 

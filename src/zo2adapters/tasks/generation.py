@@ -117,6 +117,7 @@ def generate(
             expected="one that takes past_key_values: a token is a sweep, and runs by itself",
             remedy="export the model and generate with transformers",
         )
+    _require_common_cache(model)
     takes_positions = "position_ids" in arguments
     forward = NextToken(model, DynamicCache(config=model.config))
     ended = torch.zeros(len(ids), dtype=torch.bool)
@@ -138,6 +139,19 @@ def generate(
         ids, context = tokens[:, None], torch.cat([context, tokens[:, None]], dim=1)
         mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
         positions = positions[:, -1:] + 1
+
+
+def _require_common_cache(model: HFBlockModel) -> None:
+    """Refuse a model whose forward wants a cache of a kind of its own."""
+    try:
+        NextToken(model, DynamicCache(config=model.config)).embed({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
+    except Exception as error:  # any: what a forward makes of a cache that it does not expect is its own
+        raise UnsupportedModelError(
+            f"model type {model.config.model_type}",
+            found=f"a forward that does not take transformers' DynamicCache ({type(error).__name__}: {error})",
+            expected="one that does",
+            remedy="export the model and generate with transformers",
+        ) from error
 
 
 def _drawing(sampling: Sampling | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
