@@ -30,6 +30,8 @@ class AtStep:
     """Directory of a run, which names its base, dtype and journal."""
     at: int | None = None
     """Step of the journal to stop after; by default its last one."""
+    architecture: Path | None = None
+    """JSON file that says where the model's parts are; by default they are learned. --run knows its own."""
     dtype: DtypeName = "auto"
     """Dtype of the weights; with a journal, the one that the run was made with, which is also that of --run."""
     precision: PrecisionName = "auto"
@@ -77,9 +79,17 @@ class AtStep:
                 expected=f"{options.dtype}, in which the run was made: its updates round in it",
                 remedy="leave it out; from_pretrained converts what is exported",
             )
+        if self.architecture is not None and self.architecture.resolve() != options.architecture:
+            raise OptionError(
+                "architecture",
+                found=str(self.architecture),
+                expected=f"{options.architecture or 'none'}, as in the run",
+                remedy="leave it out",
+            )
         return replace(
             self,
             model=options.model,
+            architecture=options.architecture,
             dtype=options.dtype,
             precision=precision,
             carried=options.carried,
@@ -105,6 +115,7 @@ class AtStep:
 
         return open_checkpoint(
             self.base(),
+            architecture=self.architecture,
             dtype=self.dtype,
             precision=self.precision,
             carried=self.carried,

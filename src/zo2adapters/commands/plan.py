@@ -26,6 +26,8 @@ class Plan:
 
     model: str
     """Model directory with safetensors weights, or a hub id."""
+    architecture: Path | None = None
+    """JSON file that says where the model's parts are; by default they are learned."""
     dtype: DtypeName = "auto"
     """Dtype of the weights, as for training."""
     precision: PrecisionName = "auto"
@@ -74,6 +76,7 @@ class Plan:
         precision = precision_of_run(self.precision, exact_mezo=self.exact_mezo, on_cpu=on_cpu)
         model = open_checkpoint(
             directory,
+            architecture=self.architecture,
             dtype=self.dtype,
             precision=precision,
             carried=self.carried,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
@@ -19,6 +20,8 @@ class Verify:
 
     model: str
     """Model directory with safetensors weights, or a hub id. The model is held in memory twice."""
+    architecture: Path | None = None
+    """JSON file that says where the model's parts are; by default they are learned."""
     dtype: DtypeName = "auto"
     """Dtype of the weights; auto is the checkpoint's own. In mixed precision the dtype that is computed with."""
     precision: Literal["exact", "mixed"] = "exact"
@@ -51,6 +54,7 @@ class Verify:
         require_sane_step(self.lr, self.zo_eps, self.weight_decay)
         result = verify(
             resolve_directory(self.model),
+            architecture=self.architecture,
             dtype=self.dtype,
             precision=self.precision,
             lr=self.lr,

@@ -50,7 +50,7 @@ def segment_layouts(
         UnsupportedModelError: naming a parameter that lies under no declared part, or a tie between other parts than
             embedding and head.
     """
-    blocks = len(model.get_submodule(architecture.blocks))  # type: ignore[arg-type]
+    blocks = len(_layers(model, architecture))
     owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
     borrowed: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
     for index, (name, aliases) in enumerate(segment_aliases(model, architecture).items()):
@@ -83,7 +83,7 @@ def segment_aliases(model: PreTrainedModel, architecture: Architecture) -> dict[
     Raises:
         UnsupportedModelError: naming a parameter that lies under no declared part.
     """
-    blocks = len(model.get_submodule(architecture.blocks))  # type: ignore[arg-type]
+    blocks = len(_layers(model, architecture))
     paths = dict.fromkeys(architecture.embedding, 0)
     paths |= {f"{architecture.blocks}.{i}": i + 1 for i in range(blocks)}
     paths |= dict.fromkeys(architecture.head, blocks + 1)
@@ -93,6 +93,18 @@ def segment_aliases(model: PreTrainedModel, architecture: Architecture) -> dict[
         for alias in aliases:
             segments[name].setdefault(_segment(alias, paths, architecture), []).append(alias)
     return segments
+
+
+def _layers(model: PreTrainedModel, architecture: Architecture) -> nn.ModuleList:
+    layers = dict(model.named_modules()).get(architecture.blocks)
+    if isinstance(layers, nn.ModuleList):
+        return layers
+    raise UnsupportedModelError(
+        f"{architecture.model_type}: {architecture.blocks}",
+        found="no list of layers of this model" if layers is None else f"a {type(layers).__name__}",
+        expected="the path of a ModuleList",
+        remedy="declare it as the blocks of the Architecture",
+    )
 
 
 def decays_in_mezo(name: str) -> bool:

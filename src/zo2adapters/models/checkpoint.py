@@ -14,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from zo2adapters.models.architecture import Architecture
+from zo2adapters.models.architecture_file import read_architecture
 from zo2adapters.models.companions import (
     SUFFIXES,
     companion_files,
@@ -62,7 +63,7 @@ def open_checkpoint(
     precision: Precision | str = "exact",
     carried: str = "stored",
     export_dtype: torch.dtype | str = "auto",
-    architecture: Architecture | None = None,
+    architecture: Architecture | Path | None = None,
     loss_chunk: int | Literal["auto"] | None = "auto",
 ) -> HFBlockModel:
     """Open a model directory, or a model of the hub, for training.
@@ -78,7 +79,7 @@ def open_checkpoint(
             "float8", or "bfloat16-back" and so on where they come back in it, too; see ``Precision``.
         export_dtype: To which exported weights are rounded, once. "auto" is the checkpoint's own in mixed precision, else
             they are written as they are stored.
-        architecture: For model types this library does not know.
+        architecture: Where the parts of the model are, or a JSON file that says so; by default it is learned.
         loss_chunk: Compute head and loss over so many labelled tokens at a time: the logits are never there whole. The loss
             then differs from Hugging Face's by the order in which floats are summed. None: its own, bit for bit. "auto" is
             None in exact precision; in mixed precision it is as many as a cache holds.
@@ -104,8 +105,17 @@ def open_checkpoint(
     given = dtype != "auto"
     chosen = choose_precision(precision, _dtype(dtype, config, entries), given=given, carried=carried)
     skeleton = _build(directory, config, chosen.stored)
+    if isinstance(architecture, Path):
+        architecture = read_architecture(architecture)
     if architecture is None:
         architecture = ARCHITECTURES.get(config.model_type) or derive_architecture(skeleton)
+    if architecture.model_type != config.model_type:
+        raise OptionError(
+            "architecture",
+            found=f"a declaration of {architecture.model_type}",
+            expected=f"one of {config.model_type}, as config.json says",
+            remedy="pass the one that belongs to this model, or none",
+        )
     matched = match_tensors(directory, entries, skeleton, architecture)
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None:
         require_dtype(matched.parameters, skeleton, chosen.stored)

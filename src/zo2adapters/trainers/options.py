@@ -229,6 +229,8 @@ class RunOptions:
     """Zeroth-order steps to take; each runs two forwards of one batch a query, or with fzoo one and one more."""
     seed: int = 0
     """Seed of the order of rows and of the directions."""
+    architecture: Path | None = None
+    """JSON file that says where the model's parts are; by default they are learned."""
     dtype: DtypeName = "auto"
     """Dtype of the weights; auto is the checkpoint's own. In mixed precision it is the dtype that is computed with, and auto
     takes the faster of the 16-bit ones."""
@@ -325,7 +327,7 @@ class TrainOptions(RunOptions):
         del values["output"]
         if Path(self.model).is_dir():
             values["model"] = str(Path(self.model).resolve())
-        for key in ("data", "evaluation"):
+        for key in ("data", "evaluation", "architecture"):
             values[key] = None if values[key] is None else str(Path(values[key]).resolve())
         return dict(json.loads(json.dumps(values, default=lambda value: value.value if isinstance(value, Enum) else value)))
 
@@ -346,11 +348,12 @@ class TrainOptions(RunOptions):
         values.setdefault("precision", "exact")  # that of runs of earlier versions
         optimization["estimator"] = EstimatorName(optimization.get("estimator", "mezo"))  # earlier runs had no other one
         optimization.setdefault("guard", False)  # runs of earlier versions have none
-        evaluation = values.pop("evaluation")
+        evaluation, architecture = values.pop("evaluation"), values.pop("architecture", None)
         options = cls(
             output=output,
             data=Path(values.pop("data")),
             evaluation=None if evaluation is None else Path(evaluation),
+            architecture=None if architecture is None else Path(architecture),
             optimization=Optimization(**optimization),
             batching=Batching(**values.pop("batching")),
             storage=Storage(**values.pop("storage")),
@@ -362,5 +365,8 @@ class TrainOptions(RunOptions):
 
 
 _GROUPS: dict[str, Any] = {"optimization": Optimization, "batching": Batching, "storage": Storage}
-_LATER = {"precision", "carried", "schedule_steps", "estimator", "guard", "clip_grad", "clip_median", "write_limit_tb"}
+_LATER = {
+    *("architecture", "precision", "carried", "schedule_steps", "estimator", "guard"),
+    *("clip_grad", "clip_median", "write_limit_tb"),
+}
 """Options that runs of earlier versions have not written down."""

@@ -39,7 +39,9 @@ def provenance(options: TrainOptions, base: Path, tokens: dict[str, object], *, 
     """
     batching = options.batching
     trained_on = {key: value for key, value in tokens.items() if not key.startswith("evaluation")}
+    declared = {} if options.architecture is None else {"architecture sha256": file_sha256(options.architecture)}
     return {
+        **declared,
         "data sha256": file_sha256(options.data),
         "tokens": trained_on,
         "tokenizer sha256": tokenizer_sha256(base),

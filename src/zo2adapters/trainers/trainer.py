@@ -78,6 +78,7 @@ class Trainer:
         batching = options.batching
         model = self._model = open_checkpoint(
             directory,
+            architecture=options.architecture,
             dtype=options.dtype,
             precision=options.precision_asked(),
             carried=options.carried,

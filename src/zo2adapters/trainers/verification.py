@@ -38,6 +38,7 @@ class Comparison:
 def verify(
     directory: Path,
     *,
+    architecture: Path | None = None,
     dtype: torch.dtype | str = "auto",
     precision: Precision | str = "exact",
     lr: float,
@@ -54,6 +55,7 @@ def verify(
 
     Args:
         directory: Model directory.
+        architecture: As ``open_checkpoint`` takes it.
         dtype: Dtype of the weights; in mixed precision the dtype that is computed with.
         precision: As ``open_checkpoint`` takes it.
         lr: Learning rate.
@@ -71,10 +73,11 @@ def verify(
         OptionError: if the model does not take rows of so many tokens.
         MemoryBudgetError: if model and batch do not fit into the memory that is free.
     """
-    model = open_checkpoint(directory, dtype=dtype, precision=precision, loss_chunk=None)
+    model = open_checkpoint(directory, architecture=architecture, dtype=dtype, precision=precision, loss_chunk=None)
     _require_fit(model, batch_size, tokens)
     stored = model.layouts[0].parameters[0].dtype
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=stored, trust_remote_code=False)
+    whole.config.use_cache = False  # as in training: some forwards round keys that they cache
     mono = MonolithicMeZO(whole, lr=lr, zo_eps=zo_eps, weight_decay=weight_decay, autocast=model.autocast)
     count = sum(len(layout.parameters) for layout in model.layouts)
     with ZOEngine(model, MeZOSGD(lr=lr, zo_eps=zo_eps, weight_decay=weight_decay)) as engine:

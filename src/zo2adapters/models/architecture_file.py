@@ -1,0 +1,57 @@
+"""A declaration of an architecture in a file, for command lines: a JSON object with the fields of ``Architecture``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from zo2adapters.models.architecture import Architecture
+from zo2core import OptionError, open_regular, reason
+
+_LONGEST = 1 << 20  # bytes
+_NAMES = ("embedding", "head", "ignored")  # lists
+
+
+def read_architecture(path: Path) -> Architecture:
+    """Read a declaration.
+
+    Args:
+        path: JSON with ``model_type``, ``embedding``, ``blocks``, ``head`` and, if need be, ``returned`` and ``ignored``.
+
+    Raises:
+        OptionError: naming the file, and the field that is missing, unknown or of another type.
+    """
+    try:
+        with open_regular(path) as file:
+            values = json.loads(file.read(_LONGEST))
+    except OSError as error:
+        raise _refused(path, reason(error), "a readable file") from error
+    except (ValueError, RecursionError) as error:
+        raise _refused(path, f"no JSON ({error})", "a JSON object") from error
+    if not isinstance(values, dict):
+        raise _refused(path, f"a {type(values).__name__}", "a JSON object")
+    known = {field.name for field in fields(Architecture)}
+    needed = known - {"returned", "ignored"}
+    if not needed <= values.keys() <= known:
+        odd = sorted(needed - values.keys()) or sorted(values.keys() - known)
+        raise _refused(path, f"{'no' if needed - values.keys() else 'a field'} {odd[0][:40]!r}", ", ".join(sorted(known)))
+    for name, value in values.items():
+        if not _fits(name, value):
+            expected = {"returned": "a number from 0 to 3"}.get(name, "a list of names" if name in _NAMES else "a name")
+            raise _refused(f"{path}: {name}", f"{str(value)[:40]!r}", expected)
+    declared: dict[str, Any] = {name: tuple(value) if name in _NAMES else value for name, value in values.items()}
+    return Architecture(**declared)
+
+
+def _fits(name: str, value: Any) -> bool:
+    if name == "returned":
+        return type(value) is int and 0 <= value <= 3
+    if name in _NAMES:
+        return isinstance(value, list) and all(isinstance(item, str) and item for item in value)
+    return isinstance(value, str) and value != ""
+
+
+def _refused(where: object, found: str, expected: str) -> OptionError:
+    return OptionError(str(where), found=found, expected=expected, remedy="docs/models.md shows a declaration")
