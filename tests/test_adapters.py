@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, MistralConfig
 from zo2adapters import Architecture, open_checkpoint
 from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.checkpoint import ARCHITECTURES
-from zo2adapters.models.hf import build_skeleton
+from zo2adapters.models.skeleton import build_skeleton
 from zo2core import CheckpointError, MeZOSGD, OptionError, UnsupportedModelError, ZO2Error, ZO2Warning, ZOEngine
 
 MODEL = "model.safetensors"

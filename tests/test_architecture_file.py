@@ -14,7 +14,7 @@ from models import WORDS, save_tokenizer
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.derivation import derive_architecture
-from zo2adapters.models.hf import build_skeleton
+from zo2adapters.models.skeleton import build_skeleton
 from zo2core import OptionError
 
 DECLARED: dict[str, Any] = {

@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from zo2adapters.models.checkpoint import ARCHITECTURES
 from zo2adapters.models.derivation import derive_architecture
-from zo2adapters.models.hf import build_skeleton
+from zo2adapters.models.skeleton import build_skeleton
 from zo2core import UnsupportedModelError
 
 UNDECLARED = ["mistral", "gpt2", "bloom", "phi", "gemma2", "gpt_bigcode", "gptj", "codegen", "openai-gpt", "olmo2"]
+UNDECLARED += ["recurrent_gemma", "mamba", "jamba", "gemma4_text"]
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
@@ -53,6 +54,11 @@ def test_tables_that_no_checkpoint_holds_are_those_of_from_pretrained(tmp_path: 
     assert tables
     for name, table in loaded.named_buffers():
         assert_same_bits(name, ours[name], table)
+
+
+def test_weights_that_transformers_writes_over_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"model.embed_tokens: .*writes over.*zero_"):
+        build_skeleton(small_config("youtu"), torch.float32)
 
 
 def test_a_dry_run_leaves_the_model_as_it_was() -> None:

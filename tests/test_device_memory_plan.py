@@ -15,7 +15,7 @@ from zo2adapters import open_checkpoint
 from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.checkpoint import ARCHITECTURES
 from zo2adapters.models.footprint import activation_bytes
-from zo2adapters.models.hf import build_skeleton
+from zo2adapters.models.skeleton import build_skeleton
 from zo2core import (
     Distribution,
     MemoryBudgetError,

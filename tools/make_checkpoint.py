@@ -20,7 +20,7 @@ from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
 
 from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.checkpoint import ARCHITECTURES, DTYPES
-from zo2adapters.models.hf import build_skeleton
+from zo2adapters.models.skeleton import build_skeleton
 from zo2core.checkpoint import write_checkpoint
 from zo2core.checkpoint.writer import MAX_SHARD, lay_out_checkpoint
 from zo2core.types import ParameterSpec

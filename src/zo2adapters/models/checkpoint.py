@@ -23,12 +23,13 @@ from zo2adapters.models.companions import (
     without_remote_code,
 )
 from zo2adapters.models.derivation import derive_architecture
-from zo2adapters.models.hf import HFBlockModel, build_skeleton
+from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.llama import LLAMA
 from zo2adapters.models.matching import load_buffers, match_tensors, require_dtype
 from zo2adapters.models.opt import OPT
 from zo2adapters.models.precision import Precision, choose_precision
 from zo2adapters.models.qwen import QWEN2, QWEN3
+from zo2adapters.models.skeleton import build_skeleton
 from zo2core import (
     CheckpointError,
     OptionError,

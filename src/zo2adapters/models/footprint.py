@@ -49,7 +49,7 @@ def forward_bytes(config: PretrainedConfig, rows: int, tokens: int, *, loss_chun
         loss_chunk: Tokens whose logits are in memory at a time; None: all.
     """
     itemsize, hidden, positions = _itemsize(config), config.hidden_size, rows * tokens
-    feed_forward = getattr(config, "intermediate_size", None) or getattr(config, "ffn_dim", 4 * hidden)
+    feed_forward = _largest(config, "intermediate_size") or _largest(config, "ffn_dim") or 4 * hidden
     block = positions * (8 * hidden + 3 * feed_forward) * itemsize + positions * tokens * itemsize
     logits = (positions if loss_chunk is None else min(positions, loss_chunk)) * config.vocab_size
     return int(max(block, logits * (itemsize + 4 * _LOGIT_COPIES)))
@@ -99,7 +99,7 @@ def least_activation_bytes(
 
 def cache_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:
     """Expected bytes of all layers' keys and values for so many tokens of so many rows."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = _largest(config, "num_key_value_heads") or _largest(config, "num_attention_heads")
     return int(2 * config.num_hidden_layers * rows * tokens * heads * _head_size(config) * _itemsize(config))
 
 
@@ -114,7 +114,17 @@ def _masks(config: PretrainedConfig, keys: int, *, is_padded: bool) -> int:
 
 
 def _head_size(config: PretrainedConfig) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return _largest(config, "head_dim") or config.hidden_size // _largest(config, "num_attention_heads")
+
+
+def _largest(config: PretrainedConfig, name: str) -> int:
+    """A size of the config, the largest one of its layers if they differ, as a list or each by itself; 0: it has none."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # what a config of layers that differ raises
+        value = [getattr(layer, name, None) for layer in config.per_layer_config]
+    sizes = value if isinstance(value, (list, tuple)) else [value]
+    return max((int(size) for size in sizes if size is not None), default=0)
 
 
 def _itemsize(config: PretrainedConfig) -> int:

@@ -21,9 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import build_glob_alternation
+from transformers import PreTrainedModel
 
 from zo2adapters.models.architecture import Architecture, segment_aliases, segment_layouts
 from zo2adapters.models.branch_cache import BranchCache
@@ -31,7 +29,7 @@ from zo2adapters.models.chunked_loss import chunked_loss
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.prepared_batch import PreparedBatch, check_batch, is_padded, predictions
 from zo2adapters.models.stubs import CallRecorder, CutError, Stub
-from zo2core import Batch, SavedForm, TensorReader, UnsupportedModelError
+from zo2core import Batch, SavedForm, TensorReader
 
 _NEUTRAL = {  # keys of a config that no forward of a causal language model reads, or that parameters and batches say
     *("_name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"),
@@ -92,6 +90,7 @@ class HFBlockModel:
         self.loss_chunk = loss_chunk
         self._aliases = segment_aliases(skeleton, architecture)
         self._modules = dict(skeleton.named_modules())
+        self._stored = {spec.name: spec.dtype for layout in self.layouts for spec in layout.parameters}
         self._device = torch.device("cpu")  # of the modules' buffers
         self._skeleton = skeleton
         self._recorder = CallRecorder()
@@ -126,7 +125,9 @@ class HFBlockModel:
         for name, view in parameters.items():
             for alias in self._aliases[name][index]:
                 path, _, leaf = alias.rpartition(".")
-                self._modules[path]._parameters[leaf] = nn.Parameter(view, requires_grad=False)
+                # As in MeZO's loop, where parameters require gradients, though none is taken: kernels are chosen by that.
+                # What autocast would have cast requires none.
+                self._modules[path]._parameters[leaf] = nn.Parameter(view, view.dtype == self._stored[name])
         device = next(iter(parameters.values())).device
         if device != self._device:
             self._device = device
@@ -239,60 +240,3 @@ def _finite(value: Any) -> Any:
 def _branches_of(batch: Batch) -> contextlib.AbstractContextManager[object]:
     """What answers questions about a batch: its own memory of them, or nothing."""
     return batch.branches if isinstance(batch, PreparedBatch) else contextlib.nullcontext()
-
-
-class _ParametersOnMeta(TorchFunctionMode):
-    """Uninitialised tensors go to the meta device, computed ones (rotary tables and other buffers) stay real."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.empty:
-            kwargs = {**(kwargs or {}), "device": "meta"}
-        return func(*args, **(kwargs or {}))
-
-
-def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give the parameters that transformers keeps in another dtype as it loads a model, float32 norms say, that dtype."""
-    plan = model._get_dtype_plan(dtype)
-    if plan:
-        pattern, by_group, _ = build_glob_alternation(list(plan))
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            match = pattern.search(name)
-            if match is not None and match.lastgroup is not None and name in model.state_dict():
-                tensor.data = tensor.data.to(plan[by_group[match.lastgroup]])
-
-
-def _recompute_buffers(model: PreTrainedModel) -> None:
-    """Compute tables that no checkpoint holds in the default dtype, as transformers does once more after it has loaded."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for module in model.modules():
-            if module._non_persistent_buffers_set:
-                model._init_weights(module)  # type: ignore[no-untyped-call]
-
-
-def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a model whose parameters take no memory, ready to be cut.
-
-    Args:
-        config: The checkpoint's config. Remote code is not run.
-        dtype: Dtype of the parameters, save those that transformers keeps in another one.
-
-    Raises:
-        UnsupportedModelError: if the model cannot be built so.
-    """
-    where = f"model type {config.model_type}"
-    with _ParametersOnMeta():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, trust_remote_code=False
-        )
-    model.train(mode=False)
-    _recompute_buffers(model)
-    _keep_dtypes(model, dtype)
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta and name not in model.state_dict():  # else the checkpoint has its values
-            raise UnsupportedModelError(
-                f"{where}: {name}",
-                found="a buffer without values",
-                expected="buffers that follow from the config",
-                remedy="this architecture needs an adapter of its own",
-            )
-    return model

@@ -144,7 +144,8 @@ def generate(
 def _require_common_cache(model: HFBlockModel) -> None:
     """Refuse a model whose forward wants a cache of a kind of its own."""
     try:
-        NextToken(model, DynamicCache(config=model.config)).embed({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
+        with torch.inference_mode():
+            NextToken(model, DynamicCache(config=model.config)).embed({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
     except Exception as error:  # any: what a forward makes of a cache that it does not expect is its own
         raise UnsupportedModelError(
             f"model type {model.config.model_type}",

@@ -1,0 +1,100 @@
+"""A model built from its config alone: parameters without memory, buffers with the values that transformers gives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
+
+from zo2core import UnsupportedModelError
+
+
+class _ParametersOnMeta(TorchFunctionMode):
+    """Uninitialised tensors go to the meta device, computed ones (rotary tables and other buffers) stay real."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty:
+            kwargs = {**(kwargs or {}), "device": "meta"}
+        return func(*args, **(kwargs or {}))
+
+
+def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give the parameters that transformers keeps in another dtype as it loads a model, float32 norms say, that dtype."""
+    plan = model._get_dtype_plan(dtype)
+    if plan:
+        pattern, by_group, _ = build_glob_alternation(list(plan))
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            match = pattern.search(name)
+            if match is not None and match.lastgroup is not None and name in model.state_dict():
+                tensor.data = tensor.data.to(plan[by_group[match.lastgroup]])
+
+
+class _Written(TorchFunctionMode):
+    """Notes what is written in place to a model's parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.memory = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self.functions: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, first = getattr(func, "__name__", ""), args[0] if args else None
+        is_in_place = name.endswith("_") and not name.endswith("__")
+        # A part of a parameter has its memory, too.
+        if is_in_place and isinstance(first, torch.Tensor) and first.untyped_storage()._cdata in self.memory:
+            self.functions.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _initialize_again(model: PreTrainedModel, where: str) -> None:
+    """Do what transformers does once more after it has loaded a model: compute tables that no checkpoint holds.
+
+    What it loaded it leaves alone there, but for models that do not heed the mark.
+    """
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    written = _Written(model)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for path, module in model.named_modules():
+            with written:
+                model._init_weights(module)  # type: ignore[no-untyped-call]
+            if written.functions:
+                raise UnsupportedModelError(
+                    f"{where}: {path}",
+                    found=f"weights that transformers writes over after it has loaded them ({written.functions[0]})",
+                    expected="the checkpoint's own",
+                    remedy="report it to transformers: its model is not that of the checkpoint",
+                )
+
+
+def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Build a model whose parameters take no memory, ready to be cut.
+
+    Args:
+        config: The checkpoint's config. Remote code is not run.
+        dtype: Dtype of the parameters, save those that transformers keeps in another one.
+
+    Raises:
+        UnsupportedModelError: if the model cannot be built so.
+    """
+    where = f"model type {config.model_type}"
+    with _ParametersOnMeta():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, trust_remote_code=False
+        )
+    model.train(mode=False)
+    _initialize_again(model, where)
+    _keep_dtypes(model, dtype)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and name not in model.state_dict():  # else the checkpoint has its values
+            raise UnsupportedModelError(
+                f"{where}: {name}",
+                found="a buffer without values",
+                expected="buffers that follow from the config",
+                remedy="this architecture needs an adapter of its own",
+            )
+    return model
