@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from zo2adapters.models.precision import Precision as Precision
     from zo2adapters.tasks.generation import Sampling as Sampling
     from zo2adapters.tasks.generation import generate as generate
+    from zo2adapters.tasks.objectives import ChoiceError as ChoiceError
+    from zo2adapters.tasks.objectives import ChoiceF1Error as ChoiceF1Error
+    from zo2adapters.tasks.objectives import ChoiceLoss as ChoiceLoss
+    from zo2adapters.tasks.objectives import choice_batch as choice_batch
     from zo2adapters.tasks.scoring import Scored as Scored
     from zo2adapters.tasks.scoring import score as score
 
@@ -28,6 +32,10 @@ _MODULES = {
     "Precision": "zo2adapters.models.precision",
     "Sampling": "zo2adapters.tasks.generation",
     "generate": "zo2adapters.tasks.generation",
+    "ChoiceError": "zo2adapters.tasks.objectives",
+    "ChoiceF1Error": "zo2adapters.tasks.objectives",
+    "ChoiceLoss": "zo2adapters.tasks.objectives",
+    "choice_batch": "zo2adapters.tasks.objectives",
     "Scored": "zo2adapters.tasks.scoring",
     "score": "zo2adapters.tasks.scoring",
 }

@@ -91,6 +91,7 @@ from zo2core.protocols import CounterNoise as CounterNoise
 from zo2core.protocols import Device as Device
 from zo2core.protocols import Forward as Forward
 from zo2core.protocols import NoiseGenerator as NoiseGenerator
+from zo2core.protocols import Objective as Objective
 from zo2core.protocols import Scheduler as Scheduler
 from zo2core.protocols import TensorReader as TensorReader
 from zo2core.protocols import ZOEstimator as ZOEstimator

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from zo2core.types import Batch, BlockLayout, Bucket, Distribution, Evaluation, Event, Lane, ParameterSpec, SavedForm, Update
+from zo2core.types import Batch, BlockLayout, Bucket, Distribution, Evaluation, Event, Lane, ParameterSpec, Update
 
 Activations: TypeAlias = Any  # what a model hands from segment to segment; opaque to the core
 SEEDS_IN_TURN = 256  # of a noise generator, at most, that a thread draws from in turn, one chunk after the other
@@ -349,6 +349,17 @@ class Forward(Protocol):
         """Expected bytes that the batch holds between segments; nothing is run to learn it."""
 
 
+@runtime_checkable
+class Objective(Forward, Protocol):
+    """A forward whose outputs become one number, which steps make smaller. It need not have a gradient."""
+
+    def split(self, batch: Batch, rows: int | None) -> Sequence[Batch]:
+        """Cut a batch into pieces of at most so many rows, which run one after the other; None leaves it whole."""
+
+    def loss(self, outputs: Sequence[torch.Tensor], pieces: Sequence[Batch]) -> torch.Tensor:
+        """Make one number, 0-d, of what the head gave for each piece: of a batch, or of all batches of an evaluation."""
+
+
 class BlockModel(Forward, Protocol):
     """A model cut into embedding, blocks and head: what an adapter gives."""
 
@@ -380,17 +391,3 @@ class BlockModel(Forward, Protocol):
             parameters: The name of each parameter that the segment owns or borrows, to a shaped view of the work buffer, in
                 the dtype of the forward. Different segments' share memory.
         """
-
-
-@runtime_checkable
-class KeptOtherwise(Protocol):
-    """A model whose checkpoint keeps its tensors in another form than one a parameter."""
-
-    @property
-    def saved_form(self) -> SavedForm:
-        """In which tensors the checkpoint has the parameters, and what else it has: exported models are kept so, too."""
-
-
-def saved_form(model: BlockModel) -> SavedForm:
-    """In which tensors a model's checkpoint is kept."""
-    return model.saved_form if isinstance(model, KeptOtherwise) else SavedForm()

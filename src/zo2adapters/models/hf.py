@@ -27,7 +27,7 @@ from zo2adapters.models.architecture import Architecture, segment_aliases, segme
 from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.chunked_loss import chunked_loss
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
-from zo2adapters.models.prepared_batch import PreparedBatch, check_batch, is_padded, predictions
+from zo2adapters.models.prepared_batch import PreparedBatch, check_batch, check_inputs, is_padded, predictions
 from zo2adapters.models.stubs import CallRecorder, CutError, Stub
 from zo2core import Batch, SavedForm, TensorReader
 
@@ -138,6 +138,15 @@ class HFBlockModel:
     def prepared(self, batch: Batch) -> Batch:
         """Check a batch, and learn what HF's forward asks about it. See the contract."""
         check_batch(batch, self.config)
+        return self.prepared_inputs(batch)
+
+    def prepared_inputs(self, batch: Batch) -> Batch:
+        """As ``prepared``, for forwards that end in something that needs no labels.
+
+        Raises:
+            BatchError: if the model cannot take the batch.
+        """
+        check_inputs(batch, self.config)
         prepared = PreparedBatch(batch)
         if batch["input_ids"].device.type != "cpu":  # on the CPU it costs nothing to ask, the first time
             self.learn(prepared)

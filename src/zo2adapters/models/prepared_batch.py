@@ -13,13 +13,13 @@ class PreparedBatch(dict[str, torch.Tensor]):
     """A batch that was checked, with what is known about it, so that no sweep has to ask the device.
 
     Args:
-        batch: With labels.
+        batch: With labels, or without for a forward that needs none.
     """
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
         self.branches = BranchCache()
-        self.predictions = predictions(batch)
+        self.predictions = predictions(batch) if "labels" in batch else None
         self.is_padded = is_padded(batch)
 
 
@@ -32,7 +32,21 @@ def check_batch(batch: Batch, config: PretrainedConfig) -> None:
     for key in ("input_ids", "labels"):
         if key not in batch:
             raise _refusal(key, f"no {key}", "a (batch, tokens) tensor", "pass input_ids and labels")
-    ids, labels = batch["input_ids"], batch["labels"]
+    check_inputs(batch, config)
+    if not bool(predicted(batch["labels"]).any()):
+        raise _refusal("labels", "no token to predict", "a label beyond the first token", "leave this batch out")
+
+
+def check_inputs(batch: Batch, config: PretrainedConfig) -> None:
+    """Refuse a batch that the model cannot take; labels need not be there.
+
+    Raises:
+        BatchError: naming the entry.
+    """
+    if "input_ids" not in batch:
+        raise _refusal("input_ids", "no input_ids", "a (batch, tokens) tensor", "pass input_ids")
+    ids = batch["input_ids"]
+    labels = batch.get("labels", ids[:0])
     if ids.dim() != 2 or ids.is_floating_point() or ids.numel() == 0:
         raise _refusal(
             "input_ids", f"{ids.dtype} of shape {tuple(ids.shape)}", "integers (batch, tokens)", "pad to one length"
@@ -47,13 +61,11 @@ def check_batch(batch: Batch, config: PretrainedConfig) -> None:
         if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < config.vocab_size:
             found = f"token {int(values.min())} to {int(values.max())}"
             raise _refusal(key, found, f"0 to {config.vocab_size - 1}", "use this model's own tokenizer")
-    if not bool(predicted(labels).any()):
-        raise _refusal("labels", "no token to predict", "a label beyond the first token", "leave this batch out")
 
 
 def predictions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows and columns of the tokens from which a labelled one is predicted: int64, (labelled tokens,) each."""
-    if isinstance(batch, PreparedBatch):
+    if isinstance(batch, PreparedBatch) and batch.predictions is not None:
         return batch.predictions
     rows, columns = predicted(batch["labels"]).nonzero(as_tuple=True)
     return rows, columns

@@ -43,7 +43,7 @@ class _Written(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, first = getattr(func, "__name__", ""), args[0] if args else None
-        is_in_place = name.endswith("_") and not name.endswith("__")
+        is_in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
         # A part of a parameter has its memory, too.
         if is_in_place and isinstance(first, torch.Tensor) and first.untyped_storage()._cdata in self.memory:
             self.functions.append(name)

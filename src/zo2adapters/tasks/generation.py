@@ -9,13 +9,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from zo2adapters.models.hf import Activations, HFBlockModel
-from zo2core import Batch, BatchError, NonFiniteLossError, OptionError, Replayer, UnsupportedModelError
+from zo2core import (
+    Batch,
+    BatchError,
+    Evaluation,
+    NonFiniteLossError,
+    OptionError,
+    Replayer,
+    UnsupportedModelError,
+    ZOEngine,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +96,7 @@ def generate(
     sampling: Sampling | None = None,
     eos_token_ids: Collection[int] = (),
     pad_token_id: int = 0,
+    at: Evaluation | None = None,
 ) -> Iterator[tuple[int | None, ...]]:
     """Continue prompts, all of them at once, token by token, as Hugging Face's ``generate`` does.
 
@@ -97,6 +108,7 @@ def generate(
         sampling: How to draw; None takes the likeliest token.
         eos_token_ids: A continuation ends with one of these.
         pad_token_id: Token id at padded positions.
+        at: Generate at the weights of an evaluation that the engine's ``ask`` returned, for an objective of the text.
 
     Yields:
         The next token of each prompt, None for those that have ended; stops when all have.
@@ -123,9 +135,10 @@ def generate(
     ended = torch.zeros(len(ids), dtype=torch.bool)
     ends = torch.tensor(sorted(eos_token_ids), dtype=torch.int64)
     context, draw = ids, _drawing(sampling)
+    run = engine.forwards if at is None else partial(_trained(engine).forwards, at=at)
     for _ in range(max_new_tokens):
         batch = {"input_ids": ids, "attention_mask": mask, **({"position_ids": positions} if takes_positions else {})}
-        [[logits]] = engine.forwards([batch], forward)
+        [[logits]] = run([batch], forward)
         if not bool(logits.isfinite().all()):
             raise NonFiniteLossError(
                 "generation", found="logits that are no numbers", expected="finite logits", remedy="check the weights"
@@ -139,6 +152,12 @@ def generate(
         ids, context = tokens[:, None], torch.cat([context, tokens[:, None]], dim=1)
         mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
         positions = positions[:, -1:] + 1
+
+
+def _trained(engine: Replayer) -> ZOEngine:
+    if isinstance(engine, ZOEngine):
+        return engine
+    raise OptionError("at", found="a replayer, which has no evaluations", expected="a ZOEngine", remedy="leave it out")
 
 
 def _require_common_cache(model: HFBlockModel) -> None:

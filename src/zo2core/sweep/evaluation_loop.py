@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from zo2core.errors import BatchError
-from zo2core.protocols import Forward
+from zo2core.protocols import Forward, Objective
 from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
 from zo2core.types import Batch, EvaluationResult
 
@@ -80,3 +80,41 @@ def evaluate(
     of_batches = [combined_loss([next(in_order) for _ in batch], batch).item() for batch in tokens]
     mean = math.fsum(loss * count for loss, count in zip(of_batches, counts, strict=True) if count) / sum(counts)
     return EvaluationResult(mean, tuple(of_batches), sum(counts), sweeps, time.perf_counter() - began)
+
+
+def evaluate_objective(
+    forwards: Callable[[Iterable[Batch]], Iterator[list[torch.Tensor]]],
+    batches: Iterable[Batch],
+    rows: int | None,
+    objective: Objective,
+) -> EvaluationResult:
+    """What an objective makes of all batches together, and of each.
+
+    Args:
+        forwards: Runs batches and yields what the head gives, a list a sweep.
+        batches: What the objective takes.
+        rows: Of a micro-batch; None runs each batch whole.
+        objective: Says how batches are cut, and how outputs join.
+
+    Raises:
+        BatchError: if the objective cannot take a batch, or there is none.
+    """
+    began = time.perf_counter()
+    cut: list[Sequence[Batch]] = []
+
+    def pieces() -> Iterator[Batch]:
+        for batch in batches:
+            cut.append(objective.split(batch, rows))
+            yield from cut[-1]
+
+    outputs: list[torch.Tensor] = []
+    sweeps = 0
+    for outputs_of_sweep in forwards(pieces()):
+        outputs += outputs_of_sweep
+        sweeps += 1
+    if not outputs:
+        raise BatchError("batches", found="none", expected="at least one", remedy="pass batches to evaluate")
+    in_order = iter(outputs)
+    of_batches = tuple(objective.loss([next(in_order) for _ in batch], batch).item() for batch in cut)
+    whole = objective.loss(outputs, [piece for batch in cut for piece in batch]).item()
+    return EvaluationResult(whole, of_batches, 0, sweeps, time.perf_counter() - began)

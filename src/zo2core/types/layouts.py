@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -77,6 +77,20 @@ class SavedForm:
     def parts_of(self, spec: ParameterSpec) -> Sequence[SavedPart]:
         """The tensors that hold a parameter; one of its own where nothing else is said."""
         return self.parts.get(spec.name) or (SavedPart(spec.name, spec.shape, 0, spec.numel),)
+
+
+@runtime_checkable
+class KeptOtherwise(Protocol):
+    """A model whose checkpoint keeps its tensors in another form than one a parameter."""
+
+    @property
+    def saved_form(self) -> SavedForm:
+        """In which tensors the checkpoint has the parameters, and what else it has: exported models are kept so, too."""
+
+
+def saved_form(model: object) -> SavedForm:
+    """In which tensors a model's checkpoint is kept."""
+    return model.saved_form if isinstance(model, KeptOtherwise) else SavedForm()
 
 
 class SegmentKind(Enum):

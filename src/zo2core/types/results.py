@@ -46,6 +46,6 @@ class EvaluationResult(NamedTuple):
 
     loss: float  # mean over labelled tokens
     losses: tuple[float, ...]  # one a batch
-    tokens: int  # labelled tokens
+    tokens: int  # labelled tokens; 0 for an objective, which counts in its own way
     sweeps: int
     seconds: float  # wall time

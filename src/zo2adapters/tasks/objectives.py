@@ -1,0 +1,175 @@
+"""What prompts with candidate answers can be trained on and evaluated by: a loss over the candidates, accuracy, F1.
+
+Every pair of prompt and candidate is a row, as in ``score``. A candidate's score is the mean log-probability of its tokens,
+as in MeZO's program (arXiv 2305.17333) where it trains on classification.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from zo2adapters.models.hf import Activations, HFBlockModel
+from zo2adapters.tasks.batches import collate
+from zo2adapters.tasks.rows import TokenizedRow
+from zo2adapters.tasks.scoring import LogLikelihood
+from zo2core import Batch, BatchError
+
+PROMPT, ANSWER = "prompt", "is_answer"  # keys of a batch that the model's forward does not take
+
+
+class Rated(NamedTuple):
+    """A prompt's candidates with their scores."""
+
+    scores: torch.Tensor  # (candidates,), float64
+    answer: int  # the right one
+
+
+def choice_batch(
+    prompts: Sequence[Sequence[int]],
+    candidates: Sequence[Sequence[Sequence[int]]],
+    answers: Sequence[int],
+    *,
+    pad_token_id: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Make a batch for the objectives of candidates.
+
+    Args:
+        prompts: Token ids, at least one each.
+        candidates: For each prompt two or more lists of token ids that may follow it, at least one each.
+        answers: For each prompt the place of the right one among its candidates.
+        pad_token_id: Token id at padded positions.
+
+    Returns:
+        ``input_ids``, ``attention_mask`` and ``labels`` (rows, tokens), with labels for the candidates' tokens alone;
+        ``prompt`` and ``is_answer`` (rows,): which prompt a row belongs to, and whether its candidate is the right one.
+
+    Raises:
+        BatchError: if there is no prompt, or one is empty, has fewer than two candidates, an empty one, or no right one.
+    """
+    rows: list[TokenizedRow] = []
+    prompt_of: list[int] = []
+    is_answer: list[int] = []
+    if not prompts:
+        raise BatchError("prompts", found="none", expected="at least one", remedy="pass prompts")
+    for number, (prompt, given, answer) in enumerate(zip(prompts, candidates, answers, strict=True)):
+        if not prompt or len(given) < 2 or not all(given) or not 0 <= answer < len(given):
+            sizes = [len(candidate) for candidate in given]
+            raise BatchError(
+                f"prompts[{number}]",
+                found=f"{len(prompt)} tokens, candidates of {sizes} tokens, answer {answer}",
+                expected="tokens, two candidates or more that have tokens, and the place of the right one",
+                remedy="fill them in",
+            )
+        rows += [TokenizedRow(array("i", [*prompt, *candidate]), len(prompt), 0) for candidate in given]
+        prompt_of += [number] * len(given)
+        is_answer += [int(place == answer) for place in range(len(given))]
+    batch = collate(rows, pad_token_id=pad_token_id)
+    return {**batch, PROMPT: torch.tensor(prompt_of), ANSWER: torch.tensor(is_answer)}
+
+
+class ChoiceObjective(ABC):
+    """An objective of prompts with candidates, for batches of ``choice_batch``. See ``Objective``.
+
+    Args:
+        model: The model whose forward it is.
+    """
+
+    def __init__(self, model: HFBlockModel) -> None:
+        self._rows = LogLikelihood(model)
+        self.embed = self._rows.embed
+        self.block = self._rows.block
+        self.forward_bytes = self._rows.forward_bytes
+        self.held_bytes = self._rows.held_bytes
+
+    @abstractmethod
+    def number(self, rated: Sequence[Rated]) -> torch.Tensor:
+        """What is to become smaller, 0-d, float64, of all prompts."""
+
+    def prepared(self, batch: Batch) -> Batch:
+        """Check what the model's forward takes of a batch. See the contract."""
+        return self._rows.prepared({key: value for key, value in batch.items() if key not in (PROMPT, ANSWER)})
+
+    def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
+        """Mean log-probability of each row's candidate: (rows,), float64."""
+        return self._rows.head(batch, activations) / (batch["labels"][:, 1:] != -100).sum(dim=1)
+
+    def split(self, batch: Batch, rows: int | None) -> list[Batch]:
+        """Cut a batch between prompts: pieces of at most so many rows, or of one prompt that has more. See the contract.
+
+        Raises:
+            BatchError: if the batch is not one of ``choice_batch``.
+        """
+        if not {PROMPT, ANSWER, "labels"} <= batch.keys():
+            raise BatchError(
+                "batch",
+                found=", ".join(batch),
+                expected=f"{PROMPT} and {ANSWER} among it",
+                remedy="make it with choice_batch",
+            )
+        if rows is None:
+            return [batch]
+        sizes: list[int] = []  # rows of each piece
+        for size in _sizes(batch):
+            if sizes and sizes[-1] + size <= rows:
+                sizes[-1] += size
+            else:
+                sizes.append(size)
+        cut = {key: torch.split(value, sizes) for key, value in batch.items()}
+        return [{key: parts[place] for key, parts in cut.items()} for place in range(len(sizes))]
+
+    def loss(self, outputs: Sequence[torch.Tensor], pieces: Sequence[Batch]) -> torch.Tensor:
+        """Join what the head gave for pieces. See the contract."""
+        rated: list[Rated] = []
+        for scores, piece in zip(outputs, pieces, strict=True):
+            sizes = _sizes(piece)
+            answers = [int(part.argmax()) for part in torch.split(piece[ANSWER], sizes)]
+            rated += [Rated(part, answer) for part, answer in zip(torch.split(scores.cpu(), sizes), answers, strict=True)]
+        return self.number(rated)
+
+
+class ChoiceLoss(ChoiceObjective):
+    """Cross entropy of the right candidate among the scores of a prompt's candidates: MeZO's loss over label words."""
+
+    def number(self, rated: Sequence[Rated]) -> torch.Tensor:
+        """The mean over prompts."""
+        return torch.stack([scores.logsumexp(0) - scores[answer] for scores, answer in rated]).mean()
+
+
+class ChoiceError(ChoiceObjective):
+    """The share of prompts whose likeliest candidate is not the right one: one less accuracy. It has no gradient."""
+
+    def number(self, rated: Sequence[Rated]) -> torch.Tensor:
+        """Wrong prompts by all prompts."""
+        wrong = sum(int(scores.argmax()) != answer for scores, answer in rated)
+        return torch.tensor(wrong / len(rated), dtype=torch.float64)
+
+
+class ChoiceF1Error(ChoiceObjective):
+    """One less the F1 of one place among the candidates, where all prompts have the same ones. It has no gradient.
+
+    Args:
+        model: The model whose forward it is.
+        positive: The place of the candidate that counts as found.
+    """
+
+    def __init__(self, model: HFBlockModel, *, positive: int = 1) -> None:
+        super().__init__(model)
+        self.positive = positive
+
+    def number(self, rated: Sequence[Rated]) -> torch.Tensor:
+        """1 - 2 TP / (2 TP + FP + FN); 0 where nothing is positive and nothing was taken for it."""
+        pairs = [(int(scores.argmax()) == self.positive, answer == self.positive) for scores, answer in rated]
+        hits = sum(chosen and right for chosen, right in pairs)
+        missed = sum(chosen != right for chosen, right in pairs)
+        return torch.tensor(missed / (2 * hits + missed) if hits + missed else 0.0, dtype=torch.float64)
+
+
+def _sizes(batch: Batch) -> list[int]:
+    """Rows of each prompt of a batch, in order."""
+    _, sizes = torch.unique_consecutive(batch[PROMPT], return_counts=True)
+    return [int(size) for size in sizes]
