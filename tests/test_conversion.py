@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
-from zo2adapters import open_checkpoint
+from zo2adapters import generate, open_checkpoint
 from zo2adapters.models import conversion
 from zo2adapters.trainers.verification import random_batch
 from zo2core import (
@@ -202,6 +202,24 @@ def test_any_range_of_a_parameter_of_pieces_is_read(data: st.DataObject, tmp_pat
     reader.read_into("p", out, first)
     reader.close()
     assert torch.equal(out, whole[first : first + out.numel()])
+
+
+def test_a_fingerprint_tells_which_rows_make_up_a_parameter(tmp_path: Path) -> None:
+    save_file({"t": torch.arange(8.0)}, tmp_path / "model.safetensors")
+    entry = parse_header(tmp_path / "model.safetensors")["t"]
+    places = [
+        entry,
+        [Piece(entry, 0, 4), Piece(entry, 4, 4)],
+        [Piece(entry, 4, 4), Piece(entry, 0, 4)],
+        [Piece(entry, 0, 4)],
+    ]
+    assert len({SafetensorsReader({"p": place}).fingerprint for place in places}) == len(places)
+
+
+def test_generation_with_a_cache_of_the_models_own_is_refused_by_name(tmp_path: Path) -> None:
+    model = open_checkpoint(saved("minimax", tmp_path / "base"))
+    with Replayer(model) as replayer, pytest.raises(UnsupportedModelError, match=r"minimax.*DynamicCache"):
+        next(generate(replayer, model, [[3, 5]], max_new_tokens=1))
 
 
 def test_parameters_fill_the_tensors_of_a_saved_form_together(tmp_path: Path) -> None:

@@ -211,6 +211,14 @@ def test_exact_match_of_generated_text_trains_as_over_transformers_generate(base
     assert moved, "some step has to move something"
 
 
+@pytest.mark.parametrize(("rows", "sizes"), [(None, [12]), (1, [2] * 6), (4, [4, 4, 4]), (5, [4, 4, 4]), (8, [8, 4])])
+def test_batches_are_cut_between_prompts(rows: int | None, sizes: list[int], base: Path) -> None:
+    pieces = ChoiceLoss(open_checkpoint(base)).split(CHOICES, rows)
+    assert [len(piece["prompt"]) for piece in pieces] == sizes
+    for key, value in CHOICES.items():
+        assert torch.equal(torch.cat([piece[key] for piece in pieces]), value)
+
+
 class FirstLogit:
     """A plain forward that ends in a number: the model's own but for its head."""
 
@@ -260,6 +268,11 @@ def test_what_cannot_be_heeded_is_refused_and_takes_no_step(base: Path) -> None:
             engine.step(batch, ChoiceLoss(model))
         assert engine.version == 0
         with pytest.raises(OptionError, match="call ask"):  # the step above has given up the one that was asked for
+            engine.tell([1.0, 2.0])
+        engine.ask()
+        with pytest.raises(OptionError, match="seed"):
+            engine.ask(seed=-1)
+        with pytest.raises(OptionError, match="call ask"):  # and so has the refused one
             engine.tell([1.0, 2.0])
         engine.ask()
         assert engine.tell([1.0, 2.0]).step == 0
