@@ -29,6 +29,7 @@ from zo2core import (
     Replayer,
     SafetensorsReader,
     SavedForm,
+    TensorEntry,
     UnsupportedModelError,
     WriteBackPolicy,
     ZOEngine,
@@ -207,12 +208,8 @@ def test_any_range_of_a_parameter_of_pieces_is_read(data: st.DataObject, tmp_pat
 def test_a_fingerprint_tells_which_rows_make_up_a_parameter(tmp_path: Path) -> None:
     save_file({"t": torch.arange(8.0)}, tmp_path / "model.safetensors")
     entry = parse_header(tmp_path / "model.safetensors")["t"]
-    places = [
-        entry,
-        [Piece(entry, 0, 4), Piece(entry, 4, 4)],
-        [Piece(entry, 4, 4), Piece(entry, 0, 4)],
-        [Piece(entry, 0, 4)],
-    ]
+    halves = Piece(entry, 0, 4), Piece(entry, 4, 4)
+    places: list[TensorEntry | list[Piece]] = [entry, [*halves], [*reversed(halves)], [halves[0]]]
     assert len({SafetensorsReader({"p": place}).fingerprint for place in places}) == len(places)
 
 
