@@ -18,7 +18,9 @@ import pytest
 from command_lines import Apart, Ended, command, environment, make_place, run_here
 from test_run import outcome
 
-from zo2core import Journal
+from zo2adapters.commands.journal import ShowJournal
+from zo2adapters.commands.signals import Interrupted
+from zo2core import Journal, OutputError
 
 STEPS = 60
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
@@ -139,9 +141,10 @@ import time
 import zo2core.checkpoint.writer as writer
 real = writer._write_header
 def slow(file, parameters):
-    real(file, parameters)
+    written = real(file, parameters)
     file.flush()
     time.sleep(5)
+    return written
 writer._write_header = slow
 """
 
@@ -167,6 +170,28 @@ def test_a_signal_that_was_ignored_stays_ignored(prepared: Path, tmp_path: Path,
     wait_for_steps(run, 3)
     apart.send(signal.SIGINT)
     assert apart.finish().status == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (RuntimeError("trying to pop from empty mode stack"), 143, "zo2: interrupted"),
+        (OutputError("trace.json", found="no space", expected="room", remedy="free some"), 143, "found no space"),
+    ],
+)
+def test_an_error_that_came_of_a_signal_ends_as_the_signal_does(
+    error: Exception, status: int, said: str, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_in_two(journal: object) -> None:
+        try:
+            raise Interrupted(signal.SIGTERM)
+        finally:
+            raise error
+
+    monkeypatch.setattr(ShowJournal, "run", cut_in_two)
+    ended = run_here("journal", prepared / "base")
+    assert (ended.status, ended.line.count(said)) == (status, 1), ended
+    assert "Traceback" not in ended.err
 
 
 def test_signals_at_random_moments_tear_nothing(

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO, runtime_checkable
 
-from zo2adapters.commands.signals import Phase, SignalHandling, status_of
+from zo2adapters.commands.signals import Phase, SignalHandling, interruption_behind, status_of
 
 if TYPE_CHECKING:
     from zo2core import ZO2Error
@@ -162,15 +162,16 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
     except Exception as error:  # any: ``refusal_of`` knows those that are a user's or a machine's, others are raised again
         from zo2adapters.commands.refusals import refusal_of, worded
 
-        refusal = refusal_of(error)
-        if refusal is None:
+        refusal, interruption = refusal_of(error), interruption_behind(error)
+        if refusal is None and interruption is None:
             raise
         if isinstance(error, OSError):
             _drop_output()
-        print(f"zo2: {worded(refusal, command or COMMANDS[name])}", file=sys.stderr)
-        return REFUSED
-    except KeyboardInterrupt as interruption:
-        return status_of(interruption)
+        said = "interrupted" if refusal is None else worded(refusal, command or COMMANDS[name])
+        print(f"zo2: {said}", file=sys.stderr)
+        return REFUSED if interruption is None else status_of(interruption)
+    except KeyboardInterrupt as stopped:
+        return status_of(stopped)
     return 0
 
 

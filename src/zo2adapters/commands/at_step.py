@@ -30,7 +30,7 @@ class AtStep:
     """Directory of a run, which names its base, dtype and journal."""
     at: int | None = None
     """Step of the journal to stop after; by default its last one."""
-    architecture: Path | None = None
+    architecture: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON file that says where the model's parts are; by default they are learned. --run knows its own."""
     dtype: DtypeName = "auto"
     """Dtype of the weights; with a journal, the one that the run was made with, which is also that of --run."""

@@ -72,6 +72,17 @@ class SignalHandling:
         sys.__unraisablehook__(unraisable)
 
 
+def interruption_behind(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The interruption that an error came of: what it cuts in two, a context manager say, may end in an error of its own."""
+    passed: set[int] = set()
+    while error is not None and id(error) not in passed:
+        if isinstance(error, KeyboardInterrupt):
+            return error
+        passed.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def status_of(interruption: KeyboardInterrupt) -> int:
     """The exit status of an interrupted command, as shells count it: 130 or 143."""
     return 128 + (interruption.number if isinstance(interruption, Interrupted) else signal.SIGINT)
