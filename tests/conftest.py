@@ -14,7 +14,7 @@ COMMON: dict[str, Any] = {
     "database": None,
     "suppress_health_check": [HealthCheck.too_slow],
 }
-settings.register_profile("short", max_examples=80, **COMMON)
+settings.register_profile("short", max_examples=50, **COMMON)
 settings.register_profile("long", max_examples=500, **COMMON)  # all of them end within an afternoon on two cores
 
 

@@ -57,7 +57,11 @@ def saved(model_type: str, directory: Path, dtype: torch.dtype = torch.float32) 
 
 @pytest.mark.parametrize("model_type", CONVERTED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_converted_checkpoints_are_monolithic_mezo(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_converted_checkpoints_are_monolithic_mezo(
+    model_type: str, dtype: torch.dtype, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if dtype is torch.float32 and not request.config.getoption("--long"):
+        pytest.skip("in bfloat16 more can differ; float32 is for the long profile")
     model: Any = small_model(small_config(model_type))
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

@@ -37,7 +37,12 @@ def test_what_is_derived_is_what_was_declared(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", UNDECLARED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_families_that_nobody_declared_are_monolithic_mezo(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_families_that_nobody_declared_are_monolithic_mezo(
+    model_type: str, dtype: torch.dtype, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    is_short = not request.config.getoption("--long")
+    if is_short and dtype is torch.float32 and model_type != "recurrent_gemma":  # whose last bit depends on the kernel
+        pytest.skip("in bfloat16 more can differ; float32 is for the long profile")
     config = small_config(model_type)
     compared = compare(small_model(config), dtype, tmp_path / "model")
     assert compared["outcome"] == "equal", compared
