@@ -242,3 +242,17 @@ def test_parameters_fill_the_tensors_of_a_saved_form_together(tmp_path: Path) ->
         assert held.keys() == {"x", "count"}
         assert torch.equal(held["x"], torch.cat([values["b"], values["a"]]).bfloat16())
         assert torch.equal(held["count"], torch.tensor([1, 2, 3]))
+
+
+def test_a_range_beyond_a_parameter_does_not_leave_memory_as_it_was(tmp_path: Path) -> None:
+    save_file({"t": torch.arange(8.0)}, tmp_path / "model.safetensors")
+    reader = SafetensorsReader(parse_header(tmp_path / "model.safetensors"))
+    with pytest.raises(AssertionError, match="ends at element 8"):
+        reader.read_into("t", torch.empty(4), 6)
+
+
+def test_a_tensor_that_does_not_come_leaves_no_hole(tmp_path: Path) -> None:
+    specs = [ParameterSpec(name, (4,), torch.float32, index, decays=True) for index, name in enumerate("ab")]
+    with pytest.raises(AssertionError, match="b"):
+        write_checkpoint(tmp_path / "out", specs, [("a", torch.zeros(4))], {})
+    assert not (tmp_path / "out").exists()

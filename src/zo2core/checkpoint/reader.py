@@ -330,6 +330,7 @@ class SafetensorsReader:
             part = out[done : done + numel - skipped]
             yield entry, begin + skipped, part
             done += part.numel()
+        assert done == out.numel(), f"{parameter} ends at element {start + done}"  # else memory would stay as it was
 
     def _read_run(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
         dtype = check_float(entry)

@@ -81,7 +81,9 @@ def write_checkpoint(
     }
     others = [_saved(name, tensor) for name, tensor in form.constants.items()]
     with _laid_out(directory, [*saved.values(), *others], companions, max_shard) as places:
+        missing = set(written)
         for name, tensor in tensors:
+            missing.remove(name)
             spec, done = written[name], 0
             assert sum(run.numel for run in runs[name]) == tensor.numel() == spec.numel
             for run in runs[name]:
@@ -89,6 +91,7 @@ def write_checkpoint(
                 file.seek(begin + run.start * spec.dtype.itemsize)
                 _write(file, tensor.view(-1)[done : done + run.numel], spec.dtype)
                 done += run.numel
+        assert not missing, missing  # in their place would be holes
         for name, tensor in form.constants.items():
             file, begin = places[name]
             file.seek(begin)
