@@ -23,6 +23,7 @@ from zo2adapters import (
     generate,
     open_checkpoint,
 )
+from zo2adapters.tasks.objectives import Rated
 from zo2core import (
     FZOO,
     BatchError,
@@ -231,6 +232,13 @@ class FirstLogit:
         return self.model.logits(activations.hidden[:1, 0])[0, 0].reshape(self.shape)
 
 
+class Unjoined(ChoiceLoss):
+    """An objective that ends in no number."""
+
+    def number(self, rated: Sequence[Rated]) -> torch.Tensor:
+        return torch.zeros(2)
+
+
 def test_any_forward_that_ends_in_a_number_is_an_objective(base: Path) -> None:
     model = open_checkpoint(base)
     ids = {"input_ids": torch.tensor([[3, 5]])}  # and labels are not compulsory
@@ -253,6 +261,11 @@ def test_what_cannot_be_heeded_is_refused_and_takes_no_step(base: Path) -> None:
     with ZOEngine(model, MeZOSGD(**NUMBERS)) as engine:
         with pytest.raises(OptionError, match=r"shape \[1\] as its loss"):
             engine.step(batch, FirstLogit(model, (1,)))
+        plain: Any = FirstLogit(model)
+        with pytest.raises(OptionError, match="a FirstLogit that does not say how batches join"):
+            engine.evaluate([batch], plain)
+        with pytest.raises(OptionError, match=r"shape \[2\] as its loss"):
+            engine.evaluate([CHOICES], Unjoined(model))
         with pytest.raises(OptionError, match="call ask"):
             engine.tell([1.0, 2.0])
         with pytest.raises(OptionError, match="call ask"):

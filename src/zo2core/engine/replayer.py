@@ -1,4 +1,4 @@
-"""The engine: steps, evaluations and exports of a model that is never whole in its device's memory."""
+"""The replayer: evaluations and exports of a model that is never whole in its device's memory."""
 
 from __future__ import annotations
 
@@ -118,6 +118,7 @@ class Replayer:
 
         Raises:
             BatchError: if the model cannot take a batch, or there is none.
+            OptionError: if the forward is no objective, or ends in no number.
         """
         self._use.require_open()
         if forward is not None:

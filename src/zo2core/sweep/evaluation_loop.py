@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from zo2core.errors import BatchError
+from zo2core.errors import BatchError, OptionError
 from zo2core.protocols import Forward, Objective
 from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
+from zo2core.sweep.objective import require_number
 from zo2core.types import Batch, EvaluationResult
 
 
@@ -64,13 +65,7 @@ def evaluate(
                 tokens[-1].append(labelled_tokens(micro_batch))
                 yield micro_batch
 
-    losses: list[torch.Tensor] = []
-    sweeps = 0
-    for losses_of_sweep in forwards(micro_batches()):
-        losses += losses_of_sweep
-        sweeps += 1
-    if not losses:
-        raise BatchError("batches", found="none", expected="at least one", remedy="pass batches to evaluate")
+    losses, sweeps = _outputs(forwards(micro_batches()))
     counts = [sum(counts_of_batch) for counts_of_batch in tokens]
     if sum(counts) == 0:
         raise BatchError(
@@ -98,7 +93,15 @@ def evaluate_objective(
 
     Raises:
         BatchError: if the objective cannot take a batch, or there is none.
+        OptionError: if it is no objective, or what it makes of outputs is no number.
     """
+    if not isinstance(objective, Objective):
+        raise OptionError(
+            "forward",
+            found=f"a {type(objective).__name__} that does not say how batches join",
+            expected="an Objective, which has split and loss",
+            remedy="add these two, or use forwards()",
+        )
     began = time.perf_counter()
     cut: list[Sequence[Batch]] = []
 
@@ -107,14 +110,18 @@ def evaluate_objective(
             cut.append(objective.split(batch, rows))
             yield from cut[-1]
 
-    outputs: list[torch.Tensor] = []
-    sweeps = 0
-    for outputs_of_sweep in forwards(pieces()):
-        outputs += outputs_of_sweep
-        sweeps += 1
+    outputs, sweeps = _outputs(forwards(pieces()))
+    in_order = iter(outputs)
+    of_batches = [require_number(objective.loss([next(in_order) for _ in batch], batch)) for batch in cut]
+    whole = require_number(objective.loss(outputs, [piece for batch in cut for piece in batch]))
+    losses = tuple(loss.item() for loss in of_batches)
+    return EvaluationResult(whole.item(), losses, 0, sweeps, time.perf_counter() - began)
+
+
+def _outputs(sweeps: Iterator[list[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
+    """What the head gave for all batches in order, and how many sweeps that took."""
+    outputs_of_sweeps = list(sweeps)
+    outputs = [output for outputs_of_sweep in outputs_of_sweeps for output in outputs_of_sweep]
     if not outputs:
         raise BatchError("batches", found="none", expected="at least one", remedy="pass batches to evaluate")
-    in_order = iter(outputs)
-    of_batches = tuple(objective.loss([next(in_order) for _ in batch], batch).item() for batch in cut)
-    whole = objective.loss(outputs, [piece for batch in cut for piece in batch]).item()
-    return EvaluationResult(whole, of_batches, 0, sweeps, time.perf_counter() - began)
+    return outputs, len(outputs_of_sweeps)

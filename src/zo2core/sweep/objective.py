@@ -18,6 +18,7 @@ class Pieces(NamedTuple):
 
     objective: Objective | None  # None: the forward's own loss, a mean over labelled tokens
     batches: Sequence[Batch]
+    tokens: Sequence[int]  # labelled ones of each, where there are several; counted once, before any sweep
 
     def loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """One number, 0-d, of what the head gave for the pieces.
@@ -29,7 +30,7 @@ class Pieces(NamedTuple):
             return require_number(self.objective.loss(outputs, self.batches))
         if len(outputs) == 1:
             return require_number(outputs[0])
-        return combined_loss(outputs, [labelled_tokens(batch) for batch in self.batches])
+        return combined_loss(outputs, self.tokens)
 
 
 def cut(batch: Batch, rows: int | None, forward: Forward | None) -> Pieces:
@@ -44,9 +45,10 @@ def cut(batch: Batch, rows: int | None, forward: Forward | None) -> Pieces:
         OptionError: if rows are given, and the forward does not say how pieces join.
     """
     if forward is None:
-        return Pieces(None, split_rows(batch, rows))
+        batches = split_rows(batch, rows)
+        return Pieces(None, batches, [labelled_tokens(piece) for piece in batches] if len(batches) > 1 else [])
     if isinstance(forward, Objective):
-        return Pieces(forward, forward.split(batch, rows))
+        return Pieces(forward, forward.split(batch, rows), [])
     if rows is not None:
         raise OptionError(
             "micro_batch_size",
@@ -54,7 +56,7 @@ def cut(batch: Batch, rows: int | None, forward: Forward | None) -> Pieces:
             expected="an Objective, which has split and loss",
             remedy="leave it out, or add these two",
         )
-    return Pieces(None, [batch])
+    return Pieces(None, [batch], [])
 
 
 def require_number(loss: torch.Tensor) -> torch.Tensor:
