@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from parity import assert_same_bits
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 
 from zo2adapters import generate, open_checkpoint
@@ -256,3 +257,38 @@ def test_a_tensor_that_does_not_come_leaves_no_hole(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="b"):
         write_checkpoint(tmp_path / "out", specs, [("a", torch.zeros(4))], {})
     assert not (tmp_path / "out").exists()
+
+
+def test_experts_beside_what_they_are_joined_to_are_refused(tmp_path: Path) -> None:
+    base = saved("mixtral", tmp_path / "base")
+    changed(base, {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 64, 16)})
+    with pytest.raises(CheckpointError, match=r"a second tensor for model\.layers\.0\.mlp\.experts\.gate_up_proj"):
+        open_checkpoint(base)
+
+
+def test_buffers_of_a_checkpoint_without_the_models_prefix_are_read_and_exported(tmp_path: Path) -> None:
+    base = saved("deepseek_v3", tmp_path / "base")
+    whole = load_file(base / "model.safetensors")
+    save_file(
+        {name.removeprefix("model."): tensor for name, tensor in whole.items()},
+        base / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with Replayer(open_checkpoint(base)) as replayer:
+        replayer.export(tmp_path / "out")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, tensor in AutoModelForCausalLM.from_pretrained(base).state_dict().items():
+        assert_same_bits(name, stock[name], tensor)
+    assert any(bool(tensor.any()) for name, tensor in stock.items() if name.endswith("e_score_correction_bias"))
+
+
+def test_a_buffer_that_is_made_of_several_tensors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = saved("deepseek_v3", tmp_path / "base")
+    rules = get_model_conversion_mapping(small_model(small_config("deepseek_v3")))
+    joined = WeightConverter(["half_a", "half_b"], "e_score_correction_bias", [Concatenate(dim=0)])
+    name = next(name for name in load_file(base / "model.safetensors") if name.endswith("e_score_correction_bias"))
+    halves = {name.replace("e_score_correction_bias", half): torch.zeros(2) for half in ("half_a", "half_b")}
+    changed(base, {name: None, **halves})
+    monkeypatch.setattr(conversion, "get_model_conversion_mapping", lambda model: [*rules, joined])
+    with pytest.raises(UnsupportedModelError, match=r"a part of .*e_score_correction_bias, which is no parameter"):
+        open_checkpoint(base)

@@ -121,7 +121,7 @@ def open_checkpoint(
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None:
         require_dtype(matched.parameters, skeleton, chosen.stored)
     weights = SafetensorsReader(matched.parameters)
-    parts = {name: weights.parts(name) for name in matched.parameters}
+    parts = {name: weights.parts(name) for name in matched.kept_otherwise(skeleton.base_model_prefix)}
     exported = own if chosen.autocast is not None else chosen.stored
     rounds = chosen.autocast is not None or export_dtype != "auto"  # else some may be kept in another dtype
     if export_dtype != "auto":

@@ -37,8 +37,7 @@ def parameter_pieces(entries: Mapping[str, TensorEntry], model: PreTrainedModel)
 
     Returns:
         Name in the model's ``state_dict`` to the pieces that make up the tensor, in its order. Names that the model does not
-        have come along with the whole tensor. A tensor whose name lacks the base model's prefix, or has one too many, has
-        the model's name.
+        have come along with the whole tensor.
 
     Raises:
         CheckpointError: if two tensors are for one name, do not fit together, or have another shape than the model's.
@@ -67,22 +66,22 @@ def parameter_pieces(entries: Mapping[str, TensorEntry], model: PreTrainedModel)
                 remedy="use the config.json that belongs to these shards",
             )
         if target in pieces:
-            raise CheckpointError(
-                f"{entry.path}: {name}",
-                found=f"a second tensor for {target}, beside {pieces[target][0].entry.name}",
-                expected="one tensor for each parameter",
-                remedy="remove one of them",
-            )
-        if name in (target.removeprefix(f"{prefix}."), f"{prefix}.{target}"):
-            entry = entry._replace(name=target)
+            raise _second(entry, target, pieces[target][0].entry)
         pieces[target] = (Piece.whole(entry),)
     for target, sources in joined.items():
-        pieces |= _converted(model, target, sources, deepcopy(by_pattern[sources[0][0]]))
+        for name, made in _converted(model, own, target, sources, deepcopy(by_pattern[sources[0][0]])).items():
+            if name in pieces:
+                raise _second(made[0].entry, name, pieces[name][0].entry)
+            pieces[name] = made
     return pieces
 
 
 def _converted(
-    model: PreTrainedModel, target: str, sources: Sequence[tuple[str, TensorEntry]], rule: WeightConverter
+    model: PreTrainedModel,
+    own: Mapping[str, torch.Tensor],
+    target: str,
+    sources: Sequence[tuple[str, TensorEntry]],
+    rule: WeightConverter,
 ) -> dict[str, tuple[Piece, ...]]:
     """Run one rule on row numbers; the pieces of every tensor of the model that comes out."""
     entries = [entry for _, entry in sources]
@@ -117,7 +116,6 @@ def _converted(
     numbers = torch.cat([value.reshape(-1) for value in tensors.values()])
     if not torch.equal(numbers.sort().values, torch.arange(firsts[-1])):
         raise _misfit(where, target, "rows of which some are left over")
-    own = model.state_dict()
     result = {}
     for name, value in tensors.items():
         shape = tuple(own[name].shape) if name in own else ()
@@ -141,6 +139,15 @@ def _pieces(numbers: torch.Tensor, entries: Sequence[TensorEntry], firsts: Seque
         index = bisect_right(firsts, row) - 1
         pieces.append(Piece(entries[index], (row - firsts[index]) * size, (stop - start) * size))
     return pieces
+
+
+def _second(entry: TensorEntry, target: str, first: TensorEntry) -> CheckpointError:
+    return CheckpointError(
+        f"{entry.path}: {entry.name}",
+        found=f"a second tensor for {target}, beside {first.name}",
+        expected="one tensor for each parameter",
+        remedy="remove one of them",
+    )
 
 
 def _misfit(where: str, name: str, found: str) -> CheckpointError:

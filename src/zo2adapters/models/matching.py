@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from zo2adapters.models.architecture import Architecture, parameter_names
 from zo2adapters.models.conversion import parameter_pieces
-from zo2core import CheckpointError, Piece, TensorEntry, check_float, same_samples
+from zo2core import CheckpointError, Piece, TensorEntry, UnsupportedModelError, check_float, same_samples
 
 
 class Matched(NamedTuple):
@@ -21,6 +22,16 @@ class Matched(NamedTuple):
 
     parameters: dict[str, tuple[Piece, ...]]  # by the names of named_parameters()
     buffers: dict[str, TensorEntry]  # persistent ones
+
+    def kept_otherwise(self, prefix: str) -> dict[str, tuple[Piece, ...]]:
+        """The parameters that are not each a tensor of their own name, with or without the base model's prefix."""
+        return {
+            name: pieces
+            for name, pieces in self.parameters.items()
+            if len(pieces) > 1
+            or pieces[0] != Piece.whole(pieces[0].entry)
+            or pieces[0].entry.name not in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+        }
 
 
 def match_tensors(
@@ -56,7 +67,7 @@ def match_tensors(
     for name in own.keys() - known:
         if name not in pieces:
             raise _missing(directory, name, "every buffer that the model's checkpoints keep")
-        buffers[name] = pieces[name][0].entry
+        buffers[name] = _whole(pieces[name], name)
     return Matched(parameters, dict(sorted(buffers.items())))
 
 
@@ -108,6 +119,23 @@ def _missing(directory: Path, name: str, expected: str) -> CheckpointError:
     return CheckpointError(directory, found=f"no tensor {name}", expected=expected, remedy="get all shards")
 
 
+def _whole(pieces: Sequence[Piece], name: str) -> TensorEntry:
+    """The tensor of a buffer.
+
+    Raises:
+        UnsupportedModelError: if it is made of several, or of a part of one.
+    """
+    entry = pieces[0].entry
+    if tuple(pieces) == (Piece.whole(entry),):
+        return entry
+    raise UnsupportedModelError(
+        f"{entry.path}: {entry.name}",
+        found=f"a part of {name}, which is no parameter",
+        expected="buffers that are each a tensor of their own",
+        remedy="this architecture needs an adapter of its own",
+    )
+
+
 def _require_one_float(pieces: Sequence[Piece], name: str) -> None:
     """Refuse what is not made of floating-point numbers of one dtype."""
     first = pieces[0].entry
@@ -129,12 +157,12 @@ def _is_ignored(name: str, skeleton: PreTrainedModel, architecture: Architecture
 
 def _require_equal_ties(copies: Sequence[Sequence[Piece]], name: str) -> None:
     """Refuse a checkpoint whose copies of a tied weight differ: it was trained untied."""
-    first = copies[0][0].entry
-    for other, *_ in copies[1:]:
-        if not same_samples(first, other.entry):
-            raise CheckpointError(
-                f"{other.entry.path}: {other.entry.name}",
-                found=f"other values than in {first.name}",
-                expected=f"equal ones: config.json ties both to {name}",
-                remedy="set tie_word_embeddings to false in config.json",
-            )
+    for copy in copies[1:]:
+        for (first, *place), (other, *other_place) in zip_longest(copies[0], copy, fillvalue=(None, 0, 0)):
+            if first is None or other is None or place != other_place or not same_samples(first, other):
+                raise CheckpointError(
+                    f"{copy[0].entry.path}: {copy[0].entry.name}",
+                    found=f"other values than in {copies[0][0].entry.name}",
+                    expected=f"equal ones: config.json ties both to {name}",
+                    remedy="set tie_word_embeddings to false in config.json",
+                )
