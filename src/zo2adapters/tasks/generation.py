@@ -70,13 +70,34 @@ class NextToken:
     def __init__(self, model: HFBlockModel, cache: Cache) -> None:
         self._model = model
         self._cache = cache
+        self._is_known = False  # that the forward takes such a cache
         self.block = model.block
         self.forward_bytes = model.forward_bytes
         self.held_bytes = model.held_bytes  # the cache is not held by a batch: it stays from sweep to sweep
 
     def prepared(self, batch: Batch) -> Batch:
-        """Take a batch as it is: ``generate`` made it."""
+        """Take a batch as it is, ``generate`` made it; refuse a model whose forward wants a cache of a kind of its own.
+
+        Raises:
+            UnsupportedModelError: naming the model.
+        """
+        if not self._is_known:
+            self._require_common_cache(batch["input_ids"][:1, :1])
+            self._is_known = True
         return batch
+
+    @torch.inference_mode()
+    def _require_common_cache(self, ids: torch.Tensor) -> None:
+        config = self._model.config
+        try:
+            self._model.prologue(input_ids=ids, past_key_values=DynamicCache(config=config), use_cache=True)
+        except Exception as error:  # any: what a forward makes of a cache that it does not expect is its own
+            raise UnsupportedModelError(
+                f"model type {config.model_type}",
+                found=f"a forward that does not take transformers' DynamicCache ({type(error).__name__}: {error})",
+                expected="one that does",
+                remedy="export the model and generate with transformers",
+            ) from error
 
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer, with the cache."""
@@ -129,7 +150,6 @@ def generate(
             expected="one that takes past_key_values: a token is a sweep, and runs by itself",
             remedy="export the model and generate with transformers",
         )
-    _require_common_cache(model)
     takes_positions = "position_ids" in arguments
     forward = NextToken(model, DynamicCache(config=model.config))
     ended = torch.zeros(len(ids), dtype=torch.bool)
@@ -158,20 +178,6 @@ def _trained(engine: Replayer) -> ZOEngine:
     if isinstance(engine, ZOEngine):
         return engine
     raise OptionError("at", found="a replayer, which has no evaluations", expected="a ZOEngine", remedy="leave it out")
-
-
-def _require_common_cache(model: HFBlockModel) -> None:
-    """Refuse a model whose forward wants a cache of a kind of its own."""
-    try:
-        with torch.inference_mode():
-            NextToken(model, DynamicCache(config=model.config)).embed({"input_ids": torch.zeros(1, 1, dtype=torch.int64)})
-    except Exception as error:  # any: what a forward makes of a cache that it does not expect is its own
-        raise UnsupportedModelError(
-            f"model type {model.config.model_type}",
-            found=f"a forward that does not take transformers' DynamicCache ({type(error).__name__}: {error})",
-            expected="one that does",
-            remedy="export the model and generate with transformers",
-        ) from error
 
 
 def _drawing(sampling: Sampling | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
