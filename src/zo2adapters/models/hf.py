@@ -138,7 +138,7 @@ class HFBlockModel:
     def prepared(self, batch: Batch) -> Batch:
         """Check a batch, and learn what HF's forward asks about it. See the contract."""
         check_batch(batch, self.config)
-        return self.prepared_inputs(batch)
+        return self._prepared(batch)
 
     def prepared_inputs(self, batch: Batch) -> Batch:
         """As ``prepared``, for forwards that end in something that needs no labels.
@@ -147,6 +147,9 @@ class HFBlockModel:
             BatchError: if the model cannot take the batch.
         """
         check_inputs(batch, self.config)
+        return self._prepared(batch)
+
+    def _prepared(self, batch: Batch) -> Batch:
         prepared = PreparedBatch(batch)
         if batch["input_ids"].device.type != "cpu":  # on the CPU it costs nothing to ask, the first time
             self.learn(prepared)

@@ -23,13 +23,14 @@ class _ParametersOnMeta(TorchFunctionMode):
 
 
 def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give the parameters that transformers keeps in another dtype as it loads a model, float32 norms say, that dtype."""
+    """Give what transformers keeps in another dtype as it loads a model, float32 norms say, that dtype."""
     plan = model._get_dtype_plan(dtype)
     if plan:
         pattern, by_group, _ = build_glob_alternation(list(plan))
+        kept = model.state_dict().keys()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             match = pattern.search(name)
-            if match is not None and match.lastgroup is not None and name in model.state_dict():
+            if match is not None and match.lastgroup is not None and name in kept:
                 tensor.data = tensor.data.to(plan[by_group[match.lastgroup]])
 
 

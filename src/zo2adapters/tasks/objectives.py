@@ -17,7 +17,7 @@ from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.scoring import LogLikelihood
-from zo2core import Batch, BatchError
+from zo2core import Batch, BatchError, predicted
 
 PROMPT, ANSWER = "prompt", "is_answer"  # keys of a batch that the model's forward does not take
 
@@ -96,7 +96,7 @@ class ChoiceObjective(ABC):
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Mean log-probability of each row's candidate: (rows,), float64."""
-        return self._rows.head(batch, activations) / (batch["labels"][:, 1:] != -100).sum(dim=1)
+        return self._rows.head(batch, activations) / predicted(batch["labels"]).sum(dim=1)
 
     def split(self, batch: Batch, rows: int | None) -> list[Batch]:
         """Cut a batch between prompts: pieces of at most so many rows, or of one prompt that has more. See the contract.
@@ -105,12 +105,12 @@ class ChoiceObjective(ABC):
             BatchError: if the batch is not one of ``choice_batch``.
         """
         if not {PROMPT, ANSWER, "labels"} <= batch.keys():
-            raise BatchError(
-                "batch",
-                found=", ".join(batch),
-                expected=f"{PROMPT} and {ANSWER} among it",
-                remedy="make it with choice_batch",
-            )
+            raise _refusal(", ".join(batch), f"{PROMPT} and {ANSWER} among it")
+        if {len(value) for value in batch.values()} != {len(batch[PROMPT])}:
+            raise _refusal(f"entries of {[len(value) for value in batch.values()]} rows", "as many rows of each")
+        right = [int(part.sum()) for part in torch.split(batch[ANSWER], _sizes(batch))]
+        if set(right) != {1}:
+            raise _refusal(f"prompts with {sorted(set(right))} right candidates", "one for each prompt")
         if rows is None:
             return [batch]
         sizes: list[int] = []  # rows of each piece
@@ -167,6 +167,10 @@ class ChoiceF1Error(ChoiceObjective):
         hits = sum(chosen and right for chosen, right in pairs)
         missed = sum(chosen != right for chosen, right in pairs)
         return torch.tensor(missed / (2 * hits + missed) if hits + missed else 0.0, dtype=torch.float64)
+
+
+def _refusal(found: str, expected: str) -> BatchError:
+    return BatchError("batch", found=found, expected=expected, remedy="make it with choice_batch")
 
 
 def _sizes(batch: Batch) -> list[int]:
