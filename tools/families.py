@@ -247,7 +247,8 @@ def table(families: Mapping[str, dict[str, Any]]) -> str:
     for name, family in families.items():
         if "not_built" not in family:
             outcomes = [family[str(dtype).removeprefix("torch.")] for dtype in DTYPES]
-            error = next((str(outcome.get("error", outcome.get("differing", ""))) for outcome in outcomes), "")
+            texts = (str(outcome.get("error", outcome.get("differing", ""))) for outcome in outcomes)
+            error = next((text for text in texts if text), "")
             lines.append(f"{name:24s}" + "".join(f"{outcome['outcome']:11s}" for outcome in outcomes) + error[:110])
     return "\n".join(lines)
 
