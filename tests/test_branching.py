@@ -121,7 +121,7 @@ def test_what_cannot_be_branched_is_refused_and_nothing_is_written(parent: Path,
     assert len(Journal(parent).updates) == 5
 
 
-@pytest.mark.parametrize("call", ["write", "fsync", "rename"])
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
 def test_a_branch_appears_whole_or_not_at_all(
     call: str, parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,8 +130,8 @@ def test_a_branch_appears_whole_or_not_at_all(
 
     new = tmp_path / "new.jsonl"
     with monkeypatch.context() as patched:
-        if call == "rename":
-            patched.setattr(Path, "rename", failing)
+        if call == "replace":
+            patched.setattr(Path, "replace", failing)
         elif call == "fsync":
             patched.setattr(os, "fsync", failing)
         else:

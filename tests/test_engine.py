@@ -19,12 +19,13 @@ from models import make_batch, save_model, small_config
 from parity import assert_same_bits
 from threaded_device import ThreadedDevice, ThreadedStreams
 from toy import ToyBlockModel
+from transformers import AutoModelForCausalLM
 
 import zo2core.kernels
 import zo2core.sweep.counter_perturber
 import zo2core.sweep.drawn_perturber
 import zo2core.sweep.perturber
-from zo2adapters import HFBlockModel, open_checkpoint
+from zo2adapters import HFBlockModel, MonolithicMeZO, open_checkpoint
 from zo2core import (
     BatchError,
     BusyError,
@@ -237,13 +238,32 @@ def test_bad_batches_are_refused_and_nothing_changes(engine: ZOEngine, changes: 
 
 
 def test_learning_rate_may_be_a_function_of_the_step(base: Path) -> None:
-    rates = [1e-2, 5e-3, 0.0]
+    rates = [1e-2, 5e-3, -1e-3]
     with ZOEngine(open_checkpoint(base), MeZOSGD(lr=lambda step: rates[step], zo_eps=1e-3)) as engine:
         assert [engine.step(BATCH).lr for _ in range(2)] == rates[:2]
         assert [update.lr for update in engine.journal.updates] == rates[:2]
         with pytest.raises(OptionError, match="lr at step 2"):
             engine.step(BATCH)
         assert engine.version == 2
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_warm_up_may_begin_at_zero(base: Path, tmp_path: Path, *, in_place: bool) -> None:
+    """Such a step is recorded like any other; of MeZO's walk there and back its rounding stays, as in MeZO."""
+    rates = [0.0, 1e-2]
+    estimator = MeZOSGD(lr=lambda step: rates[step], zo_eps=1e-3, perturb_in_place=in_place)
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    with ZOEngine(open_checkpoint(base), estimator, journal=tmp_path / "journal.jsonl") as engine:
+        before = weights(engine)
+        first = engine.step(BATCH)
+        assert first.landed is None
+        assert in_place or all(torch.equal(value, before[name]) for name, value in weights(engine).items())
+        engine.step(BATCH)
+        for update in engine.journal.updates:
+            literal = MonolithicMeZO(whole, lr=update.lr, zo_eps=1e-3, perturb_in_place=in_place)
+            assert literal.step(BATCH, *update.seeds).losses == update.losses
+        assert_equal_weights(weights(engine), dict(whole.named_parameters()))
+    assert [update.lr for update in Journal(tmp_path / "journal.jsonl").updates] == rates
 
 
 def test_as_many_batches_share_a_sweep_as_the_activation_budget_holds(base: Path) -> None:

@@ -66,6 +66,7 @@ ADAPTER_ROOMS = (
     "confinement",
     "models",
     "tasks",
+    "frameworks",
     "trainers",
     "commands",
     "cli",

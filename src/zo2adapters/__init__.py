@@ -10,7 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zo2adapters.frameworks.arguments import ZOArguments as ZOArguments
+    from zo2adapters.frameworks.lightning_module import ZOLightningModule as ZOLightningModule
+    from zo2adapters.frameworks.trainer_mixin import ZOTrainerMixin as ZOTrainerMixin
     from zo2adapters.models.architecture import Architecture as Architecture
+    from zo2adapters.models.called_forward import CalledForward as CalledForward
     from zo2adapters.models.checkpoint import open_checkpoint as open_checkpoint
     from zo2adapters.models.hf import HFBlockModel as HFBlockModel
     from zo2adapters.models.monolithic import MonolithicMeZO as MonolithicMeZO
@@ -25,7 +29,11 @@ if TYPE_CHECKING:
     from zo2adapters.tasks.scoring import score as score
 
 _MODULES = {
+    "ZOArguments": "zo2adapters.frameworks.arguments",
+    "ZOLightningModule": "zo2adapters.frameworks.lightning_module",
+    "ZOTrainerMixin": "zo2adapters.frameworks.trainer_mixin",
     "Architecture": "zo2adapters.models.architecture",
+    "CalledForward": "zo2adapters.models.called_forward",
     "open_checkpoint": "zo2adapters.models.checkpoint",
     "HFBlockModel": "zo2adapters.models.hf",
     "MonolithicMeZO": "zo2adapters.models.monolithic",

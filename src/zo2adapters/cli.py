@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 REFUSED = 2  # exit status
 _PLAIN_FORMAT = warnings.formatwarning
 _BROKEN_PIPE = 141  # as a shell counts SIGPIPE
+_REFUSALS = "zo2adapters.commands.refusals"
+_NO_MEMORY = "zo2: memory: found no more of it; expected room to start. What to do: free memory."
 
 
 class Command(Protocol):
@@ -148,7 +150,7 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
     command: Any = None
     try:
         command = _understood(name, rest)
-        for module in COMMANDS[name].needs:
+        for module in (*COMMANDS[name].needs, _REFUSALS):  # refusals, too, while there is memory to import them
             importlib.import_module(module)
         _quieten_transformers()
         warnings.formatwarning, warnings.showwarning = format_warning, show_warning
@@ -160,8 +162,11 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         _drop_output()
         return _BROKEN_PIPE
     except Exception as error:  # any: ``refusal_of`` knows those that are a user's or a machine's, others are raised again
-        from zo2adapters.commands.refusals import refusal_of, worded
-
+        try:
+            from zo2adapters.commands.refusals import refusal_of, worded
+        except MemoryError:
+            print(_NO_MEMORY, file=sys.stderr)
+            return REFUSED
         refusal, interruption = refusal_of(error), interruption_behind(error)
         if refusal is None and interruption is None:
             raise

@@ -49,6 +49,7 @@ from zo2core.io.durable import open_regular as open_regular
 from zo2core.io.durable import sync_path as sync_path
 from zo2core.journal import Journal as Journal
 from zo2core.journal import branch_journal as branch_journal
+from zo2core.journal import copy_journal as copy_journal
 from zo2core.kernels import Distribution as Distribution
 from zo2core.kernels.carrying import carried_layout as carried_layout
 from zo2core.noise import PhiloxNoise as PhiloxNoise

@@ -27,7 +27,7 @@ from zo2adapters.models.architecture import Architecture, segment_aliases, segme
 from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.chunked_loss import chunked_loss
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
-from zo2adapters.models.prepared_batch import PreparedBatch, check_batch, check_inputs, is_padded, predictions
+from zo2adapters.models.prepared_batch import PreparedBatch, branches_of, check_batch, check_inputs, is_padded, predictions
 from zo2adapters.models.stubs import CallRecorder, CutError, Stub
 from zo2core import Batch, SavedForm, TensorReader
 
@@ -116,6 +116,14 @@ class HFBlockModel:
         return {**decisive, **attention, **named, **buffers}
 
     @property
+    def skeleton(self) -> PreTrainedModel:
+        """The Hugging Face model that this one is cut from: its config and its class, with stubs in place of its layers.
+
+        Its weights are nowhere, or where an engine works at the moment; ``CalledForward`` is how it is called.
+        """
+        return self._skeleton
+
+    @property
     def hf_forward(self) -> Callable[..., Any]:
         """HF's forward, for asking which arguments it takes."""
         return self._skeleton.forward
@@ -164,7 +172,7 @@ class HFBlockModel:
 
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer. See the contract."""
-        with _branches_of(batch):
+        with branches_of(batch):
             return self.prologue(**{key: value for key, value in batch.items() if key != "labels"}, use_cache=False)
 
     def prologue(self, **inputs: Any) -> Activations:
@@ -186,7 +194,7 @@ class HFBlockModel:
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Run HF's norm, head and loss on the final hidden state."""
         if self.loss_chunk is None:
-            with _branches_of(batch):
+            with branches_of(batch):
                 return self._epilogue(activations.hidden, "loss", **batch)
         return chunked_loss(
             activations.hidden,
@@ -205,13 +213,17 @@ class HFBlockModel:
         with self._stand_in_branches:
             return self._epilogue(hidden[:, None], "logits", input_ids=ids)[:, 0]
 
-    def _epilogue(self, final: torch.Tensor, wanted: str, **inputs: torch.Tensor) -> torch.Tensor:
+    def epilogue(self, final: torch.Tensor, **inputs: Any) -> Any:
+        """Run HF's forward with these arguments from the last layer's output on; returns what it returns."""
         self._recorder.final = final
         try:
             with self._casting():
-                output = getattr(self._skeleton(**inputs, use_cache=False), wanted)
+                return self._skeleton(**inputs)
         finally:
             self._recorder.final = None
+
+    def _epilogue(self, final: torch.Tensor, wanted: str, **inputs: torch.Tensor) -> torch.Tensor:
+        output = getattr(self.epilogue(final, **inputs, use_cache=False), wanted)
         assert isinstance(output, torch.Tensor)
         return output
 
@@ -247,8 +259,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _branches_of(batch: Batch) -> contextlib.AbstractContextManager[object]:
-    """What answers questions about a batch: its own memory of them, or nothing."""
-    return batch.branches if isinstance(batch, PreparedBatch) else contextlib.nullcontext()

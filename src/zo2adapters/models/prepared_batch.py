@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from transformers import PretrainedConfig
 
@@ -55,8 +57,10 @@ def check_inputs(batch: Batch, config: PretrainedConfig) -> None:
         if key in batch and batch[key].shape != ids.shape:
             raise _refusal(key, f"shape {tuple(batch[key].shape)}", f"{tuple(ids.shape)} as input_ids", "pad alike")
     longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and ids.shape[1] > longest:
-        raise _refusal("input_ids", f"{ids.shape[1]} tokens", f"at most {longest}", "cut the sequences")
+    positions = batch.get("position_ids")  # where several sequences share a row, each counts its own
+    tokens = ids.shape[1] if positions is None or not positions.numel() else int(positions.max()) + 1
+    if longest is not None and tokens > longest:
+        raise _refusal("input_ids", f"{tokens} tokens", f"at most {longest}", "cut the sequences")
     for key, values in (("input_ids", ids), ("labels", labels[labels != IGNORE_INDEX])):
         if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < config.vocab_size:
             found = f"token {int(values.min())} to {int(values.max())}"
@@ -69,6 +73,11 @@ def predictions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return batch.predictions
     rows, columns = predicted(batch["labels"]).nonzero(as_tuple=True)
     return rows, columns
+
+
+def branches_of(batch: Batch) -> contextlib.AbstractContextManager[object]:
+    """What answers Hugging Face's questions about a batch: its own memory of them, or nothing."""
+    return batch.branches if isinstance(batch, PreparedBatch) else contextlib.nullcontext()
 
 
 def is_padded(batch: Batch) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -138,15 +138,16 @@ class ZOEngine(Replayer):
         """Steps that a segment may be ahead of its bytes on disk; None: it is never written."""
         return self._parts.source.write_back_every
 
-    def step(self, batch: Batch, forward: Forward | None = None, *, seed: int | None = None) -> StepResult:
+    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None = None, *, seed: int | None = None) -> StepResult:
         """Take one zeroth-order step: one sweep that evaluates, then one record in the journal.
 
         The weights follow when they are next visited; ``evaluate``, ``parameters_now`` and ``export`` see them.
 
         Args:
-            batch: What the forward takes; for the model's own, with labels.
+            batch: What the forward takes; for the model's own, with labels. Several are run one after the other and count as
+                one batch, as with gradient accumulation: the model's loss is the mean over the labelled tokens of all.
             forward: Ends in the number to make smaller: an ``Objective``, or any forward whose head gives a 0-d tensor, for
-                batches that are not cut into micro-batches; by default the model itself, whose head gives its loss.
+                one batch that is not cut into micro-batches; by default the model itself, whose head gives its loss.
             seed: Of the (first) direction; drawn from the run's seed if None.
 
         Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import is_dataclass
 
-from zo2core.estimators.ranges import require_positive
+from zo2core.estimators.ranges import require_positive, require_scheduled_lr
 from zo2core.protocols import ZOEstimator
 
 
@@ -13,10 +13,14 @@ def learning_rate(estimator: ZOEstimator, step: int) -> float:
     """The learning rate of a step.
 
     Raises:
-        OptionError: if it is not positive and finite.
+        OptionError: if it is not positive and finite; a schedule may also give 0, as a warm-up does at its first step.
     """
-    value = estimator.lr(step) if callable(estimator.lr) else estimator.lr
-    require_positive(f"lr at step {step}", value)
+    if callable(estimator.lr):
+        value = estimator.lr(step)
+        require_scheduled_lr(f"lr at step {step}", value)
+    else:
+        value = estimator.lr
+        require_positive("lr", value)
     return float(value)
 
 

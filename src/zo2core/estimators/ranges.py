@@ -17,6 +17,21 @@ def require_positive(name: str, value: float) -> None:
         raise OptionError(name, found=repr(value), expected="a positive finite number", remedy=f"choose {name} > 0")
 
 
+def require_scheduled_lr(name: str, value: float) -> None:
+    """Refuse a learning rate of a schedule that is negative or not finite.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    if not (math.isfinite(value) and value >= 0):
+        raise OptionError(
+            name,
+            found=repr(value),
+            expected="a finite number of at least 0",
+            remedy="mend the learning rate's schedule",
+        )
+
+
 def require_weight_decay(value: float) -> None:
     """Refuse a weight decay that is negative or not finite.
 

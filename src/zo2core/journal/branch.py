@@ -1,4 +1,4 @@
-"""Branching: a new journal that begins with the first steps of another one. It is how steps are undone."""
+"""New files of a journal: branches, which begin with its first steps and are how steps are undone, and copies."""
 
 from __future__ import annotations
 
@@ -51,6 +51,24 @@ def branch_journal(
     _put(Path(destination), lines)
 
 
+def copy_journal(source: Journal, destination: Path | str) -> None:
+    """Write a journal as it is to another path, in whose place it then is: of a journal in memory, its first file.
+
+    Args:
+        source: The journal; it was begun.
+        destination: A path; a file that is there is replaced at once, whole and durable, or not at all.
+
+    Raises:
+        JournalError: if the journal was not begun.
+        OutputError: if the file cannot be written.
+    """
+    if source.header is None:
+        raise JournalError(source.name, found="no run", expected="a journal that was begun", remedy="begin a run first")
+    digests = [{DIGESTS: dict(source.base_digests)}] if source.base_digests else []
+    records = [dict(source.header), *digests, *map(encode, source.updates)]
+    _put(Path(destination), b"".join(map(to_line, records)), replaces=True)
+
+
 def _records(
     journal: Journal, estimator: Mapping[str, Any] | None, provenance: Mapping[str, Any] | None
 ) -> Iterator[Record]:
@@ -69,8 +87,8 @@ def _records(
     yield from map(encode, journal.updates)
 
 
-def _put(path: Path, content: bytes) -> None:
-    if os.path.lexists(path):
+def _put(path: Path, content: bytes, *, replaces: bool = False) -> None:
+    if not replaces and os.path.lexists(path):
         raise OutputError(path, found="a file", expected="a path that is free", remedy="choose another path")
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -80,7 +98,7 @@ def _put(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        partial.rename(path)
+        partial.replace(path)
         sync_path(path.absolute().parent)
     except OSError as error:
         raise OutputError(

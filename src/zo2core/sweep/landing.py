@@ -69,7 +69,7 @@ class Landing:
             From 0 to 1; None if the step was not looked at, or its update is none. Then the next step is.
         """
         samples, self._samples = self._samples, {}
-        if not samples or not any(update.projected_grads):
+        if not samples or not update.lr or not any(update.projected_grads):
             return None
         self._next, self._looks = update.step + EVERY, False
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)

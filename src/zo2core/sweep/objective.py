@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from zo2core.errors import OptionError
+from zo2core.errors import BatchError, OptionError
 from zo2core.protocols import Forward, Objective
 from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
 from zo2core.types import Batch
 
 
 class Pieces(NamedTuple):
-    """A batch, cut as its objective cuts it."""
+    """A step's batch, cut as its objective cuts it."""
 
     objective: Objective | None  # None: the forward's own loss, a mean over labelled tokens
     batches: Sequence[Batch]
@@ -33,30 +33,42 @@ class Pieces(NamedTuple):
         return combined_loss(outputs, self.tokens)
 
 
-def cut(batch: Batch, rows: int | None, forward: Forward | None) -> Pieces:
-    """Cut a batch into pieces of at most so many rows.
+def cut(batch: Batch | Sequence[Batch], rows: int | None, forward: Forward | None) -> Pieces:
+    """Cut a step's batch into pieces of at most so many rows.
 
     Args:
-        batch: What the forward takes.
-        rows: Of a micro-batch; None leaves the batch whole.
+        batch: What the forward takes, or several that count as one.
+        rows: Of a micro-batch; None leaves each batch whole.
         forward: None is the model's own.
 
     Raises:
-        OptionError: if rows are given, and the forward does not say how pieces join.
+        BatchError: if there is no batch.
+        OptionError: if there are to be pieces, and the forward does not say how they join.
     """
+    wholes: list[Any] = [batch] if isinstance(batch, Mapping) else list(batch)
+    if not wholes:
+        raise BatchError("batch", found="an empty list", expected="a batch, or several", remedy="pass one at least")
+    for whole in wholes:
+        if not isinstance(whole, Mapping):
+            kind = type(whole).__name__
+            raise BatchError("batch", found=f"a {kind}", expected="a mapping of names to tensors", remedy="name the tensors")
     if forward is None:
-        batches = split_rows(batch, rows)
-        return Pieces(None, batches, [labelled_tokens(piece) for piece in batches] if len(batches) > 1 else [])
+        pieces = [piece for whole in wholes for piece in split_rows(whole, rows)]
+        if len(pieces) == 1:
+            return Pieces(None, pieces, [])
+        counted = [(piece, labelled_tokens(piece)) for piece in pieces]
+        pieces = [piece for piece, tokens in counted if tokens] or pieces[:1]  # what has no labelled token has no loss
+        return Pieces(None, pieces, [tokens for _, tokens in counted if tokens])
     if isinstance(forward, Objective):
-        return Pieces(forward, forward.split(batch, rows), [])
-    if rows is not None:
+        return Pieces(forward, [piece for whole in wholes for piece in forward.split(whole, rows)], [])
+    if rows is not None or len(wholes) > 1:
         raise OptionError(
-            "micro_batch_size",
-            found=f"{rows}, beside a forward that does not say how pieces of a batch join",
-            expected="an Objective, which has split and loss",
-            remedy="leave it out, or add these two",
+            "forward",
+            found="one that does not say how pieces of a batch join",
+            expected="an Objective, which has split and loss, where micro_batch_size or several batches are given",
+            remedy="pass one batch without micro_batch_size, or add these two",
         )
-    return Pieces(None, [batch], [])
+    return Pieces(None, wholes, [])
 
 
 def require_number(loss: torch.Tensor) -> torch.Tensor:

@@ -103,11 +103,11 @@ class Update:
         for seed in self.seeds:
             if seed not in seeds:
                 return f"an update along {_seed_in_words(seed)}", "the seed of an evaluation"
-        for name, value in (("lr", self.lr), ("zo_eps", self.zo_eps)):
-            if not 0 < value <= LARGEST:
-                return f"{name} {value}", f"a positive number of at most {LARGEST:.4g}"
-        if not 0 <= self.weight_decay <= LARGEST:
-            return f"weight_decay {self.weight_decay}", f"a number from 0 to {LARGEST:.4g}"
+        if not 0 < self.zo_eps <= LARGEST:
+            return f"zo_eps {self.zo_eps}", f"a positive number of at most {LARGEST:.4g}"
+        for name, value in (("lr", self.lr), ("weight_decay", self.weight_decay)):
+            if not 0 <= value <= LARGEST:
+                return f"{name} {value}", f"a number from 0 to {LARGEST:.4g}"
         for loss in self.losses:
             if not math.isfinite(loss):
                 return f"loss {loss}", "a finite loss"

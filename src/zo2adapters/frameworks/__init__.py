@@ -1,0 +1,1 @@
+"""Other people's trainers: zeroth-order steps inside their loops."""

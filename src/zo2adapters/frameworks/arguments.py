@@ -1,0 +1,70 @@
+"""What a zeroth-order run takes beyond a trainer's own arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from zo2core import (
+    Distribution,
+    Guarded,
+    MemoryPolicy,
+    MeZOSGD,
+    NoiseGenerator,
+    PhiloxNoise,
+    WriteBackPolicy,
+    ZOEstimator,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZOArguments:
+    """What a zeroth-order run takes beyond a trainer's own arguments. The defaults are those of ``zo2 train``.
+
+    Learning rate, its schedule, weight decay and seed are the trainer's arguments.
+
+    Args:
+        zo_eps: Perturbation scale.
+        estimator: Makes the estimator of ``lr`` (a function of the step), ``zo_eps`` and ``weight_decay``: a class such as
+            ``MeZOSGD``, or ``functools.partial(MultiQueryRGE, q=4)``.
+        guard: Whether steps far outside the run's range are refused, and a run that diverges ends. See ``Guarded``.
+        distribution: Of the directions; None: MeZO's own numbers, drawn one after the other. MeZO bit for bit is this and
+            ``estimator=MeZOSGD``.
+        device: "cpu", "cuda" or "cuda:N"; None is the trainer's.
+        memory: How much memory the process may take.
+        write_back: When changed segments are written to disk. None: never; a resumed run replays the journal.
+        micro_batch_size: Rows of the micro-batches into which a batch is split. Only where the loss is the model's own.
+        trainer_loss: Whether the trainer's ``compute_loss`` runs in training where its loss is the model's own, too. It also
+            makes the trainer's metrics of a training step, at the price of all logits.
+        export_checkpoints: Whether a checkpoint holds the weights beside the journal. Without them it is a few hundred bytes
+            a step; resuming and the best model need the journal alone.
+    """
+
+    zo_eps: float = 1e-3
+    estimator: Callable[..., ZOEstimator] = partial(MeZOSGD, perturb_in_place=False)  # noqa: RUF009 - not changed
+    guard: bool = True
+    distribution: Distribution | None = Distribution.RADEMACHER
+    device: str | None = None
+    memory: MemoryPolicy = MemoryPolicy()  # noqa: RUF009 - frozen
+    write_back: WriteBackPolicy | None = None
+    micro_batch_size: int | None = None
+    trainer_loss: bool = False
+    export_checkpoints: bool = True
+
+    def make_noise(self) -> NoiseGenerator | None:
+        """What draws the directions of a run; None is the engine's choice: MeZO's numbers."""
+        return None if self.distribution is None else PhiloxNoise(self.distribution)
+
+    def make_estimator(self, lr: Callable[[int], float], weight_decay: float) -> ZOEstimator:
+        """The estimator of a run.
+
+        Args:
+            lr: From the 0-based step to its learning rate.
+            weight_decay: The trainer's.
+
+        Raises:
+            OptionError: if a number is out of its range.
+        """
+        estimator = self.estimator(lr=lr, zo_eps=self.zo_eps, weight_decay=weight_decay)
+        return Guarded(estimator=estimator) if self.guard else estimator

@@ -1,0 +1,144 @@
+"""Zeroth-order steps in Lightning's Trainer: a module with manual optimization whose weights are streamed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zo2adapters.frameworks.arguments import ZOArguments
+from zo2adapters.frameworks.optional_package import optional_package
+from zo2adapters.frameworks.saved_run import JOURNAL, read_journal
+from zo2adapters.models.hf import HFBlockModel
+from zo2core import Batch, Journal, OptionError, ZOEngine, copy_journal
+
+lightning = optional_package("lightning.pytorch", extra="lightning")
+
+
+class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    """Trains a model in Lightning's loop: ``Trainer().fit(ZOLightningModule(open_checkpoint("model"), lr=1e-6), loader)``.
+
+    The loader's batches are what the model's forward takes. A training step is ``engine.step(batch)``, bit for bit. What
+    Lightning calls precision, accelerator and strategy concerns weights that are whole in memory: leave them at one CPU
+    device or GPU, in 32 bits, and open the model in the precision to compute in. Lightning's checkpoints hold the run's
+    journal in place of weights, a few hundred bytes a step; ``export`` writes the model.
+
+    Args:
+        model: What ``open_checkpoint`` gives.
+        lr: Peak learning rate.
+        lr_lambda: From the 0-based step to a factor of ``lr``; None: constant.
+        weight_decay: MeZO's.
+        seed: Of the run's directions.
+        zo: What a zeroth-order run takes beyond that; ``device`` is the CPU if it is not given.
+
+    Logs:
+        ``train_loss`` at each step, ``val_loss`` after each validation: the mean over labelled tokens.
+
+    Raises:
+        MissingPackageError: as this is imported, if Lightning is not installed.
+        ZO2Error: as ``ZOEngine`` says, at the first step.
+    """
+
+    def __init__(
+        self,
+        model: HFBlockModel,
+        *,
+        lr: float,
+        lr_lambda: Callable[[int], float] | None = None,
+        weight_decay: float = 0.0,
+        seed: int = 0,
+        zo: ZOArguments | None = None,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.zo = ZOArguments() if zo is None else zo
+        self._model, self._lr, self._lr_lambda = model, lr, lr_lambda
+        self._weight_decay, self._seed = weight_decay, seed
+        self._engine: ZOEngine | None = None
+        self._journal = Journal()
+        self._to_evaluate: list[Batch] = []
+
+    @property
+    def engine(self) -> ZOEngine:
+        """The engine that takes the steps, at the present version."""
+        if self._engine is None:
+            zo = self.zo
+            self._engine = ZOEngine(
+                self._model,
+                zo.make_estimator(self._present_lr, self._weight_decay),
+                noise=zo.make_noise(),
+                journal=self._journal,
+                seed=self._seed,
+                device=zo.device or "cpu",
+                memory=zo.memory,
+                write_back=zo.write_back,
+                micro_batch_size=zo.micro_batch_size,
+            )
+        return self._engine
+
+    def setup(self, stage: str) -> None:
+        """Refuse what concerns weights that are whole in memory. Lightning calls it first.
+
+        Raises:
+            OptionError: naming what was asked for.
+        """
+        asked = {"precision": (str(self.trainer.precision), "32-true"), "devices": (str(self.trainer.world_size), "1")}
+        for name, (found, expected) in asked.items():
+            if found != expected:
+                raise OptionError(
+                    f"Trainer({name})",
+                    found=found,
+                    expected=expected,
+                    remedy="leave it out; open_checkpoint(precision=...) and ZOArguments say how the model runs",
+                )
+
+    def configure_optimizers(self) -> Any:
+        """What the schedule is told to; the engine takes the steps."""
+        optimizer = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=self._lr)
+        if self._lr_lambda is None:
+            return optimizer
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, self._lr_lambda)]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Take a step."""
+        result = self.engine.step(batch)
+        self.optimizers().step()  # Lightning counts steps by it
+        schedule = self.lr_schedulers()
+        if schedule is not None:
+            schedule.step()
+        self.log("train_loss", result.loss, prog_bar=True)
+        return torch.tensor(result.loss)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Keep the batch: all of them share sweeps at the end."""
+        self._to_evaluate.append(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Evaluate the batches, as many a sweep as activations may take memory."""
+        batches, self._to_evaluate = self._to_evaluate, []
+        self.log("val_loss", self.engine.evaluate(batches).loss, prog_bar=True)
+
+    def export(self, directory: Path | str) -> None:
+        """Write the model, as ``from_pretrained`` loads it. See ``ZOEngine.export``."""
+        self.engine.export(directory)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Put the journal into a checkpoint of Lightning's."""
+        with tempfile.TemporaryDirectory() as directory:
+            copy_journal(self.engine.journal, Path(directory) / JOURNAL)
+            checkpoint[JOURNAL] = (Path(directory) / JOURNAL).read_text()
+
+    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on from the journal in a checkpoint."""
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / JOURNAL).write_text(checkpoint[JOURNAL])
+            journal = read_journal(Path(directory))
+        if self._engine is not None:
+            self._engine.close()
+        self._engine, self._journal = None, journal
+
+    def _present_lr(self, step: int) -> float:
+        return float(self.optimizers().param_groups[0]["lr"])

@@ -1,0 +1,26 @@
+"""Packages of an extra: imported where they are installed, else asked for by name."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from zo2core import MissingPackageError
+
+
+def optional_package(name: str, *, extra: str) -> Any:
+    """Import a package.
+
+    Args:
+        name: The module.
+        extra: Of this project, that installs it.
+
+    Raises:
+        MissingPackageError: if it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            name, found="no such package", expected="it installed", remedy=f"pip install 'zo2core[{extra}]'"
+        ) from error

@@ -1,0 +1,352 @@
+"""``transformers.Trainer`` with zeroth-order steps: its loop, our bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import make_batch, save_model, save_tokenizer, small_config
+from parity import assert_same_bits
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from zo2adapters import CalledForward, MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkpoint
+from zo2core import (
+    BatchError,
+    Distribution,
+    Guarded,
+    JournalError,
+    MeZOSGD,
+    MultiQueryRGE,
+    OptionError,
+    OutputError,
+    PhiloxNoise,
+    UnsupportedModelError,
+    ZOEngine,
+    branch_journal,
+)
+
+VOCABULARY = small_config("llama").vocab_size
+ROWS = [{key: value[0] for key, value in make_batch(VOCABULARY, [5], seed=seed).items()} for seed in range(12)]
+EXACT = ZOArguments(estimator=MeZOSGD, distribution=None, guard=False, zo_eps=1e-2)
+
+
+class ZOTrainer(ZOTrainerMixin, Trainer):
+    pass
+
+
+class SmoothedTrainer(ZOTrainer):
+    """A loss of its own: with a term for the tokens that are not the right one."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        outputs = model(**inputs)
+        loss = outputs.loss + 0.1 * outputs.logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = save_model(tmp_path_factory.mktemp("trainer") / "base", small_config("llama"))
+    save_tokenizer(directory)
+    return directory
+
+
+def arguments(output: Path, **options: Any) -> TrainingArguments:
+    return TrainingArguments(
+        **{
+            "output_dir": str(output),
+            "per_device_train_batch_size": 2,
+            "per_device_eval_batch_size": 2,
+            "max_steps": 6,
+            "learning_rate": 1e-3,
+            "warmup_steps": 2,
+            "train_sampling_strategy": "sequential",
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "use_cpu": True,
+            **options,
+        }
+    )
+
+
+def made(base: Any, output: Path, kind: type[Any] = ZOTrainer, zo: ZOArguments | None = None, **options: Any) -> Any:
+    given = {name: options.pop(name) for name in ("callbacks", "compute_metrics") if name in options}
+    data = {"train_dataset": ROWS, "eval_dataset": ROWS[:5]}
+    return kind(model=base, args=arguments(output, **options), zo=zo, **data, **given)
+
+
+def stacked(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+BATCHES = [stacked(ROWS[start : start + 2]) for start in range(0, 12, 2)]
+LRS = [0.0, 5e-4, 1e-3, 7.5e-4, 5e-4, 2.5e-4]  # a warm-up of two steps to 1e-3, then linear to 0 at step 6
+
+
+def plain_loop(base: Path, steps: int = 6, precision: str = "exact", **options: Any) -> ZOEngine:
+    """What the trainer is held against: the same steps without it."""
+    estimator = Guarded(estimator=MeZOSGD(lr=lambda step: LRS[step], zo_eps=1e-3, perturb_in_place=False))
+    model = open_checkpoint(base, precision=precision)
+    engine = ZOEngine(model, estimator, noise=PhiloxNoise(Distribution.RADEMACHER), seed=42, **options)
+    for batch in BATCHES[:steps]:
+        engine.step(batch)
+    return engine
+
+
+def same_models(one: Path, other: Path) -> None:
+    weights = AutoModelForCausalLM.from_pretrained(other).state_dict()
+    for name, value in AutoModelForCausalLM.from_pretrained(one).state_dict().items():
+        assert_same_bits(name, value, weights[name])
+
+
+def test_the_trajectory_is_that_of_a_plain_loop(base: Path, tmp_path: Path) -> None:
+    trainer = made(base, tmp_path / "run", logging_steps=1)
+    output = trainer.train()
+    with plain_loop(base) as engine:
+        assert trainer.engine.journal.updates == engine.journal.updates
+        trainer.save_model()
+        engine.export(tmp_path / "plain")
+    same_models(tmp_path / "run", tmp_path / "plain")
+    AutoTokenizer.from_pretrained(tmp_path / "run")
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    updates = trainer.engine.journal.updates
+    assert [row["learning_rate"] for row in logged] == pytest.approx(LRS)
+    assert [row["loss"] for row in logged] == pytest.approx([update.losses[0] for update in updates])
+    assert [row["grad_norm"] for row in logged] == pytest.approx([abs(update.projected_grads[0]) for update in updates])
+    assert output.global_step == 6
+    parameters = sum(spec.numel for layout in trainer.block_model.layouts for spec in layout.parameters)
+    assert trainer.state.total_flos == 6 * 2 * parameters * 10 * 2
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_run_resumed_in_the_middle_is_the_one_that_was_not_interrupted(base: Path, tmp_path: Path, weights: bool) -> None:
+    zo = ZOArguments(export_checkpoints=weights)
+    whole = made(base, tmp_path / "run", save_strategy="steps", save_steps=2, save_total_limit=2, zo=zo)
+    whole.train()
+    kept = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert kept == ["checkpoint-4", "checkpoint-6"]
+    assert (tmp_path / "run" / "checkpoint-4" / "model.safetensors").exists() == weights
+    resumed = made(base, tmp_path / "run", save_strategy="steps", save_steps=2, zo=zo)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    assert resumed.engine.journal.updates == whole.engine.journal.updates
+    last = made(base, tmp_path / "run", zo=zo)
+    last.train(resume_from_checkpoint=True)
+    assert last.engine.version == 6
+
+
+def test_gradient_accumulation_is_one_step_of_several_batches(base: Path, tmp_path: Path) -> None:
+    trainer = made(base, tmp_path, gradient_accumulation_steps=4, max_steps=-1, num_train_epochs=2, warmup_steps=0)
+    trainer.train()
+    with plain_loop(base, steps=0) as engine:
+        lrs = [update.lr for update in trainer.engine.journal.updates]
+        engine._estimator = Guarded(estimator=MeZOSGD(lr=lambda step: lrs[step], zo_eps=1e-3, perturb_in_place=False))
+        for batches in [BATCHES[:4], BATCHES[4:]] * 2:
+            engine.step(batches)
+        assert trainer.engine.journal.updates == engine.journal.updates
+
+
+def test_mixed_precision_is_the_models(base: Path, tmp_path: Path) -> None:
+    trainer = made(base, tmp_path, bf16=True)
+    trainer.train()
+    with plain_loop(base, precision="mixed") as engine:
+        assert trainer.block_model.autocast is torch.bfloat16
+        assert trainer.engine.journal.updates == engine.journal.updates
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_loss_of_its_own_is_monolithic_mezos(base: Path, tmp_path: Path, bf16: bool) -> None:
+    trainer = made(base, tmp_path, SmoothedTrainer, zo=EXACT, bf16=bf16, lr_scheduler_type="constant", warmup_steps=0)
+    trainer.train()
+    whole = AutoModelForCausalLM.from_pretrained(base)
+
+    class Literal(MonolithicMeZO):
+        def loss(self, batch: Any) -> torch.Tensor:
+            with torch.inference_mode():
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+                    outputs = self.model(**batch, use_cache=False)
+                return outputs.loss.float() + 0.1 * outputs.logits.float().square().mean()  # type: ignore[no-any-return]
+
+    literal = Literal(whole, lr=1e-3, zo_eps=1e-2)
+    for batch, update in zip(BATCHES, trainer.engine.journal.updates, strict=True):
+        assert literal.step(batch, update.seeds[0]).losses == update.losses
+    own = dict(whole.named_parameters())
+    for name, value in trainer.engine.parameters_now():
+        assert_same_bits(name, value, own[name])
+
+
+def test_losses_of_its_own_are_averaged_over_accumulated_batches(base: Path, tmp_path: Path) -> None:
+    trainer = made(base, tmp_path, SmoothedTrainer, gradient_accumulation_steps=2, max_steps=2, warmup_steps=0)
+    trainer.loss_is_scaled_for_ga = False
+    losses: list[torch.Tensor] = []
+    compute = trainer.compute_loss
+
+    def noting(*arguments: Any, **options: Any) -> Any:
+        losses.append(compute(*arguments, **options))
+        return losses[-1]
+
+    trainer.compute_loss = noting
+    trainer.train()
+    update = trainer.engine.journal.updates[0]
+    pieces = [float(loss) for loss in losses[:4]]  # two batches at +eps, then two at -eps
+    assert update.losses == pytest.approx([sum(pieces[:2]) / 2, sum(pieces[2:]) / 2])
+
+
+def test_evaluation_is_the_stock_trainers(base: Path, tmp_path: Path) -> None:
+    def metrics(prediction: Any) -> dict[str, float]:
+        right = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
+        return {"accuracy": float(right.mean()), "spread": float(np.std(prediction.predictions))}
+
+    options: dict[str, Any] = {"compute_metrics": metrics}
+    trainer = made(base, tmp_path / "run", **options)
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    stock = Trainer(model=whole, args=arguments(tmp_path / "stock"), eval_dataset=ROWS[:5], **options)
+    ours, theirs = trainer.evaluate(), stock.evaluate()
+    for key in ("eval_loss", "eval_accuracy", "eval_spread"):
+        assert ours[key] == theirs[key], key
+    rows: Any = ROWS[5:8]
+    predicted: Any = [one.predict(rows).predictions for one in (trainer, stock)]
+    assert np.array_equal(predicted[0], predicted[1])
+    loss, logits, labels = trainer.prediction_step(trainer.model, BATCHES[0], prediction_loss_only=False)
+    assert torch.equal(logits, whole(**BATCHES[0]).logits)
+    assert torch.equal(labels, BATCHES[0]["labels"])
+    assert loss == trainer.engine.evaluate([BATCHES[0]]).loss
+
+
+def test_the_best_model_is_kept_and_training_stops_early(base: Path, tmp_path: Path) -> None:
+    class Worse(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            metrics = given["metrics"]
+            metrics["eval_loss"] += state.global_step  # the first evaluation is the best one
+            calls.append(state.global_step)
+
+    calls: list[int] = []
+    trainer = made(
+        base,
+        tmp_path / "run",
+        callbacks=[Worse(), EarlyStoppingCallback(early_stopping_patience=2)],
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        zo=ZOArguments(export_checkpoints=False),
+    )
+    trainer.train()
+    assert calls == [1, 2, 3]
+    assert trainer.state.best_global_step == 1
+    assert trainer.engine.version == 1
+    trainer.save_model(tmp_path / "best")
+    with plain_loop(base, steps=1) as engine:
+        engine.export(tmp_path / "plain")
+    same_models(tmp_path / "best", tmp_path / "plain")
+
+
+def test_it_goes_on_from_any_step(base: Path, tmp_path: Path) -> None:
+    trainer = made(base, tmp_path / "run")
+    trainer.train()
+    updates = list(trainer.engine.journal.updates)
+    trainer.rewind(trainer.engine.journal.until(2))
+    assert trainer.engine.version == 2
+    branch_journal(trainer.engine.journal, tmp_path / "branched.jsonl", 1)
+    trainer.engine.step(BATCHES[2])
+    assert trainer.engine.journal.updates[:2] == updates[:2]
+
+
+def test_saving_again_replaces_what_is_there(base: Path, tmp_path: Path) -> None:
+    trainer = made(base, tmp_path / "run")
+    stale = tmp_path / "run" / "model-00001-of-00002.safetensors"
+    stale.write_bytes(b"of another model")
+    trainer.save_model()
+    trainer.train()
+    trainer.save_model()
+    assert not stale.exists()
+    assert len((tmp_path / "run" / "journal.jsonl").read_text().splitlines()) >= 7
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OutputError, match="file: found"):
+        trainer._save(str(tmp_path / "file"))
+
+
+def test_several_queries_and_streamed_weights(base: Path, tmp_path: Path) -> None:
+    from functools import partial
+
+    zo = ZOArguments(estimator=partial(MultiQueryRGE, q=3, perturb_in_place=False))
+    trainer = made(base, tmp_path, zo=zo)
+    trainer.train()
+    assert [len(update.seeds) for update in trainer.engine.journal.updates] == [3] * 6
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("optim: found", {"optim": "sgd"}),
+    ("adam_beta1: found 0.5", {"adam_beta1": 0.5}),
+    ("max_grad_norm: found 0.3", {"max_grad_norm": 0.3}),
+    ("neftune_noise_alpha: found 5", {"neftune_noise_alpha": 5}),
+    ("auto_find_batch_size: found True", {"auto_find_batch_size": True}),
+    ("bf16_full_eval: found True", {"bf16_full_eval": True}),
+]
+
+
+@pytest.mark.parametrize(("said", "options"), REFUSED, ids=[said.split(":")[0] for said, _ in REFUSED])
+def test_what_cannot_be_heeded_is_refused(base: Path, tmp_path: Path, said: str, options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=said):
+        made(base, tmp_path / "run", **options)
+
+
+def test_what_a_constructor_cannot_heed_is_refused(base: Path, tmp_path: Path) -> None:
+    args = arguments(tmp_path / "run")
+    given = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    make: Any = ZOTrainer
+    for name, value in {"model_init": lambda: None, "optimizers": (given, None), "peft_config": object()}.items():
+        with pytest.raises(OptionError, match=f"{name}: found"):
+            make(model=base, args=args, train_dataset=ROWS, **{name: value})
+    with pytest.raises(OptionError, match="model: found a LlamaForCausalLM"):
+        make(model=AutoModelForCausalLM.from_pretrained(base), args=args)
+    with pytest.raises(OptionError, match="bf16, fp16: found a model that computes in the dtype of its weights"):
+        ZOTrainer(model=open_checkpoint(base), args=arguments(tmp_path / "run", bf16=True))
+    with pytest.raises(OptionError, match="micro_batch_size: found 1, beside a loss that the trainer computes"):
+        made(base, tmp_path / "run", SmoothedTrainer, zo=ZOArguments(micro_batch_size=1)).train()
+    with pytest.raises(JournalError, match=r"journal.jsonl: found no file"):
+        made(base, tmp_path / "run").train(resume_from_checkpoint=str(base))
+
+
+def test_a_function_that_cannot_run_in_segments_is_refused(base: Path) -> None:
+    model = open_checkpoint(base)
+    batch, other = BATCHES[0], BATCHES[1]
+
+    def twice(called: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        return called(**inputs).loss + called(**other).loss  # type: ignore[no-any-return]
+
+    def again(called: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        return called(inputs["input_ids"], labels=inputs["labels"]).loss + called(inputs["input_ids"]).logits.mean()  # type: ignore[no-any-return]
+
+    with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+        with pytest.raises(BatchError, match=r"batch\['input_ids'\]: found another one in a second call"):
+            engine.step(batch, CalledForward(model, twice))
+        with pytest.raises(UnsupportedModelError, match="returned without calling it"):
+            engine.step(batch, CalledForward(model, lambda called, inputs: torch.zeros(())))
+        with pytest.raises(UnsupportedModelError, match="argument output_hidden_states: found True"):
+            engine.step(batch, CalledForward(model, lambda called, i: called(**i, output_hidden_states=True).loss))
+        assert engine.version == 0
+        engine.step(batch, CalledForward(model, again))
+
+
+def test_what_it_saves_says_what_it_was(base: Path, tmp_path: Path) -> None:
+    trainer = made(base, tmp_path / "run", save_strategy="steps", save_steps=3)
+    trainer.train()
+    state = json.loads((tmp_path / "run" / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["global_step"] == 3
+    header = json.loads((tmp_path / "run" / "checkpoint-3" / "journal.jsonl").read_text().splitlines()[0])
+    assert header["seed"] == 42
+    assert header["estimator"]["name"] == "mezo-sgd"

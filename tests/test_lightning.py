@@ -1,0 +1,117 @@
+"""Lightning's Trainer with zeroth-order steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import make_batch, save_model, small_config
+from transformers import AutoModelForCausalLM
+
+from zo2adapters import ZOLightningModule, open_checkpoint
+from zo2core import Distribution, Guarded, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
+
+lightning = pytest.importorskip("lightning.pytorch")
+callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what Lightning says about loaders' threads and its own dependencies
+
+BATCHES = [make_batch(small_config("llama").vocab_size, [5, 4], seed=seed) for seed in range(8)]
+
+
+class ResumableLoader:
+    """Gives the batches in order; its place is part of a checkpoint, as Lightning asks of loaders."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        while self.place < len(BATCHES):
+            self.place += 1
+            yield BATCHES[self.place - 1]
+
+    def __len__(self) -> int:
+        return len(BATCHES)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class Held(torch.utils.data.Dataset[Any]):
+    """The batches to evaluate on."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Any:
+        return BATCHES[6 + index]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("lightning") / "base", small_config("llama"))
+
+
+def halving(step: int) -> float:
+    return float(0.5**step)
+
+
+def module(base: Path) -> ZOLightningModule:
+    return ZOLightningModule(open_checkpoint(base), lr=1e-2, lr_lambda=halving, seed=3)
+
+
+def trainer(directory: Path, steps: int, **options: Any) -> Any:
+    keeping = callbacks.ModelCheckpoint(dirpath=directory / "kept", every_n_train_steps=3, save_top_k=-1)
+    return lightning.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=directory,
+        callbacks=[keeping],
+        **options,
+    )
+
+
+def test_the_trajectory_is_that_of_a_plain_loop(base: Path, tmp_path: Path) -> None:
+    ours = module(base)
+    fitted = trainer(tmp_path, 6, val_check_interval=2)
+    held_out: Any = torch.utils.data.DataLoader(Held(), batch_size=None)
+    fitted.fit(ours, ResumableLoader(), held_out)
+    mezo = MeZOSGD(lr=lambda step: 1e-2 * halving(step), zo_eps=1e-3, perturb_in_place=False)
+    estimator = Guarded(estimator=mezo)
+    with ZOEngine(open_checkpoint(base), estimator, noise=PhiloxNoise(Distribution.RADEMACHER), seed=3) as engine:
+        for batch in BATCHES[:6]:
+            result = engine.step(batch)
+        assert ours.engine.journal.updates == engine.journal.updates
+        assert fitted.callback_metrics["val_loss"] == torch.tensor(engine.evaluate(BATCHES[6:]).loss)
+        assert fitted.callback_metrics["train_loss"] == torch.tensor(result.loss)
+        assert fitted.global_step == 6
+        ours.export(tmp_path / "out")
+        weights = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+        for name, value in engine.parameters_now():
+            assert torch.equal(value, weights[name])
+
+
+def test_a_run_resumed_in_the_middle_is_the_one_that_was_not_interrupted(base: Path, tmp_path: Path) -> None:
+    whole, resumed = module(base), module(base)
+    trainer(tmp_path, 6).fit(whole, ResumableLoader())
+    [middle] = (tmp_path / "kept").glob("*step=3.ckpt")
+    assert middle.stat().st_size < 30_000, "a journal, no weights"
+    trainer(tmp_path, 6).fit(resumed, ResumableLoader(), ckpt_path=middle)
+    assert resumed.engine.journal.updates == whole.engine.journal.updates
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"precision": "bf16-mixed"}, r"Trainer\(precision\): found bf16-mixed; expected 32-true")]
+)
+def test_what_cannot_be_heeded_is_refused(base: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        trainer(tmp_path, 1, **options).fit(module(base), ResumableLoader())

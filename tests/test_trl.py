@@ -1,0 +1,217 @@
+"""TRL's trainers with zeroth-order steps: their data, losses and logs, our bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import WORDS, save_model, save_tokenizer, small_config
+from parity import assert_same_bits
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+from zo2adapters import MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkpoint
+from zo2core import Distribution, Guarded, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
+
+datasets = pytest.importorskip("datasets")
+trl = pytest.importorskip("trl")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+EXACT = ZOArguments(estimator=MeZOSGD, distribution=None, guard=False, zo_eps=1e-2)
+NOUNS = WORDS[3:]
+PAIRS = [
+    {"prompt": " ".join(NOUNS[i % 5 : i % 5 + 3]), "completion": " " + " ".join([NOUNS[i * 3 % 7]] * (1 + i % 2))}
+    for i in range(12)
+]
+PREFERENCES = [
+    {"prompt": row["prompt"], "chosen": row["completion"], "rejected": " " + NOUNS[(i * 5 + 1) % 7]}
+    for i, row in enumerate(PAIRS)
+]
+
+
+class ZOSFTTrainer(ZOTrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+    pass
+
+
+class ZODPOTrainer(ZOTrainerMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
+    pass
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = save_model(tmp_path_factory.mktemp("trl") / "base", small_config("llama"))
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def options(output: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(output),
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "max_steps": 6,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        **changes,
+    }
+
+
+def sft(base: Any, output: Path, kind: type[Any] = ZOSFTTrainer, zo: ZOArguments | None = None, **changes: Any) -> Any:
+    given = {"zo": zo} if kind is ZOSFTTrainer else {}
+    rows = datasets.Dataset.from_list(PAIRS)
+    args = trl.SFTConfig(**options(output, **changes))
+    return kind(model=base, args=args, train_dataset=rows, eval_dataset=rows.select(range(5)), **given)
+
+
+def dpo(base: Any, output: Path, kind: type[Any] = ZODPOTrainer, zo: ZOArguments | None = None, **changes: Any) -> Any:
+    given = {"zo": zo} if kind is ZODPOTrainer else {}
+    rows = datasets.Dataset.from_list(PREFERENCES)
+    args = trl.DPOConfig(**options(output, **changes))
+    return kind(model=base, args=args, train_dataset=rows, eval_dataset=rows.select(range(5)), **given)
+
+
+def same_as_literal(trainer: Any, stock: Any, *, bf16: bool = False) -> None:
+    """Hold a trainer that has trained against MeZO's loop over the stock trainer's model and loss."""
+    whole = stock.model
+
+    class Literal(MonolithicMeZO):
+        def loss(self, batch: Any) -> torch.Tensor:
+            with torch.inference_mode():
+                return stock.compute_loss(stock.model_wrapped, dict(batch)).detach()  # type: ignore[no-any-return]
+
+    stock.model_wrapped = stock.accelerator.prepare_model(whole)
+    literal = Literal(whole, lr=1e-3, zo_eps=1e-2)
+    batches = iter(stock.get_train_dataloader())
+    for update in trainer.engine.journal.updates:
+        assert literal.step(next(batches), update.seeds[0]).losses == update.losses
+    own = dict(whole.named_parameters())
+    for name, value in trainer.engine.parameters_now():
+        assert_same_bits(name, value, own[name])
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_sft_is_a_plain_loop(base: Path, tmp_path: Path, bf16: bool) -> None:
+    trainer = sft(str(base), tmp_path / "run", bf16=bf16, logging_steps=1, eval_strategy="steps", eval_steps=3)
+    trainer.train()
+    estimator = Guarded(estimator=MeZOSGD(lr=1e-3, zo_eps=1e-3, perturb_in_place=False))
+    model = open_checkpoint(base, precision="mixed" if bf16 else "exact")
+    with ZOEngine(model, estimator, noise=PhiloxNoise(Distribution.RADEMACHER), seed=42) as engine:
+        for batch in trainer.get_train_dataloader():
+            engine.step({key: batch[key] for key in ("input_ids", "attention_mask", "labels")})
+        assert trainer.engine.journal.updates == engine.journal.updates
+        trainer.save_model(tmp_path / "saved")
+        engine.export(tmp_path / "plain")
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "plain").state_dict()
+    for name, value in AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict().items():
+        assert_same_bits(name, value, weights[name])
+
+
+@pytest.mark.parametrize("changes", [{}, {"loss_type": "dft"}, {"bf16": True}], ids=str)
+def test_sfts_own_loss_is_monolithic_mezos(base: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    zo = ZOArguments(**{**vars(EXACT), "trainer_loss": True})
+    trainer = sft(base, tmp_path / "run", zo=zo, logging_steps=6, **changes)
+    trainer.train()
+    [logged] = [row for row in trainer.state.log_history if "loss" in row]
+    assert {"entropy", "mean_token_accuracy", "num_tokens"} <= logged.keys()
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    stock = sft(whole, tmp_path / "stock", trl.SFTTrainer, **changes)
+    with torch.inference_mode():
+        same_as_literal(trainer, stock, bf16=bool(changes.get("bf16")))
+
+
+def test_sft_accumulates_as_the_stock_trainer_does(base: Path, tmp_path: Path) -> None:
+    """A step of several batches is the mean over all their labelled tokens, with the trainer's loss and with the model's."""
+    both = [
+        sft(base, tmp_path / name, zo=ZOArguments(trainer_loss=own), gradient_accumulation_steps=3, max_steps=2)
+        for name, own in (("own", True), ("models", False))
+    ]
+    for trainer in both:
+        trainer.train()
+    theirs, ours = ([update.losses for update in trainer.engine.journal.updates] for trainer in both)
+    assert [list(losses) for losses in theirs] == [pytest.approx(losses, rel=1e-5) for losses in ours]
+
+
+def test_packed_rows_run_without_padding(base: Path, tmp_path: Path) -> None:
+    trainer = sft(base, tmp_path / "run", zo=EXACT, packing=True, max_length=12, max_steps=2)
+    trainer.train()
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert "position_ids" in batch
+    assert "attention_mask" not in batch
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    literal = MonolithicMeZO(whole, lr=1e-3, zo_eps=1e-2)
+    kept = {key: batch[key] for key in ("input_ids", "position_ids", "labels")}
+    [first, *_] = trainer.engine.journal.updates
+    whole.config.use_cache = False
+    assert literal.step(kept, first.seeds[0]).losses == first.losses
+
+
+@pytest.mark.parametrize("changes", [{}, {"loss_type": "ipo"}, {"loss_type": ["sigmoid", "sft"]}, {"bf16": True}], ids=str)
+def test_dpo_is_monolithic_mezos(base: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    trainer = dpo(base, tmp_path / "run", zo=EXACT, logging_steps=6, **changes)
+    trainer.train()
+    [logged] = [row for row in trainer.state.log_history if "loss" in row]
+    assert {"rewards/accuracies", "rewards/margins", "logps/chosen"} <= logged.keys()
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    stock = dpo(whole, tmp_path / "stock", trl.DPOTrainer, precompute_ref_log_probs=True, **changes)
+    for column in ("ref_chosen_logps", "ref_rejected_logps"):
+        assert trainer.train_dataset[column] == stock.train_dataset[column], column
+    with torch.inference_mode():
+        same_as_literal(trainer, stock)
+
+
+def test_evaluation_is_the_stock_trainers(base: Path, tmp_path: Path) -> None:
+    for make, kind in ((sft, trl.SFTTrainer), (dpo, trl.DPOTrainer)):
+        name = kind.__name__
+        trainer = make(base, tmp_path / name)
+        trainer.train()
+        trainer.save_model(tmp_path / name / "saved")
+        ours = trainer.evaluate()
+        fresh = make(str(tmp_path / name / "saved"), tmp_path / name / "fresh")
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path / name / "saved")
+        extra: dict[str, Any] = {"precompute_ref_log_probs": True} if make is dpo else {}
+        theirs = make(whole, tmp_path / name / "stock", kind, **extra).evaluate()
+        of_fresh = fresh.evaluate()
+        for key in theirs.keys() - {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second"}:
+            if not key.endswith(("_time", "num_tokens")):
+                assert of_fresh[key] == theirs[key], (name, key)
+        if make is sft:
+            assert ours["eval_loss"] == theirs["eval_loss"]
+
+
+@pytest.mark.parametrize("make", [sft, dpo])
+def test_a_run_resumed_in_the_middle_is_the_one_that_was_not_interrupted(base: Path, tmp_path: Path, make: Any) -> None:
+    whole = make(base, tmp_path / "run", save_strategy="steps", save_steps=3)
+    whole.train()
+    resumed = make(base, tmp_path / "run")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert resumed.engine.journal.updates == whole.engine.journal.updates
+    assert resumed.state.global_step == 6
+
+
+def test_what_cannot_be_heeded_is_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="bf16, fp16: found a model that computes in the dtype of its weights"):
+        sft(open_checkpoint(base), tmp_path / "run", bf16=True)
+    with pytest.raises(OptionError, match="model_init_kwargs: found"):
+        sft(base, tmp_path / "run", model_init_kwargs={"dtype": "float32"})
+    with pytest.raises(OptionError, match="sync_ref_model: found True"):
+        dpo(base, tmp_path / "run", sync_ref_model=True)
+    args = trl.DPOConfig(**options(tmp_path / "run"))
+    with pytest.raises(OptionError, match="ref_model: found a str"):
+        ZODPOTrainer(model=base, args=args, ref_model="other")
+    assert isinstance(args, TrainingArguments)
