@@ -14,8 +14,8 @@ COMMON: dict[str, Any] = {
     "database": None,
     "suppress_health_check": [HealthCheck.too_slow],
 }
-settings.register_profile("short", max_examples=50, **COMMON)
-settings.register_profile("long", max_examples=500, **COMMON)  # all of them end within an afternoon on two cores
+settings.register_profile("short", max_examples=30, **COMMON)
+settings.register_profile("long", max_examples=300, **COMMON)  # all of them end within two hours on two cores
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -71,12 +71,15 @@ def test_a_setting_that_several_tables_repeat_has_the_same_figures() -> None:
         assert [mezo.speed, zo2.speed] == [figures.speed for figures in first[key]]
 
 
-def test_every_table_runs_and_losses_are_those_of_monolithic_mezo(run: Run) -> None:
-    out, found = run("--sizes", "opt-1.3b,qwen3-1.7b")
+def test_every_table_runs_and_losses_are_those_of_monolithic_mezo(run: Run, request: pytest.FixtureRequest) -> None:
+    every = {"main": 2, "ablation": 1, "batch": 4, "length": 4, "qwen3": 1}
+    if not request.config.getoption("--long"):
+        every = {name: every[name] for name in ("main", "ablation", "qwen3")}
+    out, found = run("--sizes", "opt-1.3b,qwen3-1.7b", "--tables", ",".join(every))
     assert "simulated bus of 10 GB/s" in out
     assert "divided by 64" in out
     rows = {name: len(reported) for name, reported in found["tables"].items()}
-    assert rows == {"main": 2, "ablation": 1, "batch": 4, "length": 4, "qwen3": 1}
+    assert rows == every
     for reported in found["tables"].values():
         for row in reported:
             for name, variant in row["variants"].items():
