@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import sys
+import warnings
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -126,7 +127,12 @@ def run_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @every_page
-def test_commands_and_examples_run_as_printed(page: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_and_examples_run_as_printed(
+    page: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if page.stem == "trainers":  # of others, who warn of much
+        warnings.simplefilter("ignore")
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", here / "cache")
     if page == README:
         shutil.rmtree(here / "run")  # it makes its own
     for language, text in fences(page):
