@@ -9,8 +9,8 @@ import re
 import shlex
 import shutil
 import sys
-import warnings
 import tomllib
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 

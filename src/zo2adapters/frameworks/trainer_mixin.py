@@ -217,9 +217,12 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         """Leave the model where it is: the engine moves its segments."""
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
-        # The engine places the weights, and computes in the precision in which the model was opened.
-        own = {"mixed_precision": "no", "device_placement": False}
-        return dict(super()._build_accelerator_args(**options, **own))
+        return dict(super()._build_accelerator_args(**options, device_placement=False))  # the engine places the weights
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, which is not to cast: the engine computes in the precision in which the model was opened."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.native_amp, self.accelerator.scaler = False, None
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         loader = DataLoader(dataset, batch_size=batch_size, collate_fn=self.data_collator, shuffle=False)

@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -23,6 +23,8 @@ from zo2adapters.models.companions import (
     without_remote_code,
 )
 from zo2adapters.models.derivation import derive_architecture
+from zo2adapters.models.head_model import HFHeadModel
+from zo2adapters.models.heads import CAUSAL_LM, Head, head_of
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.llama import LLAMA
 from zo2adapters.models.matching import load_buffers, match_tensors, require_dtype
@@ -66,6 +68,7 @@ def open_checkpoint(
     export_dtype: torch.dtype | str = "auto",
     architecture: Architecture | Path | None = None,
     loss_chunk: int | Literal["auto"] | None = "auto",
+    head: str = CAUSAL_LM.name,
 ) -> HFBlockModel:
     """Open a model directory, or a model of the hub, for training.
 
@@ -84,6 +87,9 @@ def open_checkpoint(
         loss_chunk: Compute head and loss over so many labelled tokens at a time: the logits are never there whole. The loss
             then differs from Hugging Face's by the order in which floats are summed. None: its own, bit for bit. "auto" is
             None in exact precision; in mixed precision it is as many as a cache holds.
+        head: What the model ends in: "causal-lm", "masked-lm", "sequence-classification" (regression among it, as the config
+            says), "token-classification" or "question-answering", each built by transformers' class of that name. The
+            checkpoint has to hold its weights. Labels are what that class takes.
 
     Returns:
         The model, cut into segments. Nothing but headers was read.
@@ -98,6 +104,9 @@ def open_checkpoint(
         raise OptionError(
             "loss_chunk", found=repr(loss_chunk), expected="a number of at least 1, None or 'auto'", remedy="leave it out"
         )
+    kind = head_of(head)
+    if kind is not CAUSAL_LM and loss_chunk not in (None, "auto"):
+        raise OptionError("loss_chunk", found=f"{loss_chunk} for {head}", expected="none", remedy="leave it out")
     directory = resolve_directory(path)
     config = _read_config(directory)
     _refuse_pickled(directory)
@@ -105,11 +114,12 @@ def open_checkpoint(
     own = _dtype("auto", config, entries)
     given = dtype != "auto"
     chosen = choose_precision(precision, _dtype(dtype, config, entries), given=given, carried=carried)
-    skeleton = _build(directory, config, chosen.stored)
+    skeleton = _build(directory, config, chosen.stored, kind)
     if isinstance(architecture, Path):
         architecture = read_architecture(architecture)
     if architecture is None:
-        architecture = ARCHITECTURES.get(config.model_type) or derive_architecture(skeleton)
+        known = ARCHITECTURES.get(config.model_type) if kind is CAUSAL_LM else None
+        architecture = known or derive_architecture(skeleton, head=kind)
     if architecture.model_type != config.model_type:
         raise OptionError(
             "architecture",
@@ -127,18 +137,18 @@ def open_checkpoint(
     if export_dtype != "auto":
         exported = _dtype(export_dtype, config, entries)
     companions = _companions(directory, skeleton, exported)
-    return HFBlockModel(
-        skeleton,
-        architecture,
-        weights,
-        companions,
-        saved_form=SavedForm(parts, load_buffers(matched.buffers, skeleton)),
-        loss_chunk=_loss_chunk(config, chosen) if loss_chunk == "auto" else loss_chunk,
-        autocast=chosen.autocast,
-        carried=None if chosen.carried is chosen.stored else chosen.carried,
-        carried_back=chosen.carried_back,
-        export_dtype=exported if rounds else None,
-    )
+    parts_of_it = (skeleton, architecture, weights, companions)
+    options: dict[str, Any] = {
+        "saved_form": SavedForm(parts, load_buffers(matched.buffers, skeleton)),
+        "autocast": chosen.autocast,
+        "carried": None if chosen.carried is chosen.stored else chosen.carried,
+        "carried_back": chosen.carried_back,
+        "export_dtype": exported if rounds else None,
+    }
+    if kind is not CAUSAL_LM:
+        return HFHeadModel(kind, *parts_of_it, **options)
+    chunk = _loss_chunk(config, chosen) if loss_chunk == "auto" else loss_chunk
+    return HFBlockModel(*parts_of_it, loss_chunk=chunk, **options)
 
 
 def resolve_directory(path: Path | str) -> Path:
@@ -216,17 +226,17 @@ def _refuse_oversized(path: Path) -> None:
             )
 
 
-def _build(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _build(directory: Path, config: PretrainedConfig, dtype: torch.dtype, head: Head) -> PreTrainedModel:
     try:
-        return build_skeleton(config, dtype)
+        return build_skeleton(config, dtype, head)
     except ZO2Error:
         raise
     except Exception as error:  # any: sizes that contradict each other surface inside the model's own code
         raise UnsupportedModelError(
             directory / "config.json",
             found=f"a config that transformers cannot build a model from ({type(error).__name__}: {_first_line(error)})",
-            expected="the config of a causal language model",
-            remedy="use the config.json that belongs to these shards",
+            expected=f"the config of a model with a head for {head.name}",
+            remedy="use the config.json that belongs to these shards, or another head",
         ) from error
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from zo2adapters.models.architecture import Architecture
+from zo2adapters.models.heads import CAUSAL_LM, Head
 from zo2adapters.models.stubs import StandIn
 from zo2core import UnsupportedModelError
 
@@ -137,11 +138,12 @@ class _DryLayer(StandIn):
         return passed if seen.returned == 0 else (passed, *seen.others)
 
 
-def derive_architecture(model: PreTrainedModel) -> Architecture:
-    """Learn where a decoder's parts are.
+def derive_architecture(model: PreTrainedModel, head: Head = CAUSAL_LM) -> Architecture:
+    """Learn where a model's parts are.
 
     Args:
         model: From ``build_skeleton``. It is the same afterwards.
+        head: What it ends in. That of a causal language model has to give the loss of the next token.
 
     Raises:
         UnsupportedModelError: naming what cannot be told apart.
@@ -158,10 +160,11 @@ def derive_architecture(model: PreTrainedModel) -> Architecture:
         seen = _Seen(len(layers), returned)
         try:
             with _stubbed(model, layers, owners, seen), _Watch(seen, answer=answer):
-                is_next_token = _asks_for_next_token(model)
+                is_next_token = _asks_for_next_token(model, learns=head is CAUSAL_LM)
                 architecture = _architecture(model, path, owners, seen, where)
                 seen.again()
-                _require_short_rows(model, where)
+                if head is CAUSAL_LM:
+                    _require_short_rows(model, where)
         except UnsupportedModelError:
             raise
         except _MismatchError as error:
@@ -217,11 +220,15 @@ def _require_short_rows(model: nn.Module, where: str) -> None:
         raise _refused(where, f"a forward that takes no rows of one token ({type(error).__name__}: {error})") from error
 
 
-def _asks_for_next_token(model: nn.Module) -> bool:
+def _asks_for_next_token(model: nn.Module, *, learns: bool) -> bool:
     """Run the forward; whether its loss is the model's loss function of its logits and the labels, and nothing else.
 
-    Labelled tokens are counted, and logits computed in chunks, on that ground.
+    Labelled tokens are counted, and logits computed in chunks, on that ground. Of a model that does not learn next tokens
+    nothing is asked.
     """
+    if not learns:
+        _run(model, rows=1, tokens=_TOKENS)
+        return True
     loss, labels, own = _Loss(), torch.zeros(1, _TOKENS, dtype=torch.int64), vars(model).get("_loss_function")
     vars(model)["_loss_function"] = loss
     try:

@@ -59,6 +59,7 @@ class HFBlockModel:
         carried: The dtype in which the layers' matrices are carried to a device; None: as they are stored.
         carried_back: Whether they come back in it, too.
         export_dtype: To which exported weights are rounded; None: they are written as they are stored.
+        targets: Entries of a batch that the loss alone reads.
 
     Raises:
         UnsupportedModelError: if the architecture's declaration does not fit the model.
@@ -77,6 +78,7 @@ class HFBlockModel:
         carried: torch.dtype | None = None,
         carried_back: bool = False,
         export_dtype: torch.dtype | None = None,
+        targets: Sequence[str] = ("labels",),
     ) -> None:
         self.config = skeleton.config
         self.layouts = segment_layouts(skeleton, architecture, autocast, carried, carried_back=carried_back)
@@ -88,6 +90,7 @@ class HFBlockModel:
         self.companions = companions
         self.saved_form = saved_form or SavedForm()
         self.loss_chunk = loss_chunk
+        self.targets = targets
         self._aliases = segment_aliases(skeleton, architecture)
         self._modules = dict(skeleton.named_modules())
         self._stored = {spec.name: spec.dtype for layout in self.layouts for spec in layout.parameters}
@@ -173,7 +176,7 @@ class HFBlockModel:
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer. See the contract."""
         with branches_of(batch):
-            return self.prologue(**{key: value for key, value in batch.items() if key != "labels"}, use_cache=False)
+            return self.prologue(**{key: value for key, value in batch.items() if key not in self.targets}, use_cache=False)
 
     def prologue(self, **inputs: Any) -> Activations:
         """Run HF's forward with these arguments up to the first layer."""

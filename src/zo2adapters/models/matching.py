@@ -52,7 +52,7 @@ def match_tensors(
             f"{entry.path}: {entry.name}",
             found=f"{len(unexpected)} tensor(s) that the model of config.json does not have, this one first",
             expected="the parameters of the config's model",
-            remedy="use the config.json that belongs to these shards",
+            remedy="use the config.json that belongs to these shards, or open them with the head that they have",
         )
     parameters: dict[str, tuple[Piece, ...]] = {}
     for name, aliases in parameter_names(skeleton).items():
@@ -116,7 +116,8 @@ def load_buffers(buffers: Mapping[str, TensorEntry], skeleton: PreTrainedModel) 
 
 
 def _missing(directory: Path, name: str, expected: str) -> CheckpointError:
-    return CheckpointError(directory, found=f"no tensor {name}", expected=expected, remedy="get all shards")
+    remedy = "get all shards; weights of a new head are made by transformers: load the model with it, and save it"
+    return CheckpointError(directory, found=f"no tensor {name}", expected=expected, remedy=remedy)
 
 
 def _whole(pieces: Sequence[Piece], name: str) -> TensorEntry:

@@ -21,7 +21,8 @@ class PreparedBatch(dict[str, torch.Tensor]):
     def __init__(self, batch: Batch) -> None:
         super().__init__(batch)
         self.branches = BranchCache()
-        self.predictions = predictions(batch) if "labels" in batch else None
+        labels = batch.get("labels")
+        self.predictions = None if labels is None or labels.dim() != 2 else predictions(batch)
         self.is_padded = is_padded(batch)
 
 

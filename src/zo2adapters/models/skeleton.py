@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
+from zo2adapters.models.heads import CAUSAL_LM, Head
 from zo2core import UnsupportedModelError
 
 
@@ -72,21 +73,20 @@ def _initialize_again(model: PreTrainedModel, where: str) -> None:
                 )
 
 
-def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, head: Head = CAUSAL_LM) -> PreTrainedModel:
     """Build a model whose parameters take no memory, ready to be cut.
 
     Args:
         config: The checkpoint's config. Remote code is not run.
         dtype: Dtype of the parameters, save those that transformers keeps in another one.
+        head: What it ends in.
 
     Raises:
         UnsupportedModelError: if the model cannot be built so.
     """
     where = f"model type {config.model_type}"
     with _ParametersOnMeta():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, trust_remote_code=False
-        )
+        model: PreTrainedModel = head.auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
     model.train(mode=False)
     _initialize_again(model, where)
     _keep_dtypes(model, dtype)

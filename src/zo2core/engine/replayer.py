@@ -121,6 +121,8 @@ class Replayer:
             OptionError: if the forward is no objective, or ends in no number.
         """
         self._use.require_open()
+        if forward is None and isinstance(self._model, Objective):
+            forward = self._model
         if forward is not None:
             return evaluate_objective(
                 partial(self.forwards, forward=forward), batches, self._parts.micro_batch_size, forward

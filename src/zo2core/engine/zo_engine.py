@@ -16,7 +16,7 @@ from zo2core.estimators import direction_seeds, learning_rate
 from zo2core.journal import Journal
 from zo2core.planning import ACTIVATIONS, MemoryPolicy, Replay, WriteBackPolicy
 from zo2core.profiling import Sweep, Timeline, Trace
-from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
+from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Objective, Scheduler, ZOEstimator
 from zo2core.sweep.objective import cut, losses_as_tensors
 from zo2core.sweep.open_step import OpenStep
 from zo2core.types import Batch, Evaluation, StepResult
@@ -165,8 +165,9 @@ class ZOEngine(Replayer):
         """
         evaluations = self.ask(seed=seed)
         try:
-            pieces = cut(batch, self._parts.micro_batch_size, forward)
             way = self._model if forward is None else forward
+            is_own = forward is None and not isinstance(way, Objective)
+            pieces = cut(batch, self._parts.micro_batch_size, None if is_own else way)
             prepared = [way.prepared(self._on_device(piece)) for piece in pieces.batches]
             outputs = self._sweep([(evaluation, prepared) for evaluation in evaluations], way)
             return self.tell([pieces.loss(outputs_of_pieces) for outputs_of_pieces in outputs])

@@ -1,0 +1,94 @@
+"""A model that ends in something else than the next token: its loss says by itself what counts, and how pieces join."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zo2adapters.models.footprint import forward_bytes
+from zo2adapters.models.heads import CAUSAL_LM, Head
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.prepared_batch import check_inputs
+from zo2core import Batch, BatchError, UnsupportedModelError
+
+
+class HFHeadModel(HFBlockModel):
+    """A Hugging Face model with another head than a causal language model's. It is an ``Objective`` itself.
+
+    Args:
+        head: Its kind.
+        arguments: As for ``HFBlockModel``; ``loss_chunk`` has to be None.
+        options: The same.
+    """
+
+    def __init__(self, head: Head, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, targets=head.targets, **options)
+        assert head is not CAUSAL_LM, "HFBlockModel is a causal language model"
+        assert self.loss_chunk is None, "chunks are of next tokens"
+        self.kind = head
+        self._decisive = {"head": head.name, "labels": self.config.num_labels, "problem": self.config.problem_type}
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """What decides the forwards, the head among it."""
+        return {**super().description, **self._decisive}
+
+    def prepared(self, batch: Batch) -> Batch:
+        """Check a batch and its labels. See the contract."""
+        for name in self.kind.targets:
+            if name not in batch:
+                raise BatchError(
+                    f"batch[{name!r}]", found=f"no {name}", expected=f"what {self.kind.name} learns from", remedy="add it"
+                )
+        check_inputs({name: value for name, value in batch.items() if name not in self.kind.targets}, self.config)
+        self.kind.check(batch, self.config)
+        return self._prepared(batch)
+
+    def split(self, batch: Batch, rows: int | None) -> list[Batch]:
+        """Cut a batch into pieces of at most so many rows; a piece without a label that counts is left out.
+
+        Raises:
+            BatchError: if it has no labels, or none of them counts.
+        """
+        if not {"input_ids", *self.kind.targets} <= batch.keys():
+            return [batch]  # to be refused as it is prepared
+        total = len(batch["input_ids"])
+        if rows is None or rows >= total:
+            return [batch]
+        pieces = [
+            {
+                name: value[start : start + rows] if value.dim() and len(value) == total else value
+                for name, value in batch.items()
+            }
+            for start in range(0, total, rows)
+        ]
+        return [piece for piece in pieces if self.kind.count(piece)] or [batch]
+
+    def loss(self, outputs: Sequence[torch.Tensor], pieces: Sequence[Batch]) -> torch.Tensor:
+        """The mean over all labels of the pieces, in float64; of one piece its loss itself. See the contract."""
+        if len(outputs) == 1:
+            return outputs[0]
+        counts = [self.kind.count(piece) for piece in pieces]
+        summed = torch.stack([loss.double() * count for loss, count in zip(outputs, counts, strict=True)]).sum()
+        return (summed / sum(counts)).to(outputs[0].dtype)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Refuse to say what comes next.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise UnsupportedModelError(
+            f"model type {self.config.model_type}",
+            found=f"a head for {self.kind.name}",
+            expected="a causal language model, to generate from or to score by",
+            remedy="open the checkpoint without head",
+        )
+
+    def forward_bytes(self, batch: Batch) -> int:
+        """Give the bytes by formula. See the contract."""
+        rows, tokens = batch["input_ids"].shape
+        has_vocabulary = self.kind.name == "masked-lm"
+        return forward_bytes(self.config, rows, tokens, loss_chunk=None if has_vocabulary else 0)
