@@ -15,8 +15,8 @@ from zo2adapters.cli import main
 from zo2adapters.commands import train
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.trainers.allocator import KEPT, keep_freed_memory, keeps_memory, peak_memory, with_kept_memory
+from zo2adapters.trainers.metrics import progress
 from zo2adapters.trainers.run_plan import plan_run
-from zo2adapters.trainers.trainer import progress
 from zo2core import HostPlan, MemoryPart, free_memory
 
 MIB = 1 << 20

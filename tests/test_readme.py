@@ -69,6 +69,11 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_rows(folder / name, *({"prompt": "a b", "completion": f" c {word}"} for word in WORDS[2:6]))
     save_rows(folder / "texts.jsonl", {"text": "the cat sat"}, {"text": "the dog ran"})
     save_rows(folder / "messages.jsonl", {"messages": [{"role": "user", "content": "the cat"}]})
+    (folder / "sst2").mkdir()
+    for name in ("train", "validation"):
+        save_rows(
+            folder / "sst2" / f"{name}.jsonl", *({"sentence": f"the {word}", "label": i % 2} for i, word in enumerate(WORDS))
+        )
     save_rows(folder / "choices.jsonl", {"prompt": "the cat is", "candidates": [" yes", " no"], "answer": " no"})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -63,6 +63,7 @@ def test_core_modules_import_downwards_only(path: Path) -> None:
 ADAPTERS = [path for path in MODULES if path.is_relative_to(SOURCE / "zo2adapters")]
 ADAPTER_ROOMS = (
     "ranges",
+    "optional_package",
     "confinement",
     "models",
     "tasks",

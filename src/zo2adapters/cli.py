@@ -103,6 +103,12 @@ COMMANDS: dict[str, Place] = {
         "ShowTimeline",
         "Draw what the lanes did in one sweep, from a trace; two traces one above the other on one time scale.",
     ),
+    "rows": Place(
+        "zo2adapters.commands.rows",
+        "WriteRows",
+        "Write a benchmark's rows, such as sst2's, as files to train and to evaluate on.",
+        ("zo2adapters.tasks.benchmark_rows",),
+    ),
     "plan": Place(
         "zo2adapters.commands.plan",
         "Plan",

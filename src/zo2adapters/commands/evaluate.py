@@ -17,7 +17,7 @@ from zo2core import NonFiniteLossError, Replayer, parse_size
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
-    from zo2adapters.tasks.candidates import Choice
+    from zo2adapters.tasks.candidates import Choices
 
 BATCHES = 8  # an evaluation reserves memory for so many batches of the longest rows by default
 
@@ -51,8 +51,10 @@ class Evaluate(AtStep):
             self._choose(at, model, read_choices(self.data, tokenizer, sequence_length=length), pad_token_id(tokenizer))
             return
         dataset = read_dataset(self.data, tokenizer, sequence_length=length)
-        longest = max(len(row.input_ids) for row in dataset)
-        with self._engine(at, model, longest) as engine, tqdm(total=len(dataset), unit="row", file=sys.stderr) as bar:
+        with (
+            self._engine(at, model, dataset.longest) as engine,
+            tqdm(total=len(dataset), unit="row", file=sys.stderr) as bar,
+        ):
             result = evaluate_dataset(
                 engine, dataset, batch_size=self.batching.batch_size, pad=pad_token_id(tokenizer), progress=bar.update
             )
@@ -62,12 +64,11 @@ class Evaluate(AtStep):
             f"{len(dataset)} rows, {result.sweeps} sweeps"
         )
 
-    def _choose(self, at: AtStep, model: HFBlockModel, choices: Sequence[Choice], pad: int) -> None:
+    def _choose(self, at: AtStep, model: HFBlockModel, choices: Choices, pad: int) -> None:
         from zo2adapters.tasks.scoring import score
 
-        longest = max(len(choice.prompt) + len(candidate) for choice in choices for candidate in choice.candidates)
         total = sum(len(choice.candidates) for choice in choices)
-        with self._engine(at, model, longest) as engine, tqdm(total=total, unit="candidate", file=sys.stderr) as bar:
+        with self._engine(at, model, choices.longest) as engine, tqdm(total=total, unit="candidate", file=sys.stderr) as bar:
             scored = score(
                 engine,
                 model,
@@ -81,7 +82,7 @@ class Evaluate(AtStep):
         shares = []
         for by_length in (False, True):
             chosen = scored.choices(by_length=by_length)
-            right = sum(place == choice.answer for place, choice in zip(chosen, choices, strict=True))
+            right = sum(choice.is_right(place) for place, choice in zip(chosen, choices, strict=True))
             shares.append(right / len(choices))
         print(
             f"accuracy {shares[0]:.1%}, by mean log-likelihood {shares[1]:.1%}, "

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from zo2adapters.frameworks.arguments import ZOArguments
-from zo2adapters.frameworks.optional_package import optional_package
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.optional_package import optional_package
 from zo2core import Batch, Journal, OptionError, ZOEngine, copy_journal
 
 lightning = optional_package("lightning.pytorch", extra="lightning")

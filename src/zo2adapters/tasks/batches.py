@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import chain, count, islice
 from random import Random
+from typing import Protocol, TypeVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -11,6 +12,16 @@ from torch.nn.utils.rnn import pad_sequence
 from zo2adapters.ranges import require_at_least
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
 from zo2core import IGNORE_INDEX
+
+Row = TypeVar("Row", covariant=True)
+
+
+class Rows(Protocol[Row]):
+    """Rows by their number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Row: ...
 
 
 def collate(rows: Sequence[TokenizedRow], *, pad_token_id: int) -> dict[str, torch.Tensor]:
@@ -33,7 +44,7 @@ def collate(rows: Sequence[TokenizedRow], *, pad_token_id: int) -> dict[str, tor
     return {"input_ids": input_ids, "attention_mask": tokens.to(torch.int64), "labels": labels}
 
 
-def training_batches(dataset: Dataset, *, batch_size: int, seed: int, first_step: int = 0) -> Iterator[list[TokenizedRow]]:
+def training_batches(dataset: Rows[Row], *, batch_size: int, seed: int, first_step: int = 0) -> Iterator[list[Row]]:
     """Batches without end; each epoch takes every row once, in an order that depends on the seed and the epoch only.
 
     Args:

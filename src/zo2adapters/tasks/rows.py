@@ -47,6 +47,21 @@ class Dataset:
     def __iter__(self) -> Iterator[TokenizedRow]:
         return iter(self.rows)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(len(row.input_ids) for row in self.rows)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(len(row.input_ids) for row in self.rows)
+
+    @property
+    def most_sequences(self) -> int:
+        """Sequences that a row is."""
+        return 1
+
     def digest(self) -> str:
         """SHA-256 over what the rows become as batches: tokens, and which of them are without loss."""
         digest = hashlib.sha256()

@@ -12,7 +12,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from zo2core import Update
+import psutil
+
+from zo2adapters.trainers.allocator import peak_memory
+from zo2core import Batch, StepResult, Update
 
 Row = Mapping[str, Any]
 
@@ -96,3 +99,32 @@ def _parsed(line: bytes) -> Row | None:
 
 def _is_real(value: object) -> bool:
     return type(value) is float and math.isfinite(value)
+
+
+def step_record(result: StepResult, batch: Batch) -> dict[str, Any]:
+    """What ``metrics.jsonl`` says about a step, as JSON values."""
+    tokens = int(batch["attention_mask"].sum())
+    return {
+        "step": result.step,
+        "loss": result.loss,
+        "losses": list(result.losses),
+        "projected_grads": list(result.projected_grads),
+        "lr": result.lr,
+        "tokens": tokens,
+        "tokens_per_second": tokens / result.seconds,
+        "seconds": result.seconds,
+        "bytes_moved": result.bytes_moved,
+        "bound_seconds": result.bound_seconds,
+        "lanes": {
+            lane.value: {"busy": use.busy_seconds / result.seconds, "bytes": use.nbytes}
+            for lane, use in result.lanes.items()
+        },
+        "rss_bytes": psutil.Process().memory_info().rss,
+        "peak_rss_bytes": peak_memory(),
+    }
+
+
+def progress(record: dict[str, Any]) -> str:
+    """What the progress line says about a step."""
+    memory, peak = record["rss_bytes"] / 1e9, record["peak_rss_bytes"] / 1e9
+    return f"loss {record['loss']:.4f}, {record['tokens_per_second']:.0f} tokens/s, {memory:.2f} GB (peak {peak:.2f})"

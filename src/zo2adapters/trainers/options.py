@@ -225,6 +225,12 @@ class RunOptions:
     """JSONL file to evaluate on, before the first step and after the last one."""
     evaluate_every: int | None = None
     """Steps after which to evaluate again."""
+    objective: str = "auto"
+    """What steps make smaller. loss: the model's own. Of rows with candidates: choice-loss, MeZO's loss over them, or
+    accuracy or f1, which have no gradient. exact-match: the share of completions that the model does not write by itself.
+    FILE.py:function: a function of the model and a batch. auto is loss, or choice-loss of rows with candidates."""
+    keep_best: bool = False
+    """Export the model of the step whose evaluation was best, not the last one."""
     steps: int = 1000
     """Zeroth-order steps to take; each runs two forwards of one batch a query, or with fzoo one and one more."""
     seed: int = 0
@@ -255,6 +261,13 @@ class RunOptions:
         require_at_least("steps", self.steps, 1)
         if self.evaluate_every is not None:
             require_at_least("evaluate_every", self.evaluate_every, 1)
+        if self.keep_best and self.evaluation is None:
+            raise OptionError(
+                "keep_best",
+                found="True without rows to evaluate on",
+                expected="--evaluation",
+                remedy="name them, or leave it out",
+            )
         require_between("seed", self.seed, -LARGEST, LARGEST)
         self.batching.require_valid()
         self.storage.require_valid()
@@ -329,6 +342,9 @@ class TrainOptions(RunOptions):
             values["model"] = str(Path(self.model).resolve())
         for key in ("data", "evaluation", "architecture"):
             values[key] = None if values[key] is None else str(Path(values[key]).resolve())
+        if ".py:" in self.objective:
+            path, _, function = self.objective.rpartition(":")
+            values["objective"] = f"{Path(path).resolve()}:{function}"
         return dict(json.loads(json.dumps(values, default=lambda value: value.value if isinstance(value, Enum) else value)))
 
     @classmethod
@@ -346,6 +362,7 @@ class TrainOptions(RunOptions):
         optimization["decay"] = Decay(optimization["decay"])
         optimization["noise"] = Noise(optimization["noise"])
         values.setdefault("precision", "exact")  # that of runs of earlier versions
+        values.setdefault("objective", "loss")
         optimization["estimator"] = EstimatorName(optimization.get("estimator", "mezo"))  # earlier runs had no other one
         optimization.setdefault("guard", False)  # runs of earlier versions have none
         evaluation, architecture = values.pop("evaluation"), values.pop("architecture", None)
@@ -366,7 +383,7 @@ class TrainOptions(RunOptions):
 
 _GROUPS: dict[str, Any] = {"optimization": Optimization, "batching": Batching, "storage": Storage}
 _LATER = {
-    *("architecture", "precision", "carried", "schedule_steps", "estimator", "guard"),
+    *("architecture", "precision", "carried", "schedule_steps", "estimator", "guard", "objective", "keep_best"),
     *("clip_grad", "clip_median", "write_limit_tb"),
 }
 """Options that runs of earlier versions have not written down."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zo2adapters.trainers.lessons import function_file
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import DataError, open_regular, reason
 
@@ -40,6 +41,10 @@ def provenance(options: TrainOptions, base: Path, tokens: dict[str, object], *, 
     batching = options.batching
     trained_on = {key: value for key, value in tokens.items() if not key.startswith("evaluation")}
     declared = {} if options.architecture is None else {"architecture sha256": file_sha256(options.architecture)}
+    if options.objective not in ("auto", "loss"):
+        declared["objective"] = options.objective
+        if (function := function_file(options.objective)) is not None:
+            declared |= {"objective": options.objective.rpartition(":")[2], "objective sha256": file_sha256(function)}
     return {
         **declared,
         "data sha256": file_sha256(options.data),

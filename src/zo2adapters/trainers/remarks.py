@@ -6,11 +6,11 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
-from zo2adapters.tasks.rows import Dataset
+from zo2adapters.trainers.lessons import Rows
 from zo2adapters.trainers.options import TrainOptions
 
 
-def remarks(options: TrainOptions, model: HFBlockModel, data: Dataset) -> list[str]:
+def remarks(options: TrainOptions, model: HFBlockModel, data: Rows) -> list[str]:
     """Remarks on precision and data.
 
     Args:

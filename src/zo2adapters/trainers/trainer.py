@@ -5,31 +5,30 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import psutil
 from tqdm import tqdm
 
 from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.models.exported import holds_model
 from zo2adapters.models.footprint import activation_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.batches import collate, training_batches
-from zo2adapters.tasks.rows import Dataset, read_dataset
+from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
-from zo2adapters.trainers.allocator import peak_memory, with_kept_memory
+from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.base_check import verify_with_progress
-from zo2adapters.trainers.dataset_evaluation import evaluate_dataset
 from zo2adapters.trainers.finite_base import require_finite_base
 from zo2adapters.trainers.health import Watch, diverged, ruined
+from zo2adapters.trainers.lessons import Rows, lesson_of, read_rows
+from zo2adapters.trainers.metrics import progress, step_record
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.provenance import provenance
 from zo2adapters.trainers.remarks import remarks
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
 from zo2core import (
-    Batch,
     CheckpointError,
     DivergenceError,
     JournalError,
@@ -37,8 +36,8 @@ from zo2core import (
     NonFiniteLossError,
     OptionError,
     OutputError,
+    Replayer,
     ScratchError,
-    StepResult,
     WriteBackPolicy,
     ZOEngine,
     ZOEstimator,
@@ -88,12 +87,22 @@ class Trainer:
         tokenizer = load_tokenizer(directory)
         length = batching.length_for(model)
         self._pad = pad_token_id(tokenizer)
-        self._data = read_dataset(options.data, tokenizer, sequence_length=length)
+        self._data = read_rows(options.data, tokenizer, sequence_length=length)
         self._evaluation = (
-            None if options.evaluation is None else read_dataset(options.evaluation, tokenizer, sequence_length=length)
+            None if options.evaluation is None else read_rows(options.evaluation, tokenizer, sequence_length=length)
         )
-        longest = max(len(row.input_ids) for row in [*self._data, *(self._evaluation or ())])
-        activations, least = _reserved(options, model, longest)
+        pad, batch_size = self._pad, options.batching.batch_size
+        self._lesson = lesson_of(options.objective, model, self._data, pad=pad, batch_size=batch_size)
+        read = [self._data, *([] if self._evaluation is None else [self._evaluation])]
+        if len({type(rows) for rows in read}) > 1:
+            raise OptionError(
+                "evaluation",
+                found="rows of another kind than those to train on",
+                expected="both with candidates, or both without",
+                remedy="name other rows",
+            )
+        longest, sequences = max(rows.longest for rows in read), max(rows.most_sequences for rows in read)
+        activations, least = _reserved(options, model, longest, sequences)
         self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
             self._layouts = model.layouts
@@ -186,7 +195,7 @@ class Trainer:
 
     def _take_steps(self) -> None:
         options, engine = self.options, self.engine
-        rows = training_batches(
+        batches = training_batches(
             self._data, batch_size=options.batching.batch_size, seed=options.seed, first_step=engine.version
         )
         evaluated = {row["step"] for row in self._run.metrics(engine.journal) if "evaluation_loss" in row}
@@ -206,8 +215,9 @@ class Trainer:
                     self._evaluate(self._evaluation, metrics, bar)
                 if engine.version >= options.steps:
                     break
-                batch = collate(next(rows), pad_token_id=self._pad)
-                result = engine.step(batch)
+                rows = next(batches)
+                batch = self._lesson.batch(rows)
+                result = self._lesson.step(engine, rows, batch)
                 for line in self._watch.lines(result, engine.journal.updates, options):
                     bar.write(line, file=sys.stderr)
                 record = step_record(result, batch)
@@ -221,8 +231,34 @@ class Trainer:
         for partial in self.options.output.glob(f".{MODEL}.partial-*"):  # of an export that was killed, also at its very end
             shutil.rmtree(partial)
         if not holds_model(exported):
-            self.engine.export(exported)
+            best = self._best_step() if self.options.keep_best else None
+            if best in (None, self.engine.version):
+                self.engine.export(exported)
+            else:
+                self._export_step(best, exported)
         return exported
+
+    def best_evaluation(self) -> str | None:
+        """Which evaluation was best, in a line; None if there was none."""
+        best, evaluations = self._best_step(), self._evaluations()
+        return None if best is None else f"best of {len(evaluations)} evaluations: step {best}, loss {evaluations[best]:.4f}"
+
+    def _best_step(self) -> int | None:
+        evaluations = self._evaluations()
+        return min(evaluations, key=lambda step: (evaluations[step], step)) if evaluations else None
+
+    def _evaluations(self) -> dict[int, float]:
+        """The loss of each evaluation, by its step."""
+        rows = self._run.metrics(self.engine.journal)
+        return {row["step"]: row["evaluation_loss"] for row in rows if "evaluation_loss" in row}
+
+    def _export_step(self, step: int, directory: Path) -> None:
+        """Write the model of an earlier step: a segment's bytes cannot be brought back, so the base is read again."""
+        self.engine.close()
+        storage = self.options.storage
+        memory = MemoryPolicy(host=storage.memory, activations="1MiB")
+        with Replayer(self._model, self.engine.journal.until(step), device=storage.device, memory=memory) as replayer:
+            replayer.export(directory)
 
     def close(self) -> None:
         """Close the engine and let go of the directory. May be called twice."""
@@ -251,7 +287,7 @@ class Trainer:
         tokens: dict[str, object] = {"padding": self._pad}
         for name, dataset in (("data", self._data), ("evaluation", self._evaluation)):
             if dataset is not None:
-                tokens[f"{name} tokens"] = sum(len(row.input_ids) for row in dataset)
+                tokens[f"{name} tokens"] = dataset.tokens
                 tokens[f"{name} sha256"] = dataset.digest()
         return tokens
 
@@ -259,11 +295,14 @@ class Trainer:
         every = self.options.evaluate_every
         return version in (0, self.options.steps) or (every is not None and version % every == 0)
 
-    def _evaluate(self, dataset: Dataset, metrics: IO[bytes], bar: tqdm[Any]) -> None:
-        result = evaluate_dataset(self.engine, dataset, batch_size=self.options.batching.batch_size, pad=self._pad)
-        _write(metrics, {"step": self.engine.version, "evaluation_loss": result.loss, "evaluation_seconds": result.seconds})
-        sweeps = f"{result.sweeps} sweep{'s' if result.sweeps > 1 else ''}"
-        bar.write(f"step {self.engine.version}: evaluation loss {result.loss:.4f}, {sweeps}", file=sys.stderr)
+    def _evaluate(self, rows: Rows, metrics: IO[bytes], bar: tqdm[Any]) -> None:
+        began = time.perf_counter()
+        values = self._lesson.evaluate(self.engine, rows)
+        record = {f"evaluation_{name}": value for name, value in values.items()}
+        seconds = time.perf_counter() - began
+        _write(metrics, {"step": self.engine.version, **record, "evaluation_seconds": seconds})
+        said = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
+        bar.write(f"step {self.engine.version}: evaluation {said}, {seconds:.1f} s", file=sys.stderr)
 
 
 def _require_steps_to_come(options: TrainOptions, taken: int) -> None:
@@ -276,14 +315,14 @@ def _require_steps_to_come(options: TrainOptions, taken: int) -> None:
         )
 
 
-def _reserved(options: TrainOptions, model: HFBlockModel, longest: int) -> tuple[int, int]:
-    """Memory to reserve for activations on rows of so many tokens, and the least of it that a device has to have.
+def _reserved(options: TrainOptions, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
+    """Memory to reserve for activations on rows of so many tokens and sequences, and the least that a device has to have.
 
     Raises:
         OptionError: if the size given for it cannot be read.
     """
     config, batching, given = model.config, options.batching, options.storage.activation_memory
-    rows, micro_rows, chunk = batching.batch_size, batching.micro_batch_size, batching.loss_chunk
+    rows, micro_rows, chunk = batching.batch_size * sequences, batching.micro_batch_size, batching.loss_chunk
     streams = options.optimization.evaluations
     reserved = (
         activation_bytes(config, rows, longest, streams=streams, micro_rows=micro_rows, loss_chunk=chunk)
@@ -330,35 +369,6 @@ def _build_engine(
         trace=execution.trace,
         provenance=decides,
     )
-
-
-def step_record(result: StepResult, batch: Batch) -> dict[str, Any]:
-    """What ``metrics.jsonl`` says about a step, as JSON values."""
-    tokens = int(batch["attention_mask"].sum())
-    return {
-        "step": result.step,
-        "loss": result.loss,
-        "losses": list(result.losses),
-        "projected_grads": list(result.projected_grads),
-        "lr": result.lr,
-        "tokens": tokens,
-        "tokens_per_second": tokens / result.seconds,
-        "seconds": result.seconds,
-        "bytes_moved": result.bytes_moved,
-        "bound_seconds": result.bound_seconds,
-        "lanes": {
-            lane.value: {"busy": use.busy_seconds / result.seconds, "bytes": use.nbytes}
-            for lane, use in result.lanes.items()
-        },
-        "rss_bytes": psutil.Process().memory_info().rss,
-        "peak_rss_bytes": peak_memory(),
-    }
-
-
-def progress(record: dict[str, Any]) -> str:
-    """What the progress line says about a step."""
-    memory, peak = record["rss_bytes"] / 1e9, record["peak_rss_bytes"] / 1e9
-    return f"loss {record['loss']:.4f}, {record['tokens_per_second']:.0f} tokens/s, {memory:.2f} GB (peak {peak:.2f})"
 
 
 def _write(file: IO[bytes], record: dict[str, Any]) -> None:

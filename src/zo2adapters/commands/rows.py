@@ -1,0 +1,57 @@
+"""``zo2 rows``: a benchmark as files of rows, to train on, to choose a step by, and to test on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zo2adapters.ranges import LARGEST, require_between
+from zo2core import new_directory, require_unused
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteRows:
+    """Write a benchmark's rows as JSONL files, with the prompts and the sizes of MeZO's experiments."""
+
+    task: str
+    """One of boolq, cb, copa, drop, mrpc, multirc, qnli, qqp, record, rte, squad, sst2, wic, winogrande, wnli, wsc."""
+    output: Path
+    """Directory for train.jsonl, dev.jsonl and test.jsonl. It must not exist, or be empty."""
+    data: Path | None = None
+    """Directory with train.jsonl and validation.jsonl (or val, dev, valid), in the benchmark's own format or as datasets
+    gives the rows. By default they are fetched from the hub, by the package datasets."""
+    train_rows: int = 1000
+    """Rows to train on, at most."""
+    dev_rows: int = 500
+    """Rows to choose a step by, at most; they are others of the training file, a quarter of it where it is small."""
+    test_rows: int = 1000
+    """Rows to test on, at most, of the held-out file."""
+    shots: int | None = None
+    """Also write in-context.jsonl: the test rows behind so many training rows with their answers."""
+    seed: int = 0
+    """Of the sample."""
+
+    def run(self) -> None:
+        """Write the files, and say how many rows each has."""
+        from zo2adapters.tasks.benchmark_rows import Sizes, benchmark_of, benchmark_rows, with_demonstrations
+
+        benchmark = benchmark_of(self.task)
+        for name in ("train_rows", "dev_rows", "test_rows"):
+            require_between(name, getattr(self, name), 1, LARGEST)
+        require_between("seed", self.seed, -LARGEST, LARGEST)
+        require_unused(self.output)
+        sizes = Sizes(self.train_rows, self.dev_rows, self.test_rows)
+        parts = benchmark_rows(benchmark, self.data, sizes, seed=self.seed)
+        files = {"train": parts.train, "dev": parts.dev, "test": parts.test}
+        if self.shots is not None:
+            files["in-context"] = with_demonstrations(parts.test, parts.train, self.shots)
+        with new_directory(self.output) as partial:
+            for name, rows in files.items():
+                (partial / f"{name}.jsonl").write_bytes(b"".join(map(_line, rows)))
+        print(f"{self.output}: {', '.join(f'{len(rows)} rows in {name}.jsonl' for name, rows in files.items())}")
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,147 @@
+"""A benchmark's rows, sampled as MeZO samples them: to train on, to choose a step by, to test on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from zo2adapters.optional_package import optional_package
+from zo2adapters.tasks.benchmarks import BENCHMARKS
+from zo2adapters.tasks.benchmarks.benchmark import Benchmark
+from zo2adapters.tasks.rows import parsed_rows
+from zo2core import DataError, OptionError
+
+Rows = list[dict[str, Any]]
+
+_HELD_OUT = ("validation", "val", "dev", "valid")  # what benchmarks call the file of labelled rows that nobody trains on
+_SEPARATOR = "\n\n"  # between demonstrations
+
+
+class Sizes(NamedTuple):
+    """Rows of each part, at most; MeZO's by default."""
+
+    train: int = 1000
+    dev: int = 500
+    test: int = 1000
+
+
+class Parts(NamedTuple):
+    """A benchmark's rows."""
+
+    train: Rows
+    dev: Rows  # other rows of the training file
+    test: Rows  # of the held-out file
+
+
+def benchmark_of(name: str) -> Benchmark:
+    """The benchmark of a name.
+
+    Raises:
+        OptionError: if there is none.
+    """
+    if name not in BENCHMARKS:
+        raise OptionError("task", found=repr(name), expected=f"one of {', '.join(BENCHMARKS)}", remedy="choose one of these")
+    return BENCHMARKS[name]
+
+
+def benchmark_rows(benchmark: Benchmark, directory: Path | None, sizes: Sizes, *, seed: int) -> Parts:
+    """Read a benchmark and sample its parts.
+
+    Args:
+        benchmark: Which.
+        directory: Holds ``train.jsonl`` and ``validation.jsonl`` (or val, dev, valid), in the benchmark's own format or as
+            ``datasets`` gives the rows. None takes them from the hub by ``datasets``.
+        sizes: Rows of each part, at most. Where the training file has too few rows, a quarter of them is ``dev``.
+        seed: Of the sample.
+
+    Raises:
+        DataError: if a file is missing, or a row is malformed: it names the line.
+        MissingPackageError: if the hub is asked and ``datasets`` is not installed.
+    """
+    of_training = _questions(benchmark, directory, ("train",))
+    held_out = _questions(benchmark, directory, _HELD_OUT)
+    dev = min(sizes.dev, len(of_training) // 4)
+    order = _sampled(len(of_training), f"train {seed}")
+    train = order[: min(sizes.train, len(of_training) - dev)]
+    rest = order[len(train) : len(train) + dev]
+    tested = sorted(_sampled(len(held_out), f"test {seed}")[: sizes.test])
+    return Parts(
+        [of_training[place] for place in train],
+        [of_training[place] for place in rest],
+        [held_out[place] for place in tested],
+    )
+
+
+def with_demonstrations(rows: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]], shots: int) -> Rows:
+    """Rows whose prompts begin with some of the training rows and their answers: in-context learning.
+
+    Raises:
+        OptionError: if there are fewer training rows.
+    """
+    if not 1 <= shots <= len(train):
+        raise OptionError("shots", found=str(shots), expected=f"1 to {len(train)}", remedy="choose fewer demonstrations")
+    shown = "".join(row["prompt"] + _answer(row) + _SEPARATOR for row in train[:shots])
+    return [{**row, "prompt": shown + row["prompt"]} for row in rows]
+
+
+def _answer(row: dict[str, Any]) -> str:
+    if "completion" in row:
+        return str(row["completion"]).rstrip("\n")
+    answer = row["answer"]
+    return str(row["candidates"][answer[0] if isinstance(answer, list) else answer])
+
+
+def _questions(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) -> Rows:
+    questions: Rows = []
+    for where, row in _rows(benchmark, directory, names):
+        try:
+            questions += benchmark.questions(row)
+        except DataError as error:
+            raise DataError(where, found=error.found, expected=error.expected, remedy=error.remedy) from error
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise DataError(
+                where,
+                found=f"a row that cannot be understood ({type(error).__name__}: {error})"[:200],
+                expected=f"a row of {benchmark.name}, as the benchmark or datasets has it",
+                remedy="get the file again, or name another task",
+            ) from error
+    return questions
+
+
+def _rows(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Where each row stands, and the row."""
+    if directory is None:
+        yield from _rows_of_the_hub(benchmark, names[0])
+        return
+    paths = [path for name in names if (path := directory / f"{name}.jsonl").exists()]
+    if not paths:
+        raise DataError(
+            directory,
+            found=f"no {names[0]}.jsonl",
+            expected=f"{benchmark.name} as JSONL, in one of {', '.join(f'{name}.jsonl' for name in names)}",
+            remedy="check the directory; without one, the hub is asked",
+        )
+    yield from ((f"{paths[0]}, line {line}", row) for line, row in parsed_rows(paths[0]))
+
+
+def _rows_of_the_hub(benchmark: Benchmark, split: str) -> Iterable[tuple[str, dict[str, Any]]]:
+    path, configuration = benchmark.hub
+    load = optional_package("datasets", extra="trl").load_dataset
+    try:
+        rows = load(path, configuration, split=split)
+    except Exception as error:  # any: what a network, a hub and a script of a stranger answer
+        raise DataError(
+            f"{path} of the hub",
+            found=f"{type(error).__name__}: {error}".splitlines()[0][:200],
+            expected=f"its {split} rows",
+            remedy="check the network, or pass a directory with the rows as JSONL",
+        ) from error
+    return ((f"{path}, {split}, row {place}", dict(row)) for place, row in enumerate(rows))
+
+
+def _sampled(count: int, seed: str) -> list[int]:
+    """All places in an order that depends on the seed alone. Python promises the sequence of random() across versions."""
+    generator = Random(seed)  # noqa: S311 - an order of rows is no secret
+    return sorted(range(count), key=lambda _: generator.random())

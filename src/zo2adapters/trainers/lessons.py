@@ -1,0 +1,250 @@
+"""What a run learns from its rows: the number that a step makes smaller, and what an evaluation says."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from zo2adapters.models.called_forward import CalledForward
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.batches import collate
+from zo2adapters.tasks.candidates import Choice, Choices, holds_choices, read_choices
+from zo2adapters.tasks.generation import generate
+from zo2adapters.tasks.objectives import ChoiceError, ChoiceF1Error, ChoiceLoss, ChoiceObjective, choice_batch
+from zo2adapters.tasks.rows import Dataset, TokenizedRow, read_dataset
+from zo2adapters.tasks.scoring import score
+from zo2adapters.trainers.dataset_evaluation import evaluate_dataset
+from zo2core import Batch, Forward, OptionError, Replayer, StepResult, ZOEngine
+
+Rows = Dataset | Choices
+
+_OF_CHOICES: dict[str, type[ChoiceObjective]] = {
+    "choice-loss": ChoiceLoss,
+    "accuracy": ChoiceError,
+    "f1": ChoiceF1Error,
+}
+OBJECTIVES = ("auto", "loss", *_OF_CHOICES, "exact-match")
+
+
+def read_rows(path: Path, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int) -> Rows:
+    """Read a file of rows, or of rows with candidates.
+
+    Raises:
+        DataError: if the file cannot be read, or a row is malformed.
+    """
+    if holds_choices(path):
+        return read_choices(path, tokenizer, sequence_length=sequence_length)
+    return read_dataset(path, tokenizer, sequence_length=sequence_length)
+
+
+class Lesson(ABC):
+    """How rows of one kind are learned from.
+
+    Args:
+        model: The model.
+        pad: Token id at padded positions.
+        batch_size: Rows a batch.
+    """
+
+    def __init__(self, model: HFBlockModel, *, pad: int, batch_size: int) -> None:
+        self.model = model
+        self.pad = pad
+        self.batch_size = batch_size
+
+    @abstractmethod
+    def batch(self, rows: Sequence[Any]) -> Batch:
+        """Rows as one batch."""
+
+    @abstractmethod
+    def evaluate(self, engine: Replayer, rows: Any) -> dict[str, float]:
+        """What the present weights make of rows: ``loss``, smaller is better, and what else there is to say."""
+
+    @property
+    def forward(self) -> Forward | None:
+        """What a step makes smaller; None is the model's own loss."""
+        return None
+
+    def step(self, engine: ZOEngine, rows: Sequence[Any], batch: Batch) -> StepResult:
+        """Take a step."""
+        return engine.step(batch, self.forward)
+
+
+class LossLesson(Lesson):
+    """Rows of text, by the model's own loss."""
+
+    def batch(self, rows: Sequence[TokenizedRow]) -> Batch:
+        """Pad the rows."""
+        return collate(rows, pad_token_id=self.pad)
+
+    def evaluate(self, engine: Replayer, rows: Dataset) -> dict[str, float]:
+        """The mean loss over labelled tokens."""
+        return {"loss": evaluate_dataset(engine, rows, batch_size=self.batch_size, pad=self.pad).loss}
+
+
+class FunctionLesson(LossLesson):
+    """Rows of text, by a function of model and batch: ``--objective FILE.py:function``."""
+
+    def __init__(self, model: HFBlockModel, name: str, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._forward = CalledForward(model, _function(name))
+
+    @property
+    def forward(self) -> Forward:
+        """The function, run in segments."""
+        return self._forward
+
+    def evaluate(self, engine: Replayer, rows: Dataset) -> dict[str, float]:
+        """The mean of the function over batches, and the model's own loss."""
+
+        def batches() -> Iterator[Batch]:
+            for start in range(0, len(rows), self.batch_size):
+                yield self.batch(rows.rows[start : start + self.batch_size])
+
+        values = [float(value) for outputs in engine.forwards(batches(), self._forward) for value in outputs]
+        return {"loss": math.fsum(values) / len(values), "model_loss": super().evaluate(engine, rows)["loss"]}
+
+
+class ChoiceLesson(Lesson):
+    """Rows with candidates: by MeZO's loss over them, or by how often the likeliest one is wrong."""
+
+    def __init__(self, model: HFBlockModel, objective: type[ChoiceObjective], **options: Any) -> None:
+        super().__init__(model, **options)
+        self._forward = objective(model)
+
+    @property
+    def forward(self) -> Forward:
+        """The objective."""
+        return self._forward
+
+    def batch(self, rows: Sequence[Choice]) -> Batch:
+        """A row a candidate."""
+        given = [row.candidates for row in rows]
+        return choice_batch([row.prompt for row in rows], given, [row.answer for row in rows], pad_token_id=self.pad)
+
+    def evaluate(self, engine: Replayer, rows: Choices) -> dict[str, float]:
+        """One less accuracy, and accuracy; candidates are compared by mean log-probability, as in MeZO's program."""
+        scored = score(
+            engine,
+            self.model,
+            [row.prompt for row in rows],
+            [row.candidates for row in rows],
+            batch_size=self.batch_size * rows.most_sequences,
+            pad_token_id=self.pad,
+        )
+        right = sum(row.is_right(place) for row, place in zip(rows, scored.choices(by_length=True), strict=True))
+        return {"loss": 1 - right / len(rows), "accuracy": right / len(rows)}
+
+
+class ExactMatchLesson(LossLesson):
+    """Prompts and completions, by the share of prompts that are not continued by their completion, token for token."""
+
+    def step(self, engine: ZOEngine, rows: Sequence[TokenizedRow], batch: Batch) -> StepResult:
+        """Take a step, by text that is generated at each of its evaluations."""
+        return engine.tell([self._wrong(engine, rows, at) / len(rows) for at in engine.ask()])
+
+    def evaluate(self, engine: Replayer, rows: Dataset) -> dict[str, float]:
+        """One less the share of matches, and it."""
+        starts = range(0, len(rows), self.batch_size)
+        wrong = sum(self._wrong(engine, rows.rows[start : start + self.batch_size], None) for start in starts)
+        return {"loss": wrong / len(rows), "exact_match": 1 - wrong / len(rows)}
+
+    def _wrong(self, engine: Replayer, rows: Sequence[TokenizedRow], at: Any) -> int:
+        prompts = [row.input_ids[: row.prompt_length] for row in rows]
+        wanted = [list(row.input_ids[row.prompt_length :]) for row in rows]
+        options: dict[str, Any] = {"max_new_tokens": max(map(len, wanted)), "pad_token_id": self.pad, "at": at}
+        columns = list(generate(engine, self.model, prompts, **options))
+        written = [list(row) for row in zip(*columns, strict=True)]
+        return sum(own[: len(answer)] != answer for own, answer in zip(written, wanted, strict=True))
+
+
+def lesson_of(objective: str, model: HFBlockModel, rows: Rows, *, pad: int, batch_size: int) -> Lesson:
+    """The lesson of an objective for rows.
+
+    Args:
+        objective: One of ``OBJECTIVES``, or ``FILE.py:function``.
+        model: The model.
+        rows: To learn from.
+        pad: Token id at padded positions.
+        batch_size: Rows a batch.
+
+    Raises:
+        OptionError: if there is no such objective, or the rows are of another kind.
+    """
+    options: dict[str, Any] = {"pad": pad, "batch_size": batch_size}
+    of_choices = isinstance(rows, Choices)
+    if objective == "auto":
+        objective = "choice-loss" if of_choices else "loss"
+    if objective in _OF_CHOICES:
+        if not of_choices:
+            raise _refusal(objective, "rows without candidates", "rows with prompt, candidates and answer")
+        assert isinstance(rows, Choices)
+        if objective == "f1" and len({len(row.candidates) for row in rows}) > 1:
+            raise _refusal(objective, "rows of different numbers of candidates", "the same candidates in each row")
+        return ChoiceLesson(model, _OF_CHOICES[objective], **options)
+    if objective not in OBJECTIVES and ".py:" not in objective:
+        raise OptionError(
+            "objective",
+            found=repr(objective),
+            expected=f"one of {', '.join(OBJECTIVES)}, or FILE.py:function",
+            remedy="choose one of these",
+        )
+    if of_choices:
+        raise _refusal(objective, "rows with candidates", "rows with text, or prompt and completion")
+    if objective == "loss":
+        return LossLesson(model, **options)
+    if objective != "exact-match":
+        return FunctionLesson(model, objective, **options)
+    assert isinstance(rows, Dataset)
+    if not all(row.prompt_length for row in rows):
+        raise _refusal(objective, "rows without a prompt", "rows with prompt and completion")
+    return ExactMatchLesson(model, **options)
+
+
+def function_file(objective: str) -> Path | None:
+    """The file of an objective that is a function of the user's own."""
+    return Path(objective.rpartition(":")[0]) if ".py:" in objective else None
+
+
+def _function(name: str) -> Any:
+    """Import a function by ``FILE.py:function``.
+
+    Raises:
+        OptionError: if there is none.
+    """
+    path, _, function = name.rpartition(":")
+    try:
+        spec = importlib.util.spec_from_file_location("zo2_objective", path)
+        assert spec is not None, "a path that ends in .py has a loader"
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found = getattr(module, function)
+    except Exception as error:  # any: it is somebody else's program
+        raise OptionError(
+            "objective",
+            found=f"{name}, which cannot be imported ({type(error).__name__}: {error})"[:300],
+            expected="FILE.py:function, a function of the model and a batch that returns a number",
+            remedy="check the path and the name",
+        ) from error
+
+    def one_number(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        value = found(model, batch)
+        if isinstance(value, torch.Tensor) and value.dim() == 0:
+            return value
+        shown = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise OptionError("objective", found=f"{shown} from {function}", expected="a 0-d tensor", remedy="return one number")
+
+    return one_number
+
+
+def _refusal(objective: str, found: str, expected: str) -> OptionError:
+    return OptionError(
+        "objective", found=f"{objective} for {found}", expected=expected, remedy="choose another objective, or other rows"
+    )

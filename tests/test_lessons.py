@@ -1,0 +1,225 @@
+"""``zo2 train --objective``: what steps make smaller, against MeZO's loop over a whole model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import WORDS, save_model, save_tokenizer, small_config
+from parity import assert_same_bits
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from zo2adapters import MonolithicMeZO
+from zo2adapters.cli import main
+from zo2adapters.tasks.batches import training_batches
+from zo2adapters.tasks.objectives import choice_batch
+from zo2adapters.trainers.lessons import read_rows
+from zo2core import Journal
+
+NOUNS = WORDS[3:]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    save_model(tmp_path / "model", small_config("llama", max_position_embeddings=32))
+    save_tokenizer(tmp_path / "model")
+    choices = [
+        {"prompt": f"the {NOUNS[i % 5]}", "candidates": [f" {NOUNS[1]}", f" {NOUNS[2]} {NOUNS[3]}"], "answer": i % 3 % 2}
+        for i in range(12)
+    ]
+    pairs = [{"prompt": " ".join(NOUNS[i % 4 : i % 4 + 1 + i % 3]), "completion": f" {NOUNS[i % 2]}"} for i in range(12)]
+    for name, rows in (("choices", choices), ("pairs", pairs)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "own.py").write_text("def calm(model, batch):\n    return model(**batch).logits.square().mean()\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(data: str, objective: str, *more: str, output: str = "run") -> Journal:
+    common = [
+        "--steps",
+        "4",
+        "--batch-size",
+        "4",
+        "--lr",
+        "2e-2",
+        "--zo-eps",
+        "5e-2",
+        "--exact-mezo",
+        "--no-guard",
+    ]
+    main(
+        [
+            "train",
+            "--model",
+            "model",
+            "--data",
+            f"{data}.jsonl",
+            "--output",
+            output,
+            "--objective",
+            objective,
+            *common,
+            *more,
+        ]
+    )
+    return Journal(f"{output}/journal.jsonl")
+
+
+class Literal(MonolithicMeZO):
+    """MeZO's loop with a number of its own."""
+
+    def __init__(self, number: Callable[[Any, Any], torch.Tensor]) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained("model")
+        model.config.use_cache = False
+        super().__init__(model, lr=2e-2, zo_eps=5e-2)
+        self.number = number
+
+    @torch.inference_mode()
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.number(self.model, batch)
+
+
+def batches_of(data: str) -> Iterator[Any]:
+    rows: Any = read_rows(Path(f"{data}.jsonl"), AutoTokenizer.from_pretrained("model"), sequence_length=32)
+    return training_batches(rows, batch_size=4, seed=0)
+
+
+def scores(model: Any, batch: Any) -> torch.Tensor:
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    labels = batch["labels"][:, 1:]
+    wanted = labels != -100
+    values = logits.float().log_softmax(-1).gather(2, labels.masked_fill(~wanted, 0)[:, :, None])[:, :, 0]
+    mean: torch.Tensor = (values.double() * wanted).sum(1) / wanted.sum(1)
+    return mean.view(-1, 2)
+
+
+def answers(batch: Any) -> torch.Tensor:
+    right: torch.Tensor = batch["is_answer"].view(-1, 2).argmax(1)
+    return right
+
+
+def wrong(model: Any, batch: Any) -> torch.Tensor:
+    return (scores(model, batch).argmax(1) != answers(batch)).double().mean()
+
+
+def f1_error(model: Any, batch: Any) -> torch.Tensor:
+    chosen, right = scores(model, batch).argmax(1) == 1, answers(batch) == 1
+    hits, missed = int((chosen & right).sum()), int((chosen != right).sum())
+    return torch.tensor(missed / (2 * hits + missed) if hits + missed else 0.0, dtype=torch.float64)
+
+
+def choice_loss(model: Any, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(scores(model, batch), answers(batch))
+
+
+@pytest.mark.parametrize(("objective", "number"), [("auto", choice_loss), ("accuracy", wrong), ("f1", f1_error)])
+def test_objectives_of_choices_are_monolithic_mezos(here: Path, objective: str, number: Any) -> None:
+    journal, literal = train("choices", objective), Literal(number)
+    for update, rows in zip(journal.updates, batches_of("choices"), strict=False):
+        given = [row.candidates for row in rows]
+        batch = choice_batch([row.prompt for row in rows], given, [row.answer for row in rows])
+        step = literal.step(batch, *update.seeds)
+        assert update.losses == pytest.approx(step.losses, rel=1e-6)
+        if objective != "auto":
+            assert update.projected_grads == step.projected_grads
+    assert len(journal.updates) == 4
+
+
+def test_exact_match_is_mezo_over_generated_text(here: Path) -> None:
+    """The oracle is Hugging Face's ``generate``; its weights are the run's to the last bit."""
+    journal = train("pairs", "exact-match")
+
+    def missed(model: Any, rows: Any) -> torch.Tensor:
+        count = 0
+        for row in rows:
+            prompt, wanted = row.input_ids[: row.prompt_length], list(row.input_ids[row.prompt_length :])
+            options: dict[str, Any] = {"max_new_tokens": len(wanted), "do_sample": False, "eos_token_id": None}
+            ids = torch.tensor([list(prompt)])
+            written = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
+            count += written[0, len(prompt) :].tolist() != wanted
+        return torch.tensor(count / len(rows), dtype=torch.float64)
+
+    literal = Literal(missed)
+    for update, rows in zip(journal.updates, batches_of("pairs"), strict=False):
+        assert update.losses == literal.step(rows, *update.seeds).losses
+    own = dict(literal.model.named_parameters())
+    exported = AutoModelForCausalLM.from_pretrained("run/model")
+    for name, value in exported.named_parameters():
+        assert_same_bits(name, value, own[name])
+
+
+def test_a_function_of_ones_own_is_monolithic_mezo(here: Path) -> None:
+    from zo2adapters.tasks.batches import collate
+
+    journal = train("pairs", "own.py:calm")
+    literal = Literal(lambda model, batch: model(**batch).logits.square().mean())
+    for update, rows in zip(journal.updates, batches_of("pairs"), strict=False):
+        assert update.losses == literal.step(collate(rows, pad_token_id=0), *update.seeds).losses
+    assert journal.header is not None
+    assert journal.header["provenance"]["objective"] == "calm"
+    main(["train", "--resume", "run", "--steps", "5"])
+    (here / "own.py").write_text("def calm(model, batch):\n    return model(**batch).logits.abs().mean()\n")
+    with pytest.raises(SystemExit):
+        main(["train", "--resume", "run", "--steps", "6"])
+    assert len(Journal("run/journal.jsonl").updates) == 5
+
+
+def test_evaluations_say_what_the_rows_are_about_and_the_best_is_kept(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--evaluation", "choices.jsonl", "--evaluate-every", "1", "--keep-best"]
+    journal = train("choices", "accuracy", *more)
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    evaluations = {row["step"]: row for row in rows if "evaluation_loss" in row}
+    assert evaluations.keys() == set(range(5))
+    assert all(row["evaluation_accuracy"] == 1 - row["evaluation_loss"] for row in evaluations.values())
+    best = min(evaluations, key=lambda step: (evaluations[step]["evaluation_loss"], step))
+    assert f"best of 5 evaluations: step {best}, loss" in capsys.readouterr().err
+    main(["export", "--run", "run", "--at", str(best), "--output", "then"])
+    kept, then = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in ("run/model", "then"))
+    for name, value in kept.items():
+        assert_same_bits(name, value, then[name])
+    main(["evaluate", "--model", "run/model", "--data", "choices.jsonl"])
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert f"by mean log-likelihood {evaluations[best]['evaluation_accuracy']:.1%}" in said
+    assert len(journal.updates) == 4
+
+
+REFUSED = [
+    ("choices", "loss", "found loss for rows with candidates"),
+    ("choices", "exact-match", "found exact-match for rows with candidates"),
+    ("pairs", "accuracy", "found accuracy for rows without candidates"),
+    ("pairs", "f2", "found 'f2'; expected one of auto, loss, choice-loss"),
+    ("pairs", "own.py:gone", "found own.py:gone, which cannot be imported (AttributeError"),
+    ("pairs", "gone.py:calm", "which cannot be imported (FileNotFoundError"),
+]
+
+
+@pytest.mark.parametrize(("data", "objective", "said"), REFUSED, ids=str)
+def test_what_does_not_fit_is_one_line(
+    here: Path, capsys: pytest.CaptureFixture[str], data: str, objective: str, said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train(data, objective)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not Path("run").exists()
+
+
+def test_other_options_that_do_not_fit(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for more, said in (
+        (["--keep-best"], "--keep-best: found True without rows to evaluate on"),
+        (["--evaluation", "pairs.jsonl"], "--evaluation: found rows of another kind"),
+    ):
+        with pytest.raises(SystemExit):
+            train("choices", "accuracy", *more)
+        assert said in capsys.readouterr().err
+    (here / "own.py").write_text("def calm(model, batch):\n    return model(**batch).logits\n")
+    with pytest.raises(SystemExit):
+        train("pairs", "own.py:calm")
+    assert "--objective: found shape [4," in capsys.readouterr().err
