@@ -50,12 +50,12 @@ def interrupt_after(options: TrainOptions, steps: int) -> None:
     with Trainer(options, quiet=True) as trainer:
         step, taken = trainer.engine.step, 0
 
-        def counted(batch: dict[str, torch.Tensor]) -> object:
+        def counted(*arguments: Any) -> object:
             nonlocal taken
             if taken == steps:
                 raise KeyboardInterrupt
             taken += 1
-            return step(batch)
+            return step(*arguments)
 
         trainer.engine.step = counted  # type: ignore[assignment, method-assign]
         with pytest.raises(KeyboardInterrupt):

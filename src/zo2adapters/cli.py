@@ -106,7 +106,7 @@ COMMANDS: dict[str, Place] = {
     "rows": Place(
         "zo2adapters.commands.rows",
         "WriteRows",
-        "Write a benchmark's rows, such as sst2's, as files to train and to evaluate on.",
+        "Write a benchmark's rows, such as sst2's, as files, with the prompts of MeZO's experiments.",
         ("zo2adapters.tasks.benchmark_rows",),
     ),
     "plan": Place(

@@ -13,7 +13,7 @@ from zo2core import new_directory, require_unused
 
 @dataclass(frozen=True, kw_only=True)
 class WriteRows:
-    """Write a benchmark's rows as JSONL files, with the prompts and the sizes of MeZO's experiments."""
+    """Write a benchmark's rows, such as sst2's, as files, with the prompts of MeZO's experiments."""
 
     task: str
     """One of boolq, cb, copa, drop, mrpc, multirc, qnli, qqp, record, rte, squad, sst2, wic, winogrande, wnli, wsc."""

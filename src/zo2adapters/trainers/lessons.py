@@ -207,11 +207,6 @@ def lesson_of(objective: str, model: HFBlockModel, rows: Rows, *, pad: int, batc
     return ExactMatchLesson(model, **options)
 
 
-def function_file(objective: str) -> Path | None:
-    """The file of an objective that is a function of the user's own."""
-    return Path(objective.rpartition(":")[0]) if ".py:" in objective else None
-
-
 def _function(name: str) -> Any:
     """Import a function by ``FILE.py:function``.
 

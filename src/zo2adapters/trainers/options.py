@@ -342,9 +342,8 @@ class TrainOptions(RunOptions):
             values["model"] = str(Path(self.model).resolve())
         for key in ("data", "evaluation", "architecture"):
             values[key] = None if values[key] is None else str(Path(values[key]).resolve())
-        if ".py:" in self.objective:
-            path, _, function = self.objective.rpartition(":")
-            values["objective"] = f"{Path(path).resolve()}:{function}"
+        if (path := function_file(self.objective)) is not None:
+            values["objective"] = f"{path.resolve()}:{self.objective.rpartition(':')[2]}"
         return dict(json.loads(json.dumps(values, default=lambda value: value.value if isinstance(value, Enum) else value)))
 
     @classmethod
@@ -387,3 +386,8 @@ _LATER = {
     *("clip_grad", "clip_median", "write_limit_tb"),
 }
 """Options that runs of earlier versions have not written down."""
+
+
+def function_file(objective: str) -> Path | None:
+    """The file of an objective that is a function of the user's own."""
+    return Path(objective.rpartition(":")[0]) if ".py:" in objective else None

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zo2adapters.trainers.lessons import function_file
-from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.options import TrainOptions, function_file
 from zo2core import DataError, open_regular, reason
 
 _TOKENIZER_FILES = (
