@@ -7,18 +7,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from zo2adapters.commands.at_step import AtStep
+from zo2adapters.ranges import require_between
 from zo2adapters.trainers.batching import Batching
 from zo2core import NonFiniteLossError, Replayer, parse_size
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
+    from zo2adapters.tasks.answers import Asked
     from zo2adapters.tasks.candidates import Choices
 
+MOST_TOKENS = 1 << 20  # of an answer
 BATCHES = 8  # an evaluation reserves memory for so many batches of the longest rows by default
 
 
@@ -27,8 +30,10 @@ class Evaluate(AtStep):
     """Evaluate a model, or a run at any of its steps, on a JSONL file."""
 
     data: Path
-    """JSONL file of rows as for training, or of rows with prompt, candidates and answer."""
+    """JSONL file of rows as for training, of rows with prompt, candidates and answer, or of rows with prompt and answers."""
     batching: Batching = field(default_factory=Batching)
+    max_new_tokens: int = 50
+    """Longest answer, where rows have answers that are to be written; each token is one pass over the blocks."""
     activation_memory: str | None = None
     """Memory reserved for activations, such as 1GiB: as many batches as fit in it share one pass over the blocks. By default
     it is what eight of the longest take."""
@@ -36,19 +41,25 @@ class Evaluate(AtStep):
     """File to write each sweep to, for ui.perfetto.dev and zo2 timeline; it must not exist."""
 
     def run(self) -> None:
-        """Print loss and perplexity; of rows with candidates, how often the likeliest one is the answer."""
+        """Print loss and perplexity; of candidates how often the likeliest one is right; of answers F1 and exact match."""
+        from zo2adapters.tasks.answers import holds_answers, read_asked
         from zo2adapters.tasks.candidates import holds_choices, read_choices
         from zo2adapters.tasks.rows import read_dataset
         from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
         from zo2adapters.trainers.dataset_evaluation import evaluate_dataset, perplexity
 
         self.batching.require_valid()
+        require_between("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())
         model = at.opened(loss_chunk=self.batching.loss_chunk)
         length = self.batching.length_for(model)
         if holds_choices(self.data):
             self._choose(at, model, read_choices(self.data, tokenizer, sequence_length=length), pad_token_id(tokenizer))
+            return
+        if holds_answers(self.data):
+            asked = read_asked(self.data, tokenizer, most_tokens=length - self.max_new_tokens)
+            self._answer(at, model, tokenizer, asked, pad_token_id(tokenizer))
             return
         dataset = read_dataset(self.data, tokenizer, sequence_length=length)
         with (
@@ -88,6 +99,23 @@ class Evaluate(AtStep):
             f"accuracy {shares[0]:.1%}, by mean log-likelihood {shares[1]:.1%}, "
             f"{len(choices)} rows, {total} candidates, {scored.sweeps} sweeps"
         )
+
+    def _answer(self, at: AtStep, model: HFBlockModel, tokenizer: Any, asked: Sequence[Asked], pad: int) -> None:
+        from zo2adapters.tasks.answers import answer
+
+        longest = max(len(row.prompt) for row in asked) + self.max_new_tokens
+        with self._engine(at, model, longest) as engine, tqdm(total=len(asked), unit="row", file=sys.stderr) as bar:
+            answered = answer(
+                engine,
+                model,
+                tokenizer,
+                asked,
+                batch_size=self.batching.batch_size,
+                max_new_tokens=self.max_new_tokens,
+                pad_token_id=pad,
+                progress=bar.update,
+            )
+        print(f"F1 {answered.f1:.1%}, exact match {answered.exact_match:.1%}, {len(asked)} rows")
 
     def _engine(self, at: AtStep, model: HFBlockModel, longest: int) -> Replayer:
         from zo2adapters.models.footprint import activation_bytes

@@ -1,0 +1,135 @@
+"""Answers that a model writes, compared with those that are right: F1 over words and exact match, as SQuAD counts them."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.generation import generate
+from zo2adapters.tasks.rows import parsed_rows
+from zo2core import DataError, Replayer
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt and the answers that are right."""
+
+    prompt: tuple[int, ...]  # token ids, at least one
+    answers: tuple[str, ...]  # at least one
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """How well the prompts of a file were answered."""
+
+    texts: tuple[str, ...]  # what was written, a prompt each
+    f1: float  # the mean of each answer's best F1
+    exact_match: float  # the share of answers that are one of the right ones
+
+
+def holds_answers(path: Path) -> bool:
+    """Whether a file's first row has answers.
+
+    Raises:
+        DataError: if the file cannot be read, or its first row is no JSON object.
+    """
+    return "answers" in next((row for _, row in parsed_rows(path)), {})
+
+
+def read_asked(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_tokens: int) -> list[Asked]:
+    """Read a file of rows with ``prompt`` and ``answers``.
+
+    Args:
+        path: JSONL file.
+        tokenizer: The model's.
+        most_tokens: Of a prompt; longer ones are refused.
+
+    Raises:
+        DataError: if the file cannot be read, or a row is malformed or too long; it names the line.
+    """
+    asked = []
+    for line, row in parsed_rows(path):
+        prompt, answers = row.get("prompt"), row.get("answers")
+        if not isinstance(prompt, str) or not _texts(answers):
+            found = f"the keys {', '.join(map(repr, row))}"
+            expected = "a text 'prompt' and a list of texts 'answers'"
+            raise DataError(f"{path}, line {line}", found=found, expected=expected, remedy="write the row as such")
+        ids = tuple(tokenizer(prompt, verbose=False)["input_ids"])
+        if not 0 < len(ids) <= most_tokens:
+            raise DataError(
+                f"{path}, line {line}",
+                found=f"{len(ids)} tokens of prompt",
+                expected=f"1 to {most_tokens}, so that the answer has room",
+                remedy="shorten the prompt, or raise the sequence length",
+            )
+        asked.append(Asked(ids, tuple(answers)))
+    return asked
+
+
+def answer(
+    engine: Replayer,
+    model: HFBlockModel,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: Sequence[Asked],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    pad_token_id: int,
+    progress: Callable[[int], object],
+) -> Answered:
+    """Write an answer to each prompt: the likeliest tokens, up to the end of the line.
+
+    Args:
+        engine: The engine whose present weights are used.
+        model: The model that the engine was made with.
+        tokenizer: The model's.
+        asked: The prompts.
+        batch_size: Prompts at a time.
+        max_new_tokens: Of an answer.
+        pad_token_id: Token id at padded positions.
+        progress: Told how many prompts were answered, batch by batch.
+    """
+    line_end = tokenizer("\n", add_special_tokens=False)["input_ids"]
+    ends = {*([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []), *line_end[-1:]}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_ids": ends, "pad_token_id": pad_token_id}
+    texts: list[str] = []
+    for start in range(0, len(asked), batch_size):
+        prompts = [row.prompt for row in asked[start : start + batch_size]]
+        columns = list(generate(engine, model, prompts, **options))
+        for written in zip(*columns, strict=True):
+            text: str = tokenizer.decode([token for token in written if token is not None], skip_special_tokens=True)
+            texts.append(text.strip().partition("\n")[0].strip())
+        progress(len(prompts))
+    pairs = list(zip(texts, asked, strict=True))
+    f1 = sum(max(f1_of_words(text, right) for right in row.answers) for text, row in pairs)
+    exact = sum(any(normalized(text) == normalized(right) for right in row.answers) for text, row in pairs)
+    return Answered(tuple(texts), f1 / len(asked), exact / len(asked))
+
+
+def normalized(text: str) -> str:
+    """A text without case, punctuation, articles and superfluous space."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def f1_of_words(text: str, right: str) -> float:
+    """The F1 of the words that two texts share, from 0 to 1; that nothing is to be said is right or wrong as a whole."""
+    written, wanted = normalized(text).split(), normalized(right).split()
+    if right in ("CANNOTANSWER", "no answer"):
+        return float(written == wanted)
+    shared = sum((Counter(written) & Counter(wanted)).values())
+    return 2 * shared / (len(written) + len(wanted)) if shared else 0.0
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(isinstance(text, str) for text in value)
