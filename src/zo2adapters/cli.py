@@ -98,6 +98,12 @@ COMMANDS: dict[str, Place] = {
         ("zo2adapters.trainers.verification",),
     ),
     "journal": Place("zo2adapters.commands.journal", "ShowJournal", "Print what happened in a run, step by step."),
+    "report": Place(
+        "zo2adapters.commands.report",
+        "Report",
+        "Write a page with the curves, the cost and the options of one run, or of several side by side.",
+        ("zo2adapters.commands.report_page",),
+    ),
     "timeline": Place(
         "zo2adapters.commands.timeline",
         "ShowTimeline",

@@ -60,7 +60,8 @@ def read_asked(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_tokens: i
     """
     asked = []
     for line, row in parsed_rows(path):
-        prompt, answers = row.get("prompt"), row.get("answers")
+        prompt: Any = row.get("prompt")
+        answers: Any = row.get("answers")
         if not isinstance(prompt, str) or not _texts(answers):
             found = f"the keys {', '.join(map(repr, row))}"
             expected = "a text 'prompt' and a list of texts 'answers'"
@@ -108,7 +109,7 @@ def answer(
         prompts = [row.prompt for row in asked[start : start + batch_size]]
         columns = list(generate(engine, model, prompts, **options))
         for written in zip(*columns, strict=True):
-            text: str = tokenizer.decode([token for token in written if token is not None], skip_special_tokens=True)
+            text = str(tokenizer.decode([token for token in written if token is not None], skip_special_tokens=True))
             texts.append(text.strip().partition("\n")[0].strip())
         progress(len(prompts))
     pairs = list(zip(texts, asked, strict=True))

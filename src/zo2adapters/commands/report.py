@@ -1,0 +1,37 @@
+"""``zo2 report``: runs side by side, as a page to look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from zo2core import OptionError, OutputError, create_file, reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Write a page with the curves, the cost and the options of one run, or of several side by side."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Directories of runs, also of runs that go on."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+    """HTML file to write; it must not exist. It is one file that needs nothing else."""
+
+    def run(self) -> None:
+        """Write the page and say where it is."""
+        from zo2adapters.commands.report_page import page, read_run
+
+        if not self.runs:
+            raise OptionError("runs", found="none", expected="one directory at least", remedy="name a run's directory")
+        text = page([read_run(path) for path in self.runs])
+        try:
+            with create_file(self.output) as file:
+                file.write(text.encode())
+        except OSError as error:
+            raise OutputError(
+                self.output, found=reason(error), expected="a path that is free", remedy="choose another path"
+            ) from error
+        print(self.output)

@@ -1,0 +1,269 @@
+"""Runs as one page of HTML that needs nothing else: curves as inline SVG, tables, options."""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from zo2adapters.tasks.regular_file import read_regular, require_regular
+from zo2adapters.trainers.metrics import align_rows
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS
+from zo2core import Journal, JournalError, Lane, MissingPackageError, OptionError, Update, is_refused, reason
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_SMOOTHED = 50  # points of a smoothed curve, about: medians of so many stretches of it
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+table { border-collapse: collapse; } td, th { padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top; }
+tr + tr > * { border-top: 1px solid #ddd; } td { font-variant-numeric: tabular-nums; }
+tr.differs { background: #fff6d6; } svg { max-width: 100%; height: auto; } .key { font-weight: 600; }
+"""
+
+
+class Run(NamedTuple):
+    """What a run's directory says of it."""
+
+    name: str
+    options: dict[str, Any]  # nested
+    updates: Sequence[Update]
+    steps: list[dict[str, Any]]  # rows of metrics.jsonl that are steps, in order
+    evaluations: list[dict[str, Any]]  # and those that are evaluations
+
+    @property
+    def forwards(self) -> list[int]:
+        """Forwards taken by the end of each step."""
+        return _running([len(update.evaluations) for update in self.updates])
+
+    @property
+    def minutes(self) -> list[float]:
+        """Minutes of steps and evaluations by the end of each step; NaN from where the time was not noted."""
+        evaluated = {row["step"]: row.get("evaluation_seconds", 0.0) for row in self.evaluations}
+        spent = [row.get("seconds", math.nan) + evaluated.get(row["step"], 0.0) for row in self.steps]
+        return [value / 60 for value in _running(spent)]
+
+
+def read_run(directory: Path) -> Run:
+    """Read a run's directory; nothing in it is changed.
+
+    Raises:
+        JournalError: if it holds no run, or its journal is damaged.
+        OptionError: if its options cannot be read.
+    """
+    require_regular(directory / JOURNAL)
+    journal = Journal(directory / JOURNAL)
+    journal.close()
+    if journal.header is None or not journal.updates:
+        raise JournalError(
+            directory / JOURNAL, found="no step", expected="the journal of a run", remedy="name a run's directory"
+        )
+    try:
+        options = json.loads(read_regular(directory / OPTIONS))["options"]
+        assert isinstance(options, dict)
+    except (OSError, ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
+        found = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise OptionError(
+            str(directory / OPTIONS), found=found[:200], expected="a run's options", remedy="restore the file from a copy"
+        ) from error
+    try:
+        raw = read_regular(directory / METRICS)
+    except OSError:  # speed and memory are lost then, and nothing else
+        raw = b""
+    rows = [dict(row) for row in align_rows(raw, journal.updates).rows]
+    steps, evaluations = [row for row in rows if "loss" in row], [row for row in rows if "evaluation_loss" in row]
+    return Run(directory.name or str(directory), options, journal.updates, steps, evaluations)
+
+
+def page(runs: Sequence[Run]) -> str:
+    """The page.
+
+    Raises:
+        MissingPackageError: if matplotlib is not installed.
+    """
+    title = html.escape(", ".join(run.name for run in runs))
+    parts = [f"<h1>{title}</h1>", _summary(runs), "<h2>Loss</h2>", _losses(runs)]
+    if any(run.evaluations for run in runs):
+        parts += ["<h2>Evaluations</h2>", _evaluations(runs)]
+    parts += ["<h2>Time of a step, and memory</h2>", _costs(runs)]
+    parts += ["<h2>Lanes</h2>", _lanes(runs), "<h2>Options</h2>", _options(runs)]
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
+
+
+def _summary(runs: Sequence[Run]) -> str:
+    rows: dict[str, list[str]] = {}
+    for run in runs:
+        losses = [row["loss"] for row in run.steps]
+        few = max(len(losses) // 20, 1)
+        seconds = [row["seconds"] for row in run.steps if "seconds" in row]
+        refused = [update.step for update in run.updates if is_refused(update)]
+        written = sum(row.get("lanes", {}).get(Lane.WRITE.value, {}).get("bytes", 0) for row in run.steps)
+        peak = max((row["peak_rss_bytes"] for row in run.steps if "peak_rss_bytes" in row), default=None)
+        budget = run.options.get("storage", {}).get("memory", "auto")
+        best = min(run.evaluations, key=lambda row: (row["evaluation_loss"], row["step"]), default=None)
+        told = {
+            "steps, forwards": f"{len(run.updates):,}, {run.forwards[-1]:,}",
+            "minutes": _number(run.minutes[-1]),
+            "loss, first and last twentieth": f"{statistics.mean(losses[:few]):.4f}, {statistics.mean(losses[-few:]):.4f}",
+            "best evaluation": "none" if best is None else f"{best['evaluation_loss']:.4f} at step {best['step']}",
+            "seconds a step, median": _number(statistics.median(seconds) if seconds else math.nan),
+            "steps that the guard did not apply": f"{len(refused)}" + (f", the first {refused[0]}" if refused else ""),
+            "written to disk": f"{written / 1e12:.4f} TB, {1000 * written / 1e12 / len(run.steps):.4f} TB in 1,000 steps",
+            "peak memory, and --memory": f"{'not noted' if peak is None else f'{peak / 1e9:.2f} GB'}, {budget}",
+        }
+        for name, value in told.items():
+            rows.setdefault(name, []).append(value)
+    return _table(["", *(run.name for run in runs)], [[name, *values] for name, values in rows.items()])
+
+
+def _losses(runs: Sequence[Run]) -> str:
+    axes_of: dict[str, Callable[[Run], Sequence[float]]] = {
+        "steps": lambda run: range(1, len(run.updates) + 1),
+        "forwards": lambda run: run.forwards,
+        "minutes": lambda run: run.minutes,
+    }
+
+    def draw(axes: Sequence[Axes]) -> None:
+        for place, (name, along) in zip(axes, axes_of.items(), strict=True):
+            for number, run in enumerate(runs):
+                colour, x, losses = f"C{number}", list(along(run)), [row["loss"] for row in run.steps]
+                place.plot(x, losses, color=colour, alpha=0.2, linewidth=0.8)
+                place.plot(*_medians(x, losses), color=colour, label=run.name)
+                if name == "steps":
+                    for update in run.updates:
+                        if is_refused(update):
+                            place.axvline(update.step + 1, color=colour, alpha=0.4, linestyle=":")
+            place.set_xlabel(name)
+        axes[0].set_ylabel("loss of the first evaluation")
+        axes[0].legend(frameon=False)
+
+    note = "Thin: each step. Thick: medians. Dotted: steps that the guard did not apply."
+    return f"{_figure(3, draw)}<p>{note}</p>"
+
+
+def _evaluations(runs: Sequence[Run]) -> str:
+    ignored = {"step", "evaluation_seconds"}
+    names = sorted({name for run in runs for row in run.evaluations for name in row.keys() - ignored})
+
+    def draw(axes: Sequence[Axes]) -> None:
+        for place, name in zip(axes, names, strict=True):
+            for number, run in enumerate(runs):
+                rows = [row for row in run.evaluations if name in row]
+                x, y = [row["step"] for row in rows], [row[name] for row in rows]
+                place.plot(x, y, color=f"C{number}", marker="o", markersize=4, label=run.name)
+            place.set_xlabel("steps")
+            place.set_ylabel(name.replace("_", " "))
+        axes[0].legend(frameon=False)
+
+    return _figure(len(names), draw)
+
+
+def _costs(runs: Sequence[Run]) -> str:
+    def draw(axes: Sequence[Axes]) -> None:
+        for number, run in enumerate(runs):
+            timed = [row for row in run.steps if "seconds" in row]
+            x = [row["step"] + 1 for row in timed]
+            axes[0].plot(x, [row["seconds"] for row in timed], color=f"C{number}", linewidth=0.8, label=run.name)
+            axes[0].plot(x, [row["bound_seconds"] for row in timed], color=f"C{number}", linestyle=":")
+            for key, style in (("rss_bytes", "-"), ("peak_rss_bytes", ":")):
+                axes[1].plot(x, [row[key] / 1e9 for row in timed], color=f"C{number}", linestyle=style, label=run.name)
+        for place, name in zip(axes, ("seconds; dotted: the slowest lane alone", "GB; dotted: at most so far"), strict=True):
+            place.set_xlabel("steps")
+            place.set_ylabel(name)
+            place.set_ylim(bottom=0)
+
+    return _figure(2, draw)
+
+
+def _lanes(runs: Sequence[Run]) -> str:
+    rows = []
+    for lane in Lane:
+        uses = [[row["lanes"][lane.value] for row in run.steps if lane.value in row.get("lanes", {})] for run in runs]
+        if any(use["busy"] for of_run in uses for use in of_run):
+            rows.append([lane.value, *map(_use, uses)])
+    note = "The share of a step in which a lane was at work, and what it moved: medians over steps."
+    return _table(["", *(run.name for run in runs)], rows) + f"<p>{note}</p>"
+
+
+def _use(uses: Sequence[dict[str, float]]) -> str:
+    if not uses:
+        return "not noted"
+    busy, moved = (statistics.median(use[name] for use in uses) for name in ("busy", "bytes"))
+    return f"{busy:.0%}, {moved / 1e6:,.1f} MB"
+
+
+def _options(runs: Sequence[Run]) -> str:
+    flat = [dict(_leaves(run.options)) for run in runs]
+    names = list(dict.fromkeys(name for options in flat for name in options))
+    rows = [[name, *(json.dumps(options.get(name)) for options in flat)] for name in names]
+    return _table(["", *(run.name for run in runs)], rows, marks=lambda row: len(set(row[1:])) > 1)
+
+
+def _leaves(options: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    pairs: list[tuple[str, Any]] = []
+    for name, value in options.items():
+        pairs += _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else [(f"{prefix}{name}", value)]
+    return pairs
+
+
+def _table(head: list[str], rows: list[list[str]], *, marks: Callable[[list[str]], bool] = lambda row: False) -> str:
+    lines = ["<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in head) + "</tr>"]
+    for row in rows:
+        first, *cells = (html.escape(cell) for cell in row)
+        kind = ' class="differs"' if marks(row) else ""
+        lines.append(f'<tr{kind}><td class="key">{first}</td>' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return "<table>\n" + "\n".join(lines) + "\n</table>"
+
+
+def _figure(count: int, draw: Callable[[Sequence[Axes]], None]) -> str:
+    """So many charts side by side, as SVG.
+
+    Raises:
+        MissingPackageError: if matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingPackageError(
+            "matplotlib", found="no such package", expected="it installed", remedy="pip install 'zo2core[plot]'"
+        ) from error
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": "zo2", "axes.spines.top": False, "axes.spines.right": False}
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(3.8 * max(count, 2), 3.2), layout="constrained")
+        charts = [figure.add_subplot(1, count, place + 1) for place in range(count)]
+        draw(charts)
+        written = io.StringIO()
+        FigureCanvasSVG(figure).print_svg(written, metadata={"Date": None})  # type: ignore[no-untyped-call]
+    text = written.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _medians(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Medians over stretches of a curve."""
+    length = max(len(y) // _SMOOTHED, 1)
+    starts = range(0, len(y), length)
+    return (
+        [statistics.median(x[start : start + length]) for start in starts],
+        [statistics.median(y[start : start + length]) for start in starts],
+    )
+
+
+def _running(values: Sequence[Any]) -> list[Any]:
+    sums: list[Any] = []
+    for value in values:
+        sums.append((sums[-1] if sums else 0) + value)
+    return sums
+
+
+def _number(value: float) -> str:
+    return "not noted" if math.isnan(value) else f"{value:.3g}"

@@ -1,0 +1,141 @@
+"""``zo2 report``: one page, which needs nothing else, of runs as they are on disk."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from models import WORDS, save_model, save_tokenizer, small_config
+
+from zo2adapters.cli import main
+from zo2adapters.commands.report_page import read_run
+from zo2core import Journal
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    save_model(folder / "model", small_config("llama", max_position_embeddings=32))
+    save_tokenizer(folder / "model")
+    rows = [{"prompt": f"the {word}", "completion": f" {word}"} for word in WORDS[3:8]]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        common = ["train", "--model", "model", "--data", "rows.jsonl", "--batch-size", "2", "--steps", "6", "--lr", "1e-3"]
+        main([*common, "--output", "a <b> & c", "--evaluation", "rows.jsonl", "--evaluate-every", "2"])
+        main([*common, "--output", "two", "--seed", "1", "--queries", "2"])
+    return folder
+
+
+@pytest.fixture
+def here(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "here"
+    shutil.copytree(runs, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+class Elements(HTMLParser):
+    """Elements of a page, and whatever would be loaded from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href") and value is not None and not value.startswith("#"):
+                self.loaded.append(value)
+
+
+def test_the_page_says_what_is_in_the_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["report", "a <b> & c", "two", "-o", "page.html"])
+    assert capsys.readouterr().out == "page.html\n"
+    text = Path("page.html").read_text()
+    elements = Elements()
+    elements.feed(text)
+    assert elements.loaded == []
+    assert "script" not in elements.seen
+    assert elements.seen.count("svg") == 3
+    assert "<b>" not in text
+    assert "a &lt;b&gt; &amp; c" in text
+    assert ">6, 12<" in text.replace(" ", " ")
+    assert ">6, 24<" in text
+    run = read_run(Path("a <b> & c"))
+    best = min(run.evaluations, key=lambda row: (row["evaluation_loss"], row["step"]))
+    assert f"{best['evaluation_loss']:.4f} at step {best['step']}" in text
+    assert re.search(r'<tr class="differs"><td class="key">seed</td><td>0</td><td>1</td>', text)
+    assert re.search(r'<tr><td class="key">steps</td><td>6</td><td>6</td>', text)
+    assert run.minutes == sorted(run.minutes)
+
+
+def test_a_run_without_metrics_is_known_by_its_journal(here: Path) -> None:
+    before = {path: path.read_bytes() for path in Path("two").rglob("*") if path.is_file()}
+    Path("two/metrics.jsonl").unlink()
+    main(["report", "two", "-o", "page.html"])
+    assert "not noted" in Path("page.html").read_text()
+    assert not Path("two/metrics.jsonl").exists()
+    after = {path: path.read_bytes() for path in Path("two").rglob("*") if path.is_file()}
+    assert after.items() <= before.items()
+    losses = [update.losses[0] for update in Journal("two/journal.jsonl").updates]
+    assert [row["loss"] for row in read_run(Path("two")).steps] == losses
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere", "-o", "page.html"], "nowhere/journal.jsonl"),
+        (["model", "-o", "page.html"], "model/journal.jsonl"),
+        (["two", "-o", "rows.jsonl"], "rows.jsonl: found File exists"),
+        (["two", "-o", "nowhere/page.html"], "nowhere/page.html: found"),
+        (["-o", "page.html"], "found"),
+    ],
+    ids=["no directory", "no run", "a file", "no folder", "no run is named"],
+)
+def test_what_is_wrong_is_one_line(here: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *arguments])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert len(error.splitlines()) == 1
+    assert not Path("page.html").exists()
+
+
+def test_damaged_options_are_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("two/options.json").write_text("[]")
+    with pytest.raises(SystemExit):
+        main(["report", "two", "-o", "page.html"])
+    assert "two/options.json: found" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser is installed")
+def test_a_browser_draws_the_page(here: Path) -> None:
+    main(["report", "a <b> & c", "two", "-o", "page.html"])
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={here / 'profile'}"]
+    address = (here / "page.html").as_uri()
+    drawn = subprocess.run(
+        [*command, "--window-size=1000,1400", f"--screenshot={here / 'page.png'}", address],
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    assert drawn.returncode == 0
+    import matplotlib.image
+
+    pixels = matplotlib.image.imread(here / "page.png")
+    assert pixels.shape[:2] == (1400, 1000)
+    colours = {tuple(colour) for colour in (pixels[::3, ::3, :3].reshape(-1, 3) * 255).round().astype(int).tolist()}
+    assert {(31, 119, 180), (255, 127, 14)} <= colours, "the curves of both runs"
+    dom = subprocess.run([*command, "--dump-dom", address], check=True, capture_output=True, text=True, timeout=120).stdout
+    assert dom.count("<svg") == 3
