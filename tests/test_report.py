@@ -6,8 +6,11 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from models import WORDS, save_model, save_tokenizer, small_config
@@ -139,3 +142,70 @@ def test_a_browser_draws_the_page(here: Path) -> None:
     assert {(31, 119, 180), (255, 127, 14)} <= colours, "the curves of both runs"
     dom = subprocess.run([*command, "--dump-dom", address], check=True, capture_output=True, text=True, timeout=120).stdout
     assert dom.count("<svg") == 3
+
+
+class FakeWriter:
+    """What TensorBoard's package offers."""
+
+    made: ClassVar[list[FakeWriter]] = []
+
+    def __init__(self, log_dir: str) -> None:
+        self.log_dir, self.scalars, self.closed = log_dir, list[tuple[str, float, int]](), False
+        self.made.append(self)
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeRun:
+    """What a run of Weights & Biases offers."""
+
+    def __init__(self) -> None:
+        self.rows, self.finished = list[dict[str, float]](), False
+
+    def log(self, row: dict[str, float]) -> None:
+        self.rows.append(row)
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_numbers_go_to_a_tracker_as_they_come(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=FakeWriter))
+    run, begun = FakeRun(), list[dict[str, object]]()
+
+    def init(**options: Any) -> FakeRun:
+        begun.append(options)
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    common = ["train", "--model", "model", "--data", "rows.jsonl", "--steps", "2", "--lr", "1e-3", "--batch-size", "2"]
+    main([*common, "--output", "tb", "--report-to", "tensorboard", "--evaluation", "rows.jsonl"])
+    [writer] = FakeWriter.made
+    rows = [json.loads(line) for line in Path("tb/metrics.jsonl").read_text().splitlines()]
+    assert writer.closed
+    assert writer.log_dir == "tb/tensorboard"
+    for key in ("loss", "evaluation_loss", "seconds"):
+        assert [(step, value) for name, value, step in writer.scalars if name == key] == [
+            (row["step"], row[key]) for row in rows if key in row
+        ]
+    main([*common, "--output", "wb", "--report-to", "wandb"])
+    assert run.finished
+    assert begun[0]["name"] == "wb"
+    assert [row["step"] for row in run.rows] == [0, 1]
+    main(["train", "--resume", "wb", "--steps", "3", "--report-to", "none"])
+    assert len(run.rows) == 2
+
+
+def test_a_tracker_that_is_not_there_is_one_line(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--model", "model", "--data", "rows.jsonl", "--output", "wb", "--report-to", "wandb"])
+    assert ended.value.code == 2
+    assert "wandb: found no such package; expected it installed. What to do: pip install 'wandb'." in capsys.readouterr().err
+    assert not Path("wb").exists()

@@ -8,12 +8,12 @@ from typing import Any
 from zo2core import MissingPackageError
 
 
-def optional_package(name: str, *, extra: str) -> Any:
+def optional_package(name: str, *, install: str) -> Any:
     """Import a package.
 
     Args:
         name: The module.
-        extra: Of this project, that installs it.
+        install: What pip takes to install it.
 
     Raises:
         MissingPackageError: if it is not installed.
@@ -22,5 +22,5 @@ def optional_package(name: str, *, extra: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise MissingPackageError(
-            name, found="no such package", expected="it installed", remedy=f"pip install 'zo2core[{extra}]'"
+            name, found="no such package", expected="it installed", remedy=f"pip install '{install}'"
         ) from error

@@ -16,7 +16,7 @@ from zo2adapters.trainers.run_directory import JOURNAL, METRICS, RunDirectory
 from zo2core import OptionError
 
 # What a resumed run may be told anew. No bit of the result depends on where weights are kept, except by the device.
-_ANEW = ("steps", "schedule_steps", "storage.", "keep_best")
+_ANEW = ("steps", "schedule_steps", "storage.", "keep_best", "report_to")
 _FIXED = ("storage.device",)
 
 # What a branch may be told anew: how steps are taken from there on, but not along which noise, which replays the others.
@@ -95,7 +95,9 @@ class Train(RunOptions):
         own = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
         told = TrainOptions(model=self.model, data=self.data, output=self.resume, **own)
         _require_same(begun, told, anew=_ANEW, fixed=_FIXED, remedy="or begin a new run, or a branch with --from-step")
-        return replace(begun.with_steps(self.steps), storage=self.storage, keep_best=self.keep_best)
+        return replace(
+            begun.with_steps(self.steps), storage=self.storage, keep_best=self.keep_best, report_to=self.report_to
+        )
 
     def _branched(self) -> TrainOptions:
         """The options of a new run that begins with steps of another one.

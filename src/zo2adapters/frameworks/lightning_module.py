@@ -15,7 +15,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.optional_package import optional_package
 from zo2core import Batch, Journal, OptionError, ZOEngine, copy_journal
 
-lightning = optional_package("lightning.pytorch", extra="lightning")
+lightning = optional_package("lightning.pytorch", install="zo2core[lightning]")
 
 
 class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-defined]

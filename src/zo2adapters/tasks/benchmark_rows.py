@@ -128,7 +128,7 @@ def _rows(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) ->
 
 def _rows_of_the_hub(benchmark: Benchmark, split: str) -> Iterable[tuple[str, dict[str, Any]]]:
     path, configuration = benchmark.hub
-    load = optional_package("datasets", extra="trl").load_dataset
+    load = optional_package("datasets", install="zo2core[trl]").load_dataset
     try:
         rows = load(path, configuration, split=split)
     except Exception as error:  # any: what a network, a hub and a script of a stranger answer

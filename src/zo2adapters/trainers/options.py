@@ -14,6 +14,7 @@ from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.field_types import require_field_types
+from zo2adapters.trainers.live_metrics import TrackerName
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2adapters.trainers.step_size import require_sane_step
 from zo2core import (
@@ -231,6 +232,8 @@ class RunOptions:
     FILE.py:function: a function of the model and a batch. auto is loss, or choice-loss of rows with candidates."""
     keep_best: bool = False
     """Export the model of the step whose evaluation was best, not the last one."""
+    report_to: TrackerName = "none"
+    """Where each step's numbers go beside metrics.jsonl: to tensorboard or wandb, where these packages are installed."""
     steps: int = 1000
     """Zeroth-order steps to take; each runs two forwards of one batch a query, or with fzoo one and one more."""
     seed: int = 0
@@ -382,7 +385,7 @@ class TrainOptions(RunOptions):
 
 _GROUPS: dict[str, Any] = {"optimization": Optimization, "batching": Batching, "storage": Storage}
 _LATER = {
-    *("architecture", "precision", "carried", "schedule_steps", "estimator", "guard", "objective", "keep_best"),
+    *("architecture", "precision", "carried", "schedule_steps", "estimator", "guard", "objective", "keep_best", "report_to"),
     *("clip_grad", "clip_median", "write_limit_tb"),
 }
 """Options that runs of earlier versions have not written down."""

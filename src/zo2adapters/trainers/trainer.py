@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +24,7 @@ from zo2adapters.trainers.base_check import verify_with_progress
 from zo2adapters.trainers.finite_base import require_finite_base
 from zo2adapters.trainers.health import Watch, diverged, ruined
 from zo2adapters.trainers.lessons import Rows, lesson_of, read_rows
+from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.metrics import progress, step_record
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.provenance import provenance
@@ -200,6 +202,7 @@ class Trainer:
         )
         evaluated = {row["step"] for row in self._run.metrics(engine.journal) if "evaluation_loss" in row}
         with (
+            closing(LiveMetrics(options.report_to, options.output, options.to_json())) as live,
             (options.output / METRICS).open("ab", buffering=0) as metrics,
             tqdm(
                 total=options.steps,
@@ -212,7 +215,7 @@ class Trainer:
         ):
             while True:
                 if self._evaluation is not None and self._is_due(engine.version) and engine.version not in evaluated:
-                    self._evaluate(self._evaluation, metrics, bar)
+                    self._evaluate(self._evaluation, metrics, live, bar)
                 if engine.version >= options.steps:
                     break
                 rows = next(batches)
@@ -222,6 +225,7 @@ class Trainer:
                     bar.write(line, file=sys.stderr)
                 record = step_record(result, batch)
                 _write(metrics, record)
+                live.row(record)
                 bar.set_postfix_str(progress(record), refresh=False)
                 bar.update()
 
@@ -295,12 +299,14 @@ class Trainer:
         every = self.options.evaluate_every
         return version in (0, self.options.steps) or (every is not None and version % every == 0)
 
-    def _evaluate(self, rows: Rows, metrics: IO[bytes], bar: tqdm[Any]) -> None:
+    def _evaluate(self, rows: Rows, metrics: IO[bytes], live: LiveMetrics, bar: tqdm[Any]) -> None:
         began = time.perf_counter()
         values = self._lesson.evaluate(self.engine, rows)
-        record = {f"evaluation_{name}": value for name, value in values.items()}
+        record: dict[str, Any] = {f"evaluation_{name}": value for name, value in values.items()}
         seconds = time.perf_counter() - began
-        _write(metrics, {"step": self.engine.version, **record, "evaluation_seconds": seconds})
+        record = {"step": self.engine.version, **record, "evaluation_seconds": seconds}
+        _write(metrics, record)
+        live.row(record)
         said = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
         bar.write(f"step {self.engine.version}: evaluation {said}, {seconds:.1f} s", file=sys.stderr)
 
