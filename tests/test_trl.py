@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import WORDS, save_model, save_tokenizer, small_config
+from models import LONGEST, WORDS, save_model, save_tokenizer, small_config
 from parity import assert_same_bits
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from zo2adapters import MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkpoint
-from zo2core import Distribution, Guarded, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
+from zo2adapters.cli import main
+from zo2adapters.tasks.batches import training_batches
+from zo2adapters.tasks.rows import read_dataset
+from zo2core import Distribution, Guarded, Journal, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
@@ -215,3 +219,39 @@ def test_what_cannot_be_heeded_is_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="ref_model: found a str"):
         ZODPOTrainer(model=base, args=args, ref_model="other")
     assert isinstance(args, TrainingArguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_zo2_train_and_sft_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """The command line's run, and TRL's trainer on its rows in its order."""
+    monkeypatch.chdir(tmp_path)
+    save_model(tmp_path / "model", small_config("llama"), dtype)
+    save_tokenizer(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    options_of_both = ["--steps", "6", "--lr", "1e-3", "--batch-size", "4", "--seed", "5"]
+    if dtype is torch.bfloat16:
+        options_of_both += ["--dtype", "bfloat16"]  # of the two that mixed precision may take
+    main(["train", "--model", "model", "--data", "rows.jsonl", "--output", "run", *options_of_both])
+    data = read_dataset("rows.jsonl", AutoTokenizer.from_pretrained("model"), sequence_length=LONGEST)
+    in_order = [
+        row for batch, _ in zip(training_batches(data, batch_size=4, seed=5), range(6), strict=False) for row in batch
+    ]
+    rows = datasets.Dataset.from_list(
+        [
+            {
+                "input_ids": list(row.input_ids),
+                "labels": [-100] * row.prompt_length + list(row.input_ids[row.prompt_length :]),
+            }
+            for row in in_order
+        ]
+    )
+    changes = {"bf16": dtype is torch.bfloat16, "per_device_train_batch_size": 4, "seed": 5}
+    kept = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    args = trl.SFTConfig(**options(tmp_path / "sft", **changes, **kept))
+    trainer = ZOSFTTrainer(model="model", args=args, train_dataset=rows)
+    trainer.train()
+    assert trainer.engine.journal.updates == Journal("run/journal.jsonl").updates
+    trainer.save_model("saved")
+    weights = AutoModelForCausalLM.from_pretrained("saved").state_dict()
+    for name, value in AutoModelForCausalLM.from_pretrained("run/model").state_dict().items():
+        assert_same_bits(name, value, weights[name])
