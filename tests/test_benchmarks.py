@@ -224,12 +224,12 @@ def test_parts_are_sampled_once_and_do_not_overlap(sst2: Path, tmp_path: Path, c
     command = ["rows", "--task", "sst2", "--data", str(sst2), "--train-rows", "20", "--test-rows", "5", "--shots", "2"]
     main([*command, "--output", str(tmp_path / "rows")])
     said = capsys.readouterr().out
-    assert "20 rows in train.jsonl, 10 rows in dev.jsonl, 5 rows in test.jsonl, 5 rows in in-context.jsonl" in said
+    assert "20 rows in train.jsonl, 20 rows in dev.jsonl, 5 rows in test.jsonl, 5 rows in in-context.jsonl" in said
     train, dev, test, shown = (
         rows_of(tmp_path / "rows" / f"{name}.jsonl") for name in ("train", "dev", "test", "in-context")
     )
     prompts = [row["prompt"] for row in (*train, *dev)]
-    assert len(set(prompts)) == 30
+    assert len(set(prompts)) == 40
     assert all(prompt.startswith("train") for prompt in prompts)
     assert all(row["prompt"].startswith("validation") for row in test)
     first, second = train[:2]

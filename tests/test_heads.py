@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers import (
 
 from zo2adapters import MonolithicMeZO, ZOArguments, ZOTrainerMixin, generate, open_checkpoint, score
 from zo2adapters.models.heads import HEADS
-from zo2core import BatchError, CheckpointError, MeZOSGD, OptionError, UnsupportedModelError, ZOEngine
+from zo2core import BatchError, CheckpointError, JournalError, MeZOSGD, OptionError, UnsupportedModelError, ZOEngine
 
 ENCODER: dict[str, Any] = {
     "vocab_size": 40,
@@ -137,6 +138,29 @@ def test_micro_batches_and_batches_join_as_one(tmp_path: Path, head: str) -> Non
         counts = [HEADS[head].count(batch) for batch in batches]
     assert whole.losses == tuple(losses)
     assert whole.loss == pytest.approx(sum(a * b for a, b in zip(losses, counts, strict=True)) / sum(counts), rel=1e-6)
+
+
+def test_a_batch_without_a_label_that_counts_is_left_out_beside_others(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", "bert", "masked-lm")
+    good = labelled("masked-lm", [6, 4])
+    silent = {**good, "labels": torch.full_like(good["labels"], -100)}
+    with ZOEngine(open_checkpoint(base, head="masked-lm"), MeZOSGD(lr=1e-3, zo_eps=1e-2)) as engine:
+        with pytest.raises(BatchError, match="none that counts"):
+            engine.step(silent)
+        both = engine.step([good, silent], seed=3)
+    with ZOEngine(open_checkpoint(base, head="masked-lm"), MeZOSGD(lr=1e-3, zo_eps=1e-2)) as engine:
+        assert engine.step(good, seed=3).losses == both.losses
+
+
+def test_a_head_that_reads_the_padding_notes_it(tmp_path: Path) -> None:
+    base, head = saved(tmp_path / "base", "llama", "sequence-classification"), "sequence-classification"
+    journal = tmp_path / "journal.jsonl"
+    with ZOEngine(open_checkpoint(base, head=head), MeZOSGD(lr=1e-3, zo_eps=1e-2), journal=journal) as engine:
+        engine.step(labelled(head, [6, 4]))
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "pad_token_id": 9}))
+    with pytest.raises(JournalError, match="pad"):
+        ZOEngine(open_checkpoint(base, head=head), MeZOSGD(lr=1e-3, zo_eps=1e-2), journal=journal)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from zo2core import (
     OutputError,
     PhiloxNoise,
     UnsupportedModelError,
+    WriteBackPolicy,
     ZOEngine,
     branch_journal,
 )
@@ -290,7 +291,7 @@ def test_several_queries_and_streamed_weights(base: Path, tmp_path: Path) -> Non
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("optim: found", {"optim": "sgd"}),
-    ("adam_beta1: found 0.5", {"adam_beta1": 0.5}),
+    ("adam_beta1: found 0.0", {"adam_beta1": 0.0}),
     ("max_grad_norm: found 0.3", {"max_grad_norm": 0.3}),
     ("neftune_noise_alpha: found 5", {"neftune_noise_alpha": 5}),
     ("auto_find_batch_size: found True", {"auto_find_batch_size": True}),
@@ -308,6 +309,10 @@ def test_what_a_constructor_cannot_heed_is_refused(base: Path, tmp_path: Path) -
     args = arguments(tmp_path / "run")
     given = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     make: Any = ZOTrainer
+    with pytest.raises(OptionError, match="args: found a NoneType"):
+        make(model=base, train_dataset=ROWS)
+    with pytest.raises(OptionError, match="device: found cuda beside the trainer's cpu"):
+        made(base, tmp_path / "run", zo=ZOArguments(device="cuda")).train()
     for name, value in {"model_init": lambda: None, "optimizers": (given, None), "peft_config": object()}.items():
         with pytest.raises(OptionError, match=f"{name}: found"):
             make(model=base, args=args, train_dataset=ROWS, **{name: value})
@@ -350,3 +355,88 @@ def test_what_it_saves_says_what_it_was(base: Path, tmp_path: Path) -> None:
     header = json.loads((tmp_path / "run" / "checkpoint-3" / "journal.jsonl").read_text().splitlines()[0])
     assert header["seed"] == 42
     assert header["estimator"]["name"] == "mezo-sgd"
+
+
+@pytest.mark.parametrize("kind", ["drop_last", "iterable"])
+def test_incomplete_batches_count_as_in_the_stock_trainer(base: Path, tmp_path: Path, kind: str) -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(ROWS[:5])
+
+    options: dict[str, Any] = {"dataloader_drop_last": kind == "drop_last"}
+    rows: Any = Stream() if kind == "iterable" else ROWS[:5]
+    trainer = made(base, tmp_path / "run", **options)
+    stock = Trainer(model=AutoModelForCausalLM.from_pretrained(base), args=arguments(tmp_path / "stock", **options))
+    ours: Any = trainer.predict(rows)
+    theirs: Any = stock.predict(rows)
+    assert np.array_equal(ours.predictions, theirs.predictions)
+    assert ours.metrics["test_loss"] == theirs.metrics["test_loss"]
+
+
+def test_weights_that_were_written_back_are_in_nobodys_way(base: Path, tmp_path: Path) -> None:
+    zo = ZOArguments(write_back=WriteBackPolicy(directory=tmp_path / "disk", every=1))
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = made(base, tmp_path / "run", zo=zo, load_best_model_at_end=True, **options)
+    trainer.train()
+    best = trainer.state.best_global_step
+    assert trainer.engine.version == best
+    resumed = made(base, tmp_path / "run", zo=zo)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    with plain_loop(base) as engine:
+        assert resumed.engine.journal.updates == engine.journal.updates
+
+
+def test_what_the_trainer_tells_the_config_is_saved(base: Path, tmp_path: Path) -> None:
+    trainer = made(base, tmp_path / "run")
+    trainer.model.config.pad_token_id, trainer.model.generation_config.eos_token_id = 7, [4, 2]
+    trainer.model.save_pretrained(tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert saved.config.pad_token_id == 7
+    assert saved.generation_config.eos_token_id == [4, 2]
+    with pytest.raises(OptionError, match=r"model.push_to_hub"):
+        trainer.model.push_to_hub("somewhere")
+    with pytest.raises(UnsupportedModelError, match="a call outside of a sweep"):
+        trainer.model(**BATCHES[0])
+    trainer.zo = ZOArguments(export_checkpoints=False)
+    trainer._write(tmp_path / "saved", weights=False)
+    assert not (tmp_path / "saved" / "model.safetensors").exists(), "of another version than the journal"
+
+
+def test_a_step_that_was_broken_off_is_forgotten(base: Path, tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = True
+
+    trainer = made(base, tmp_path, gradient_accumulation_steps=2, callbacks=[Stop()])
+    trainer.train()
+    assert trainer.engine.version == 0
+    trainer.pop_callback(Stop)
+    trainer.train()
+    with plain_loop(base, steps=0) as engine:
+        first = engine.step(BATCHES[:2])
+    assert trainer.engine.journal.updates[0].losses == first.losses
+
+
+def test_memory_is_counted_with_the_logits(base: Path) -> None:
+    model = open_checkpoint(base, precision="mixed", dtype="bfloat16", loss_chunk=1)
+    seen, kept = CalledForward(model, lambda called, batch: called(**batch).loss), BATCHES[0]["input_ids"].numel()
+    keeping = CalledForward(model, lambda called, batch: called(**batch).logits, keeps_logits=True)
+    batch = seen.prepared(BATCHES[0])
+    whole = open_checkpoint(base)
+    assert seen.forward_bytes(batch) >= whole.forward_bytes(whole.prepared(BATCHES[0]))
+    assert keeping.held_bytes(keeping.prepared(BATCHES[0])) == seen.held_bytes(batch) + kept * VOCABULARY * 4
+
+
+def test_batches_without_labels_are_not_left_out(base: Path) -> None:
+    unlabelled = {"input_ids": BATCHES[1]["input_ids"]}
+    silent = {**BATCHES[1], "labels": torch.full_like(BATCHES[1]["labels"], -100)}
+    with ZOEngine(open_checkpoint(base), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+        wrong: Any
+        for wrong in ([BATCHES[0], unlabelled], [], 5, [5]):
+            with pytest.raises(BatchError, match="batch"):
+                engine.step(wrong)
+        assert engine.version == 0
+        both, one = engine.step([BATCHES[0], silent], seed=3), None
+    with ZOEngine(open_checkpoint(base), MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
+        one = engine.step(BATCHES[0], seed=3)
+    assert both.losses == one.losses

@@ -177,7 +177,7 @@ def test_evaluations_say_what_the_rows_are_about_and_the_best_is_kept(
     rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     evaluations = {row["step"]: row for row in rows if "evaluation_loss" in row}
     assert evaluations.keys() == set(range(5))
-    assert all(row["evaluation_accuracy"] == 1 - row["evaluation_loss"] for row in evaluations.values())
+    assert all(row["evaluation_accuracy"] == pytest.approx(1 - row["evaluation_loss"]) for row in evaluations.values())
     best = min(evaluations, key=lambda step: (evaluations[step]["evaluation_loss"], step))
     assert f"best of 5 evaluations: step {best}, loss" in capsys.readouterr().err
     main(["export", "--run", "run", "--at", str(best), "--output", "then"])
@@ -223,3 +223,43 @@ def test_other_options_that_do_not_fit(here: Path, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         train("pairs", "own.py:calm")
     assert "--objective: found shape [4," in capsys.readouterr().err
+
+
+def test_several_right_answers_are_right_everywhere(here: Path) -> None:
+    rows = [{"prompt": f"the {noun}", "candidates": [" cat", " dog", " sat"], "answer": [0, 1, 2]} for noun in NOUNS[:4]]
+    (here / "several.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    journal = train("several", "accuracy", "--evaluation", "several.jsonl")
+    assert all(update.losses == (0.0, 0.0) for update in journal.updates)
+    metrics = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert {row["evaluation_accuracy"] for row in metrics if "evaluation_loss" in row} == {1.0}
+
+
+def test_the_best_step_can_be_asked_for_later(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train("choices", "f1", "--evaluation", "choices.jsonl", "--evaluate-every", "1")
+    metrics = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["evaluation_loss"] for row in metrics if "evaluation_loss" in row}
+    best = min(losses, key=lambda step: (losses[step], step))
+    main(["train", "--resume", "run", "--keep-best"])
+    main(["export", "--run", "run", "--at", str(best), "--output", "then"])
+    kept, then = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in ("run/model", "then"))
+    for name, value in kept.items():
+        assert_same_bits(name, value, then[name])
+    assert Path("run/model-4").is_dir(), "what was there before"
+
+
+def test_long_prompts_and_long_completions_need_not_fit_together(here: Path) -> None:
+    words = " ".join(NOUNS[:5] * 5)
+    rows = [{"prompt": words, "completion": " cat"}, {"prompt": "the", "completion": " " + words}] * 2
+    (here / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(train("long", "exact-match").updates) == 4
+
+
+def test_a_functions_file_may_have_classes_of_its_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "own.py").write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n\n"
+        "@dataclass\nclass Scale:\n    by: float = 1.0\n\n\nSCALE = Scale()\n\n\ndef calm(model, batch):\n    return SCALE.by * model(**batch).loss\n"
+    )
+    train("pairs", "own.py:calm")
+    with pytest.raises(SystemExit):
+        train("pairs", "own.py:SCALE", output="other")
+    assert "SCALE is a Scale, no function" in capsys.readouterr().err

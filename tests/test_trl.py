@@ -255,3 +255,15 @@ def test_zo2_train_and_sft_give_the_same_bits(tmp_path: Path, monkeypatch: pytes
     weights = AutoModelForCausalLM.from_pretrained("saved").state_dict()
     for name, value in AutoModelForCausalLM.from_pretrained("run/model").state_dict().items():
         assert_same_bits(name, value, weights[name])
+
+
+def test_dpos_reference_stays_the_base(base: Path, tmp_path: Path) -> None:
+    """Rows that are evaluated later are compared with the base, whatever steps were taken."""
+    trainer = dpo(base, tmp_path / "run")
+    batch = next(iter(trainer.get_train_dataloader()))
+    of_base = trainer.compute_ref_log_probs(trainer.model, batch)
+    trainer.train()
+    version = trainer.engine.version
+    later = trainer.compute_ref_log_probs(trainer.model, batch)
+    assert all(torch.equal(one, other) for one, other in zip(of_base, later, strict=True))
+    assert trainer.engine.version == version == 6

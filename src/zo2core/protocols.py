@@ -354,7 +354,10 @@ class Objective(Forward, Protocol):
     """A forward whose outputs become one number, which steps make smaller. It need not have a gradient."""
 
     def split(self, batch: Batch, rows: int | None) -> Sequence[Batch]:
-        """Cut a batch into pieces of at most so many rows, which run one after the other; None leaves it whole."""
+        """Cut a batch into pieces of at most so many rows, which run one after the other; None leaves it whole.
+
+        A batch that says nothing may have none: beside others it is then left out.
+        """
 
     def loss(self, outputs: Sequence[torch.Tensor], pieces: Sequence[Batch]) -> torch.Tensor:
         """Make one number, 0-d, of what the head gave for each piece: of a batch, or of all batches of an evaluation."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from zo2core import (
     Distribution,
@@ -33,7 +35,9 @@ class ZOArguments:
             ``estimator=MeZOSGD``.
         device: "cpu", "cuda" or "cuda:N"; None is the trainer's.
         memory: How much memory the process may take.
-        write_back: When changed segments are written to disk. None: never; a resumed run replays the journal.
+        write_back: When changed segments are written to disk, in the folder ``.zo2-scratch`` of its directory. None: never.
+            It makes room within one process: a run that goes on replays its journal, since a checkpoint may hold an earlier
+            step than what was written.
         micro_batch_size: Rows of the micro-batches into which a batch is split. Only where the loss is the model's own.
         trainer_loss: Whether the trainer's ``compute_loss`` runs in training where its loss is the model's own, too. It also
             makes the trainer's metrics of a training step, at the price of all logits.
@@ -55,6 +59,14 @@ class ZOArguments:
     def make_noise(self) -> NoiseGenerator | None:
         """What draws the directions of a run; None is the engine's choice: MeZO's numbers."""
         return None if self.distribution is None else PhiloxNoise(self.distribution)
+
+    def fresh_write_back(self) -> WriteBackPolicy | None:
+        """The policy with an empty folder of its own: what another version has left there does not belong to this one."""
+        if self.write_back is None:
+            return None
+        directory = Path(self.write_back.directory) / ".zo2-scratch"
+        shutil.rmtree(directory, ignore_errors=True)
+        return replace(self.write_back, directory=directory)
 
     def make_estimator(self, lr: Callable[[int], float], weight_decay: float) -> ZOEstimator:
         """The estimator of a run.

@@ -14,6 +14,7 @@ from zo2core import OptionError
 _AT_DEFAULT: Mapping[str, str] = {
     "optim": "the estimator of ZOArguments takes the optimizer's place",
     "optim_args": "the estimator of ZOArguments takes the optimizer's place",
+    "optim_target_modules": "leave it out: all parameters are trained",
     "adam_beta1": "the estimator of ZOArguments takes the optimizer's place",
     "adam_beta2": "the estimator of ZOArguments takes the optimizer's place",
     "adam_epsilon": "the estimator of ZOArguments takes the optimizer's place",
@@ -56,8 +57,10 @@ def require_heeded(args: Any, options: Mapping[str, Any]) -> None:
             raise OptionError(name, found=f"a {type(given).__name__}", expected="none", remedy=remedy)
     defaults = {field.name: _default(field) for field in dataclasses.fields(args)}
     for name, remedy in _AT_DEFAULT.items():
-        if name in defaults and getattr(args, name) not in (defaults[name], None, False, [], {}):
-            raise OptionError(name, found=repr(getattr(args, name)), expected=repr(defaults[name]), remedy=remedy)
+        given = getattr(args, name, None)
+        is_absent = given is None or given is False or given in ([], {}, "")
+        if name in defaults and not is_absent and given != defaults[name]:
+            raise OptionError(name, found=repr(given), expected=repr(defaults[name]), remedy=remedy)
     if args.world_size > 1 or args.n_gpu > 1:
         raise OptionError(
             "args",

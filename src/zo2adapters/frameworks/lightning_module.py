@@ -13,7 +13,7 @@ from zo2adapters.frameworks.arguments import ZOArguments
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.optional_package import optional_package
-from zo2core import Batch, Journal, OptionError, ZOEngine, copy_journal
+from zo2core import Batch, Journal, JournalError, OptionError, ZOEngine, copy_journal
 
 lightning = optional_package("lightning.pytorch", install="zo2core[lightning]")
 
@@ -74,7 +74,7 @@ class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-d
                 seed=self._seed,
                 device=zo.device or "cpu",
                 memory=zo.memory,
-                write_back=zo.write_back,
+                write_back=zo.fresh_write_back(),
                 micro_batch_size=zo.micro_batch_size,
             )
         return self._engine
@@ -133,6 +133,13 @@ class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-d
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Go on from the journal in a checkpoint."""
+        if JOURNAL not in checkpoint:
+            raise JournalError(
+                "the checkpoint",
+                found="no journal",
+                expected="that of a zeroth-order run",
+                remedy="name a checkpoint that this module saved",
+            )
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / JOURNAL).write_text(checkpoint[JOURNAL])
             journal = read_journal(Path(directory))

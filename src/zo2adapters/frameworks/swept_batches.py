@@ -6,6 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import IterableDataset
+from transformers.trainer_pt_utils import find_batch_size
+
 from zo2core import Batch, Forward, Replayer
 
 
@@ -38,7 +43,7 @@ class SweptBatches:
         self._state = state
         self.output: Any = None  # of the batch that was given last
         self.end_of_dataloader = False  # whether the batch that was given last is the loader's last one
-        self.remainder = _rows_of_an_incomplete_batch(loader)
+        self.remainder = -1  # rows of an incomplete last batch that count; -1: all of them
 
     def __iter__(self) -> Iterator[Any]:
         source: Iterable[Any] = getattr(self._loader, "base_dataloader", self._loader)
@@ -54,6 +59,10 @@ class SweptBatches:
             for outputs in self._replayer.forwards(batches(), self._forward):
                 for self.output in outputs:
                     batch, self.end_of_dataloader = taken.popleft()
+                    if self.end_of_dataloader:
+                        self.remainder = _rows_that_count(self._loader, batch)
+                    # What left a sweep belongs to whoever gets it, also to be changed in place.
+                    self.output = tree_map_only(torch.Tensor, torch.Tensor.clone, self.output)
                     yield batch
         finally:
             self.end_of_dataloader = False
@@ -66,12 +75,15 @@ class SweptBatches:
         return getattr(self._loader, name)
 
 
-def _rows_of_an_incomplete_batch(loader: Any) -> int:
-    """Rows of the last batch, if it has fewer than the others; 0 if it has not, -1 if nobody knows."""
-    try:
-        return len(loader.dataset) % int(loader.total_batch_size)
-    except (AttributeError, TypeError):
+def _rows_that_count(loader: Any, last: Any) -> int:
+    """As accelerate counts the rows of a loader's last batch, by which losses that were repeated for a whole one are cut."""
+    whole = getattr(loader, "total_batch_size", None)
+    if whole is None or getattr(getattr(loader, "batch_sampler", None), "drop_last", False):
         return -1
+    if isinstance(loader.dataset, IterableDataset):
+        rows = find_batch_size(last)  # type: ignore[no-untyped-call]
+        return -1 if rows is None else int(rows) % int(whole)
+    return len(loader.dataset) % int(whole)
 
 
 def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:

@@ -7,7 +7,8 @@ checkpoint that is never whole in memory; a training step is a step of ``ZOEngin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from zo2adapters.frameworks.arguments import ZOArguments
 from zo2adapters.frameworks.heeded import autocast_of, require_heeded
 from zo2adapters.frameworks.opening import open_for
-from zo2adapters.frameworks.saved_run import read_journal, save_run
+from zo2adapters.frameworks.saved_run import read_journal, save_run, write_token_ids
 from zo2adapters.frameworks.swept_batches import SweptBatches
 from zo2adapters.frameworks.trainer_loss import TrainerLoss
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import Batch, Journal, ZOEngine
+from zo2core import Batch, Journal, OptionError, Replayer, ZOEngine
 
 _Beside: Any = object  # the trainer that stands beside the mixin, whose attributes are its own
 
@@ -55,11 +56,15 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
     optimizer: Any
 
     def __init__(
-        self, model: HFBlockModel | Path | str, args: Any, *, zo: ZOArguments | None = None, **options: Any
+        self, model: HFBlockModel | Path | str, args: Any = None, *, zo: ZOArguments | None = None, **options: Any
     ) -> None:
+        if not isinstance(args, TrainingArguments):
+            raise OptionError(
+                "args", found=f"a {type(args).__name__}", expected="the trainer's arguments", remedy="pass them by name"
+            )
         require_heeded(args, options)
-        if getattr(args, "precompute_ref_log_probs", None) is False:
-            args.precompute_ref_log_probs = True  # else the trainer would load the reference whole
+        if getattr(args, "precompute_ref_log_probs", None) is False:  # DPO would load the reference whole
+            setattr(args, "precompute_ref_log_probs", True)  # noqa: B010 - no other trainer's arguments have it
         self.zo = ZOArguments() if zo is None else zo
         self.block_model = open_for(model, autocast_of(args))
         self._engine: ZOEngine | None = None
@@ -67,8 +72,10 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         self._waiting: list[Batch] = []  # of a step, with gradient accumulation
         self._swept: SweptBatches | None = None
         self._projected_grad: float | None = None
-        skeleton = self.block_model.skeleton
-        skeleton.state_dict = dict  # type: ignore[method-assign, assignment] # it has no weights: what reads them finds none
+        skeleton: Any = self.block_model.skeleton
+        skeleton.state_dict = _no_weights
+        skeleton.save_pretrained = self._save_pretrained
+        skeleton.push_to_hub = _refuse_to_push
         super().__init__(model=skeleton, args=args, **options)
 
     @property
@@ -76,6 +83,13 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         """The engine that takes the steps, at the present version."""
         if self._engine is None:
             args, zo = self.args, self.zo
+            if zo.device is not None and torch.device(zo.device).type != args.device.type:
+                raise OptionError(
+                    "device",
+                    found=f"{zo.device} beside the trainer's {args.device}",
+                    expected="the same kind of device",
+                    remedy="leave it out, or pass use_cpu=True",
+                )
             self._engine = ZOEngine(
                 self.block_model,
                 zo.make_estimator(self._present_lr, args.weight_decay),
@@ -84,7 +98,7 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
                 seed=args.seed,
                 device=str(args.device) if zo.device is None else zo.device,
                 memory=zo.memory,
-                write_back=zo.write_back,
+                write_back=zo.fresh_write_back(),
                 micro_batch_size=zo.micro_batch_size,
             )
         return self._engine
@@ -93,7 +107,12 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         """Go on from another version of the run: that of its journal, or of ``journal.until(step)``."""
         if self._engine is not None:
             self._engine.close()
-        self._engine, self._journal = None, journal
+        self._engine, self._journal, self._waiting = None, journal, []
+
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        """Train. What an earlier call left of a step that it did not take is forgotten."""
+        self._waiting = []
+        return super().train(*arguments, **options)
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Take a zeroth-order step; with gradient accumulation, at the last of its batches."""
@@ -118,7 +137,7 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         predict = partial(super().prediction_step, prediction_loss_only=loss_only, ignore_keys=ignore_keys)
         self._set_mode(training=False)
-        swept = self._swept_batches(dataloader, predict)
+        swept = self._swept_batches(dataloader, predict, self.engine, keeps_logits=not loss_only)
         before, self._swept = self._swept, swept
         try:
             return super().evaluation_loop(swept, description, loss_only, ignore_keys, metric_key_prefix)
@@ -150,7 +169,9 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         """DPO's log-probabilities of the reference, for one batch: of a model in a sweep, or in one of its own."""
         if model is not self.model:
             return super().compute_ref_log_probs(model, inputs)
-        [[output]] = self.engine.forwards([_tensors(inputs)], CalledForward(self.block_model, self.compute_ref_log_probs))
+        with self._reference() as reference:
+            forward = CalledForward(self.block_model, self.compute_ref_log_probs)
+            [[output]] = reference.forwards([_tensors(inputs)], forward)
         return output
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -182,9 +203,22 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         is_sft = f"{computes.__module__}.{computes.__qualname__}" == "trl.trainer.sft_trainer.SFTTrainer.compute_loss"
         return is_sft and self.args.loss_type == "nll" and not self.aux_loss_enabled
 
-    def _swept_batches(self, loader: Any, call: Callable[..., Any]) -> SweptBatches:
-        forward = CalledForward(self.block_model, call)
-        return SweptBatches(loader, self.engine, forward, _tensors, self.accelerator.gradient_state)
+    def _swept_batches(
+        self, loader: Any, call: Callable[..., Any], replayer: Replayer, *, keeps_logits: bool
+    ) -> SweptBatches:
+        forward = CalledForward(self.block_model, call, keeps_logits=keeps_logits)
+        return SweptBatches(loader, replayer, forward, _tensors, self.accelerator.gradient_state)
+
+    @contextmanager
+    def _reference(self) -> Iterator[Replayer]:
+        """The base checkpoint, whatever steps were taken."""
+        if self.engine.version == 0:
+            yield self.engine
+            return
+        journal = self.engine.journal
+        self.rewind(journal)  # one at a time uses the model
+        with Replayer(self.block_model, journal.until(0), device=str(self.args.device), memory=self.zo.memory) as replayer:
+            yield replayer
 
     def _present_lr(self, step: int) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
@@ -193,10 +227,19 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         """What trainers ask for the name of their metrics. Its modules stay as in evaluation, as in MeZO: no dropout."""
         self.model.training = training
 
+    def _save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
+        """What ``model.save_pretrained`` means here: the model at the present version."""
+        self._write(Path(save_directory), weights=True)
+
+    def _write(self, directory: Path, *, weights: bool) -> None:
+        save_run(self.engine, directory, weights=weights)
+        if weights:
+            write_token_ids(self.model, directory)
+
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         directory = Path(self.args.output_dir if output_dir is None else output_dir)
         is_checkpoint = directory.parent == Path(self.args.output_dir) and directory.name.startswith("checkpoint-")
-        save_run(self.engine, directory, weights=self.zo.export_checkpoints or not is_checkpoint)
+        self._write(directory, weights=self.zo.export_checkpoints or not is_checkpoint)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(directory)
         torch.save(self.args, directory / "training_args.bin")
@@ -226,10 +269,22 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         loader = DataLoader(dataset, batch_size=batch_size, collate_fn=self.data_collator, shuffle=False)
-        swept = self._swept_batches(loader, self.compute_ref_log_probs)
-        chosen, rejected = zip(*(swept.output for _ in swept), strict=True)
+        with self._reference() as reference:
+            swept = self._swept_batches(loader, self.compute_ref_log_probs, reference, keeps_logits=False)
+            chosen, rejected = zip(*(swept.output for _ in swept), strict=True)
         dataset = dataset.add_column("ref_chosen_logps", torch.cat(chosen).float().cpu().numpy())
         return dataset.add_column("ref_rejected_logps", torch.cat(rejected).float().cpu().numpy())
+
+
+def _no_weights(*_: Any, **__: Any) -> dict[str, torch.Tensor]:
+    """The skeleton's state: it has no weights, so what reads them finds none."""
+    return {}
+
+
+def _refuse_to_push(*_: Any, **__: Any) -> None:
+    raise OptionError(
+        "model.push_to_hub", found="a model without weights", expected="a saved one", remedy="use trainer.push_to_hub()"
+    )
 
 
 def _tensors(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
+from zo2adapters.models.footprint import forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.prepared_batch import branches_of
 from zo2core import Batch, BatchError, UnsupportedModelError
@@ -69,10 +71,12 @@ class CalledForward:
         model: The model.
         call: Takes the model and a batch of its own, as a dictionary. It calls the model, once or more often, but always
             with the same tokens; what it returns is what the head gives.
+        keeps_logits: Whether what it returns holds all logits, which then stay until the sweep is over.
     """
 
-    def __init__(self, model: HFBlockModel, call: Call) -> None:
+    def __init__(self, model: HFBlockModel, call: Call, *, keeps_logits: bool = False) -> None:
         self._model = model
+        self._keeps_logits = keeps_logits
         self._call = call
         self.block = model.block
 
@@ -119,11 +123,16 @@ class CalledForward:
 
     def forward_bytes(self, batch: Batch) -> int:
         """Expected bytes, with all logits. See the contract."""
-        return self._model.forward_bytes(_inputs(batch))
+        if self._model.loss_chunk is None:
+            return self._model.forward_bytes(_inputs(batch))
+        rows, tokens = _inputs(batch)["input_ids"].shape
+        return forward_bytes(self._model.config, rows, tokens)
 
     def held_bytes(self, batch: Batch) -> int:
-        """Expected bytes. See the contract."""
-        return self._model.held_bytes(_inputs(batch))
+        """Expected bytes, with the logits that are kept. See the contract."""
+        inputs = _inputs(batch)
+        kept = inputs["input_ids"].numel() * self._model.config.vocab_size * 4 if self._keeps_logits else 0
+        return self._model.held_bytes(inputs) + kept
 
 
 def _inputs(batch: Batch) -> Batch:
@@ -164,7 +173,5 @@ def _require_same(inputs: Batch, again: Mapping[str, Any]) -> None:
 
 def _in_float32(output: Any) -> Any:
     """What a forward under autocast returns to a loss that is computed without: as accelerate hands it on."""
-    for key, value in list(output.items()):
-        if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
-            output[key] = value.float()
-    return output
+    halves = (torch.bfloat16, torch.float16)
+    return tree_map_only(torch.Tensor, lambda value: value.float() if value.dtype in halves else value, output)

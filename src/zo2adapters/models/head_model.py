@@ -28,7 +28,9 @@ class HFHeadModel(HFBlockModel):
         assert head is not CAUSAL_LM, "HFBlockModel is a causal language model"
         assert self.loss_chunk is None, "chunks are of next tokens"
         self.kind = head
-        self._decisive = {"head": head.name, "labels": self.config.num_labels, "problem": self.config.problem_type}
+        config = self.config
+        labels = {"labels": config.num_labels, "problem": config.problem_type}
+        self._decisive = {"head": head.name, **labels, "pad": getattr(config, "pad_token_id", None)}
 
     @property
     def description(self) -> Mapping[str, Any]:
@@ -47,16 +49,11 @@ class HFHeadModel(HFBlockModel):
         return self._prepared(batch)
 
     def split(self, batch: Batch, rows: int | None) -> list[Batch]:
-        """Cut a batch into pieces of at most so many rows; a piece without a label that counts is left out.
-
-        Raises:
-            BatchError: if it has no labels, or none of them counts.
-        """
+        """Cut a batch into pieces of at most so many rows; one without a label that counts is left out. See the contract."""
         if not {"input_ids", *self.kind.targets} <= batch.keys():
             return [batch]  # to be refused as it is prepared
         total = len(batch["input_ids"])
-        if rows is None or rows >= total:
-            return [batch]
+        rows = total if rows is None else rows
         pieces = [
             {
                 name: value[start : start + rows] if value.dim() and len(value) == total else value
@@ -64,7 +61,7 @@ class HFHeadModel(HFBlockModel):
             }
             for start in range(0, total, rows)
         ]
-        return [piece for piece in pieces if self.kind.count(piece)] or [batch]
+        return [piece for piece in pieces if self.kind.count(piece)]
 
     def loss(self, outputs: Sequence[torch.Tensor], pieces: Sequence[Batch]) -> torch.Tensor:
         """The mean over all labels of the pieces, in float64; of one piece its loss itself. See the contract."""

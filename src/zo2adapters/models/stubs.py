@@ -7,9 +7,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from zo2core import UnsupportedModelError
 
-class CutError(Exception):
-    """Leaves HF's forward after the last stub."""
+
+class CutError(UnsupportedModelError):
+    """Leaves HF's forward after the last stub; whoever calls the skeleton outside of a sweep sees it."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's skeleton",
+            found="a call outside of a sweep",
+            expected="a call of the model that compute_loss is passed",
+            remedy="call that one; to generate, export the model",
+        )
 
 
 class CallRecorder:

@@ -62,9 +62,10 @@ def benchmark_rows(benchmark: Benchmark, directory: Path | None, sizes: Sizes, *
     """
     of_training = _questions(benchmark, directory, ("train",))
     held_out = _questions(benchmark, directory, _HELD_OUT)
-    dev = min(sizes.dev, len(of_training) // 4)
-    order = _sampled(len(of_training), f"train {seed}")
-    train = order[: min(sizes.train, len(of_training) - dev)]
+    count = len(of_training)
+    dev = sizes.dev if sizes.train + sizes.dev <= count else min(sizes.dev, max(count // 4, count - sizes.train))
+    order = _sampled(count, f"train {seed}")
+    train = order[: min(sizes.train, count - dev)]
     rest = order[len(train) : len(train) + dev]
     tested = sorted(_sampled(len(held_out), f"test {seed}")[: sizes.test])
     return Parts(

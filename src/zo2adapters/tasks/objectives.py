@@ -26,13 +26,13 @@ class Rated(NamedTuple):
     """A prompt's candidates with their scores."""
 
     scores: torch.Tensor  # (candidates,), float64
-    answer: int  # the right one
+    answers: Sequence[int]  # the right ones, at least one
 
 
 def choice_batch(
     prompts: Sequence[Sequence[int]],
     candidates: Sequence[Sequence[Sequence[int]]],
-    answers: Sequence[int],
+    answers: Sequence[int | Sequence[int]],
     *,
     pad_token_id: int = 0,
 ) -> dict[str, torch.Tensor]:
@@ -41,7 +41,7 @@ def choice_batch(
     Args:
         prompts: Token ids, at least one each.
         candidates: For each prompt two or more lists of token ids that may follow it, at least one each.
-        answers: For each prompt the place of the right one among its candidates.
+        answers: For each prompt the place of the right one among its candidates, or the places of several.
         pad_token_id: Token id at padded positions.
 
     Returns:
@@ -57,7 +57,8 @@ def choice_batch(
     if not prompts:
         raise BatchError("prompts", found="none", expected="at least one", remedy="pass prompts")
     for number, (prompt, given, answer) in enumerate(zip(prompts, candidates, answers, strict=True)):
-        if not prompt or len(given) < 2 or not all(given) or not 0 <= answer < len(given):
+        right = [answer] if isinstance(answer, int) else list(answer)
+        if not prompt or len(given) < 2 or not all(given) or not right or not set(right) <= set(range(len(given))):
             sizes = [len(candidate) for candidate in given]
             raise BatchError(
                 f"prompts[{number}]",
@@ -67,7 +68,7 @@ def choice_batch(
             )
         rows += [TokenizedRow(array("i", [*prompt, *candidate]), len(prompt), 0) for candidate in given]
         prompt_of += [number] * len(given)
-        is_answer += [int(place == answer) for place in range(len(given))]
+        is_answer += [int(place in right) for place in range(len(given))]
     batch = collate(rows, pad_token_id=pad_token_id)
     return {**batch, PROMPT: torch.tensor(prompt_of), ANSWER: torch.tensor(is_answer)}
 
@@ -109,8 +110,8 @@ class ChoiceObjective(ABC):
         if {len(value) for value in batch.values()} != {len(batch[PROMPT])}:
             raise _refusal(f"entries of {[len(value) for value in batch.values()]} rows", "as many rows of each")
         right = [int(part.sum()) for part in torch.split(batch[ANSWER], _sizes(batch))]
-        if set(right) != {1}:
-            raise _refusal(f"prompts with {sorted(set(right))} right candidates", "one for each prompt")
+        if min(right) < 1:
+            raise _refusal("prompts without a right candidate", "one at least for each prompt")
         if rows is None:
             return [batch]
         sizes: list[int] = []  # rows of each piece
@@ -127,17 +128,17 @@ class ChoiceObjective(ABC):
         rated: list[Rated] = []
         for scores, piece in zip(outputs, pieces, strict=True):
             sizes = _sizes(piece)
-            answers = [int(part.argmax()) for part in torch.split(piece[ANSWER], sizes)]
+            answers = [part.nonzero()[:, 0].tolist() for part in torch.split(piece[ANSWER], sizes)]
             rated += [Rated(part, answer) for part, answer in zip(torch.split(scores.cpu(), sizes), answers, strict=True)]
         return self.number(rated)
 
 
 class ChoiceLoss(ChoiceObjective):
-    """Cross entropy of the right candidate among the scores of a prompt's candidates: MeZO's loss over label words."""
+    """Cross entropy of the right candidates among the scores of a prompt's candidates: MeZO's loss over label words."""
 
     def number(self, rated: Sequence[Rated]) -> torch.Tensor:
         """The mean over prompts."""
-        return torch.stack([scores.logsumexp(0) - scores[answer] for scores, answer in rated]).mean()
+        return torch.stack([scores.logsumexp(0) - _of(scores, answers) for scores, answers in rated]).mean()
 
 
 class ChoiceError(ChoiceObjective):
@@ -145,7 +146,7 @@ class ChoiceError(ChoiceObjective):
 
     def number(self, rated: Sequence[Rated]) -> torch.Tensor:
         """Wrong prompts by all prompts."""
-        wrong = sum(int(scores.argmax()) != answer for scores, answer in rated)
+        wrong = sum(int(scores.argmax()) not in answers for scores, answers in rated)
         return torch.tensor(wrong / len(rated), dtype=torch.float64)
 
 
@@ -163,10 +164,15 @@ class ChoiceF1Error(ChoiceObjective):
 
     def number(self, rated: Sequence[Rated]) -> torch.Tensor:
         """1 - 2 TP / (2 TP + FP + FN); 0 where nothing is positive and nothing was taken for it."""
-        pairs = [(int(scores.argmax()) == self.positive, answer == self.positive) for scores, answer in rated]
+        pairs = [(int(scores.argmax()) == self.positive, self.positive in answers) for scores, answers in rated]
         hits = sum(chosen and right for chosen, right in pairs)
         missed = sum(chosen != right for chosen, right in pairs)
         return torch.tensor(missed / (2 * hits + missed) if hits + missed else 0.0, dtype=torch.float64)
+
+
+def _of(scores: torch.Tensor, answers: Sequence[int]) -> torch.Tensor:
+    """The score of the right candidate; of several that of any of them."""
+    return scores[answers[0]] if len(answers) == 1 else scores[list(answers)].logsumexp(0)
 
 
 def _refusal(found: str, expected: str) -> BatchError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.candidates import Choice, Choices, holds_choices, read_choices
 from zo2adapters.tasks.generation import generate
-from zo2adapters.tasks.objectives import ChoiceError, ChoiceF1Error, ChoiceLoss, ChoiceObjective, choice_batch
+from zo2adapters.tasks.objectives import ChoiceError, ChoiceF1Error, ChoiceLoss, ChoiceObjective, Rated, choice_batch
 from zo2adapters.tasks.rows import Dataset, TokenizedRow, read_dataset
 from zo2adapters.tasks.scoring import score
 from zo2adapters.trainers.dataset_evaluation import evaluate_dataset
@@ -119,17 +120,19 @@ class ChoiceLesson(Lesson):
         self._forward = objective(model)
 
     @property
-    def forward(self) -> Forward:
+    def forward(self) -> ChoiceObjective:
         """The objective."""
         return self._forward
 
     def batch(self, rows: Sequence[Choice]) -> Batch:
         """A row a candidate."""
         given = [row.candidates for row in rows]
-        return choice_batch([row.prompt for row in rows], given, [row.answer for row in rows], pad_token_id=self.pad)
+        return choice_batch(
+            [row.prompt for row in rows], given, [(row.answer, *row.also) for row in rows], pad_token_id=self.pad
+        )
 
     def evaluate(self, engine: Replayer, rows: Choices) -> dict[str, float]:
-        """One less accuracy, and accuracy; candidates are compared by mean log-probability, as in MeZO's program."""
+        """The objective's number, and accuracy; candidates are compared by mean log-probability, as in MeZO's program."""
         scored = score(
             engine,
             self.model,
@@ -139,7 +142,12 @@ class ChoiceLesson(Lesson):
             pad_token_id=self.pad,
         )
         right = sum(row.is_right(place) for row, place in zip(rows, scored.choices(by_length=True), strict=True))
-        return {"loss": 1 - right / len(rows), "accuracy": right / len(rows)}
+        means = [
+            torch.tensor([value / count for value, count in zip(values, counts, strict=True)], dtype=torch.float64)
+            for values, counts in zip(scored.log_likelihoods, scored.tokens, strict=True)
+        ]
+        rated = [Rated(scores, (row.answer, *row.also)) for scores, row in zip(means, rows, strict=True)]
+        return {"loss": float(self._forward.number(rated)), "accuracy": right / len(rows)}
 
 
 class ExactMatchLesson(LossLesson):
@@ -156,6 +164,22 @@ class ExactMatchLesson(LossLesson):
         return {"loss": wrong / len(rows), "exact_match": 1 - wrong / len(rows)}
 
     def _wrong(self, engine: Replayer, rows: Sequence[TokenizedRow], at: Any) -> int:
+        return sum(self._wrong_together(engine, group, at) for group in self._groups(rows))
+
+    def _groups(self, rows: Sequence[TokenizedRow]) -> Iterator[list[TokenizedRow]]:
+        """Rows in order, so many at a time that the longest prompt and the longest completion fit the model together."""
+        room = getattr(self.model.config, "max_position_embeddings", None) or math.inf
+        group: list[TokenizedRow] = []
+        for row in rows:
+            together = [*group, row]
+            longest = max(own.prompt_length for own in together)
+            if group and longest + max(len(own.input_ids) - own.prompt_length for own in together) > room:
+                yield group
+                together = [row]
+            group = together
+        yield group
+
+    def _wrong_together(self, engine: Replayer, rows: Sequence[TokenizedRow], at: Any) -> int:
         prompts = [row.input_ids[: row.prompt_length] for row in rows]
         wanted = [list(row.input_ids[row.prompt_length :]) for row in rows]
         options: dict[str, Any] = {"max_new_tokens": max(map(len, wanted)), "pad_token_id": self.pad, "at": at}
@@ -219,8 +243,11 @@ def _function(name: str) -> Any:
         assert spec is not None, "a path that ends in .py has a loader"
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where its own classes look for it
         spec.loader.exec_module(module)
         found = getattr(module, function)
+        if not callable(found):
+            raise TypeError(f"{function} is a {type(found).__name__}, no function")
     except Exception as error:  # any: it is somebody else's program
         raise OptionError(
             "objective",

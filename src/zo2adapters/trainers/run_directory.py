@@ -123,9 +123,11 @@ class RunDirectory:
         if now == before:
             return
         model = self.path / MODEL
-        if now["steps"] != before["steps"] and model.exists():
+        is_another = now["steps"] != before["steps"] or now["keep_best"] != before.get("keep_best", False)
+        if is_another and model.exists():
+            best = "-best" if before.get("keep_best", False) else ""
             try:
-                model.rename(self.path / f"{MODEL}-{before['steps']}")
+                model.rename(self.path / f"{MODEL}-{before['steps']}{best}")
             except OSError as error:
                 raise _unwritable(model, error) from error
         self._record = {**self._record, "options": now}

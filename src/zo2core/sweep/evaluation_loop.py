@@ -107,7 +107,7 @@ def evaluate_objective(
 
     def pieces() -> Iterator[Batch]:
         for batch in batches:
-            cut.append(objective.split(batch, rows))
+            cut.append(objective.split(batch, rows) or [batch])
             yield from cut[-1]
 
     outputs, sweeps = _outputs(forwards(pieces()))

@@ -45,6 +45,8 @@ def cut(batch: Batch | Sequence[Batch], rows: int | None, forward: Forward | Non
         BatchError: if there is no batch.
         OptionError: if there are to be pieces, and the forward does not say how they join.
     """
+    if not isinstance(batch, Iterable):
+        raise BatchError("batch", found=repr(batch)[:40], expected="a batch, or several", remedy="pass names with tensors")
     wholes: list[Any] = [batch] if isinstance(batch, Mapping) else list(batch)
     if not wholes:
         raise BatchError("batch", found="an empty list", expected="a batch, or several", remedy="pass one at least")
@@ -57,10 +59,11 @@ def cut(batch: Batch | Sequence[Batch], rows: int | None, forward: Forward | Non
         if len(pieces) == 1:
             return Pieces(None, pieces, [])
         counted = [(piece, labelled_tokens(piece)) for piece in pieces]
-        pieces = [piece for piece, tokens in counted if tokens] or pieces[:1]  # what has no labelled token has no loss
-        return Pieces(None, pieces, [tokens for _, tokens in counted if tokens])
+        # What has no labelled token has no loss; what has no labels is refused as it is prepared.
+        counted = [(piece, tokens) for piece, tokens in counted if tokens or "labels" not in piece] or counted[:1]
+        return Pieces(None, [piece for piece, _ in counted], [tokens for _, tokens in counted])
     if isinstance(forward, Objective):
-        return Pieces(forward, [piece for whole in wholes for piece in forward.split(whole, rows)], [])
+        return Pieces(forward, [piece for whole in wholes for piece in forward.split(whole, rows)] or wholes[:1], [])
     if rows is not None or len(wholes) > 1:
         raise OptionError(
             "forward",

@@ -28,7 +28,18 @@ class Benchmark:
 
 
 def question(prompt: str, candidates: Sequence[str], answer: int | list[int]) -> list[dict[str, Any]]:
-    """A row with candidates."""
+    """A row with candidates.
+
+    Raises:
+        DataError: if there are fewer than two, or none is right.
+    """
+    if len(candidates) < 2 or answer == []:
+        raise DataError(
+            "candidates",
+            found=f"{len(candidates)} of them, right ones {answer}",
+            expected="two at least, one of which is right",
+            remedy="leave the row out",
+        )
     return [{"prompt": prompt, "candidates": list(candidates), "answer": answer}]
 
 

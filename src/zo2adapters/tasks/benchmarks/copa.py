@@ -17,8 +17,8 @@ def _questions(row: Row) -> list[dict[str, Any]]:
 
 def _continued(sentence: str) -> str:
     """A sentence as it goes on after a conjunction: its first word is not capital, unless it is I."""
-    first, _, rest = sentence.partition(" ")
-    return f"{first if first == 'I' else first.lower()} {rest}"
+    first, space, rest = sentence.partition(" ")
+    return f"{first if first == 'I' else first.lower()}{space}{rest}"
 
 
 COPA = Benchmark(name="copa", hub=("aps/super_glue", "copa"), questions=_questions)
