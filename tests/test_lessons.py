@@ -255,10 +255,17 @@ def test_long_prompts_and_long_completions_need_not_fit_together(here: Path) -> 
 
 
 def test_a_functions_file_may_have_classes_of_its_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (here / "own.py").write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n\n\n"
-        "@dataclass\nclass Scale:\n    by: float = 1.0\n\n\nSCALE = Scale()\n\n\ndef calm(model, batch):\n    return SCALE.by * model(**batch).loss\n"
-    )
+    lines = [
+        "from __future__ import annotations",
+        "from dataclasses import dataclass",
+        "@dataclass",
+        "class Scale:",
+        "    by: float = 1.0",
+        "SCALE = Scale()",
+        "def calm(model, batch):",
+        "    return SCALE.by * model(**batch).loss",
+    ]
+    (here / "own.py").write_text("\n".join(lines))
     train("pairs", "own.py:calm")
     with pytest.raises(SystemExit):
         train("pairs", "own.py:SCALE", output="other")
