@@ -259,6 +259,15 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         engine.step({**batch, "end_positions": torch.tensor([3, 6])})
 
 
+def test_rows_are_as_long_as_positions_behind_the_paddings_allow(tmp_path: Path) -> None:
+    """RoBERTa counts positions from 2: a table of 14 takes rows of 12 tokens."""
+    model = open_checkpoint(saved(tmp_path / "base", "roberta", "masked-lm"), head="masked-lm")
+    with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-2)) as engine:
+        engine.step(labelled("masked-lm", [LONGEST]))
+        with pytest.raises(BatchError, match=f"found {LONGEST + 1} tokens; expected at most {LONGEST}"):
+            engine.step(labelled("masked-lm", [LONGEST + 1]))
+
+
 def test_an_encoder_decoder_is_refused_by_name(tmp_path: Path) -> None:
     config = T5Config(vocab_size=40, d_model=12, d_kv=4, d_ff=20, num_layers=2, num_heads=3)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)

@@ -44,7 +44,8 @@ class HFHeadModel(HFBlockModel):
                 raise BatchError(
                     f"batch[{name!r}]", found=f"no {name}", expected=f"what {self.kind.name} learns from", remedy="add it"
                 )
-        check_inputs({name: value for name, value in batch.items() if name not in self.kind.targets}, self.config)
+        inputs = {name: value for name, value in batch.items() if name not in self.kind.targets}
+        check_inputs(inputs, self.config, self.longest_row)
         self.kind.check(batch, self.config)
         return self._prepared(batch)
 

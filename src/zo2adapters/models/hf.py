@@ -27,7 +27,15 @@ from zo2adapters.models.architecture import Architecture, segment_aliases, segme
 from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.chunked_loss import chunked_loss
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
-from zo2adapters.models.prepared_batch import PreparedBatch, branches_of, check_batch, check_inputs, is_padded, predictions
+from zo2adapters.models.prepared_batch import (
+    PreparedBatch,
+    branches_of,
+    check_batch,
+    check_inputs,
+    is_padded,
+    longest_row,
+    predictions,
+)
 from zo2adapters.models.stubs import CallRecorder, CutError, Stub
 from zo2core import Batch, SavedForm, TensorReader
 
@@ -91,6 +99,7 @@ class HFBlockModel:
         self.saved_form = saved_form or SavedForm()
         self.loss_chunk = loss_chunk
         self.targets = targets
+        self.longest_row = longest_row(skeleton)
         self._aliases = segment_aliases(skeleton, architecture)
         self._modules = dict(skeleton.named_modules())
         self._stored = {spec.name: spec.dtype for layout in self.layouts for spec in layout.parameters}
@@ -148,7 +157,7 @@ class HFBlockModel:
 
     def prepared(self, batch: Batch) -> Batch:
         """Check a batch, and learn what HF's forward asks about it. See the contract."""
-        check_batch(batch, self.config)
+        check_batch(batch, self.config, self.longest_row)
         return self._prepared(batch)
 
     def prepared_inputs(self, batch: Batch) -> Batch:
@@ -157,7 +166,7 @@ class HFBlockModel:
         Raises:
             BatchError: if the model cannot take the batch.
         """
-        check_inputs(batch, self.config)
+        check_inputs(batch, self.config, self.longest_row)
         return self._prepared(batch)
 
     def _prepared(self, batch: Batch) -> Batch:

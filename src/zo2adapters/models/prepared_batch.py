@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from transformers import PretrainedConfig
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from zo2adapters.models.branch_cache import BranchCache
 from zo2core import IGNORE_INDEX, Batch, BatchError, predicted
@@ -26,8 +27,26 @@ class PreparedBatch(dict[str, torch.Tensor]):
         self.is_padded = is_padded(batch)
 
 
-def check_batch(batch: Batch, config: PretrainedConfig) -> None:
+def longest_row(model: PreTrainedModel) -> int | None:
+    """The most tokens of a row that a model takes; None if its config does not say.
+
+    Where positions are counted from behind the padding's one, as in RoBERTa, those before it are no row's.
+    """
+    longest: int | None = getattr(model.config, "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        is_table = isinstance(module, nn.Embedding) and name.endswith("position_embeddings")
+        if longest is not None and is_table and module.num_embeddings == longest and module.padding_idx is not None:
+            return longest - int(module.padding_idx) - 1
+    return longest
+
+
+def check_batch(batch: Batch, config: PretrainedConfig, longest: int | None) -> None:
     """Refuse a batch that the model cannot take or learn from.
+
+    Args:
+        batch: What the model's forward takes.
+        config: The model's.
+        longest: The most tokens of a row; None: any.
 
     Raises:
         BatchError: naming the entry.
@@ -35,13 +54,18 @@ def check_batch(batch: Batch, config: PretrainedConfig) -> None:
     for key in ("input_ids", "labels"):
         if key not in batch:
             raise _refusal(key, f"no {key}", "a (batch, tokens) tensor", "pass input_ids and labels")
-    check_inputs(batch, config)
+    check_inputs(batch, config, longest)
     if not bool(predicted(batch["labels"]).any()):
         raise _refusal("labels", "no token to predict", "a label beyond the first token", "leave this batch out")
 
 
-def check_inputs(batch: Batch, config: PretrainedConfig) -> None:
+def check_inputs(batch: Batch, config: PretrainedConfig, longest: int | None) -> None:
     """Refuse a batch that the model cannot take; labels need not be there.
+
+    Args:
+        batch: What the model's forward takes.
+        config: The model's.
+        longest: The most tokens of a row; None: any.
 
     Raises:
         BatchError: naming the entry.
@@ -57,7 +81,6 @@ def check_inputs(batch: Batch, config: PretrainedConfig) -> None:
     for key in ("labels", "attention_mask"):
         if key in batch and batch[key].shape != ids.shape:
             raise _refusal(key, f"shape {tuple(batch[key].shape)}", f"{tuple(ids.shape)} as input_ids", "pad alike")
-    longest = getattr(config, "max_position_embeddings", None)
     positions = batch.get("position_ids")  # where several sequences share a row, each counts its own
     tokens = ids.shape[1] if positions is None or not positions.numel() else int(positions.max()) + 1
     if longest is not None and tokens > longest:
