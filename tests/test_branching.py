@@ -28,6 +28,7 @@ from zo2core import (
     WriteBackPolicy,
     ZOEngine,
     branch_journal,
+    copy_journal,
 )
 
 BATCH = make_batch(40, [9, 5])
@@ -266,3 +267,19 @@ def test_a_run_whose_steps_are_rounded_away_says_so_once(
     arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output, "--dtype", dtype]
     run(*arguments, "--precision", precision, "--steps", 103, "--batch-size", 3, "--lr", 1e-6)
     assert capsys.readouterr().err.count("of the stored weights, the others round back") == warns
+
+
+def test_a_copy_is_the_journal_as_it_is(parent: Path, tmp_path: Path) -> None:
+    journal = Journal(parent)
+    copy_journal(journal, tmp_path / "copy.jsonl")
+    assert journal.base_digests
+    assert Journal(tmp_path / "copy.jsonl").base_digests == journal.base_digests
+    assert Journal(tmp_path / "copy.jsonl").updates == journal.updates
+    copy_journal(journal.until(2), tmp_path / "copy.jsonl")  # in the place of the first one
+    copied = Journal(tmp_path / "copy.jsonl")
+    assert copied.header == journal.header
+    assert copied.updates == journal.updates[:2]
+    with pytest.raises(JournalError, match="found no run"):
+        copy_journal(Journal(), tmp_path / "empty.jsonl")
+    with pytest.raises(OutputError, match="nowhere"):
+        copy_journal(journal, tmp_path / "copy.jsonl" / "nowhere")
