@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,11 +134,6 @@ class HFBlockModel:
         Its weights are nowhere, or where an engine works at the moment; ``CalledForward`` is how it is called.
         """
         return self._skeleton
-
-    @property
-    def hf_forward(self) -> Callable[..., Any]:
-        """HF's forward, for asking which arguments it takes."""
-        return self._skeleton.forward
 
     def bind(self, index: int, parameters: Mapping[str, torch.Tensor]) -> None:
         """Make these views a segment's parameters, under each name that they have there. See the contract."""

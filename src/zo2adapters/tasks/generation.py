@@ -142,7 +142,7 @@ def generate(
     require_lengths(model, prompts, max_new_tokens)
     ids, mask = _padded_left(prompts, pad_token_id)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    arguments = inspect.signature(model.hf_forward).parameters
+    arguments = inspect.signature(model.skeleton.forward).parameters
     if "past_key_values" not in arguments:
         raise UnsupportedModelError(
             f"model type {model.config.model_type}",
