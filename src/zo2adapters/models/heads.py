@@ -107,11 +107,13 @@ def _counted(batch: Batch) -> int:
     return labels.numel() if labels.is_floating_point() else int((labels != IGNORE_INDEX).sum())
 
 
-def _no_check(batch: Batch, config: PretrainedConfig) -> None:
-    """Of causal language models the model itself looks at batches."""
-
-
-CAUSAL_LM = Head(name="causal-lm", auto_class=AutoModelForCausalLM, targets=("labels",), check=_no_check, count=_counted)
+CAUSAL_LM = Head(
+    name="causal-lm",
+    auto_class=AutoModelForCausalLM,
+    targets=("labels",),
+    check=_labels_of_tokens("vocab_size"),
+    count=_counted,
+)
 HEADS: Mapping[str, Head] = {
     head.name: head
     for head in (
