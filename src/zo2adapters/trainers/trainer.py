@@ -235,7 +235,7 @@ class Trainer:
         for partial in self.options.output.glob(f".{MODEL}.partial-*"):  # of an export that was killed, also at its very end
             shutil.rmtree(partial)
         if not holds_model(exported):
-            best = self._best_step() if self.options.keep_best else None
+            best = _best_step(self._evaluations()) if self.options.keep_best else None
             if best in (None, self.engine.version):
                 self.engine.export(exported)
             else:
@@ -244,12 +244,9 @@ class Trainer:
 
     def best_evaluation(self) -> str | None:
         """Which evaluation was best, in a line; None if there was none."""
-        best, evaluations = self._best_step(), self._evaluations()
-        return None if best is None else f"best of {len(evaluations)} evaluations: step {best}, loss {evaluations[best]:.4f}"
-
-    def _best_step(self) -> int | None:
         evaluations = self._evaluations()
-        return min(evaluations, key=lambda step: (evaluations[step], step)) if evaluations else None
+        best = _best_step(evaluations)
+        return None if best is None else f"best of {len(evaluations)} evaluations: step {best}, loss {evaluations[best]:.4f}"
 
     def _evaluations(self) -> dict[int, float]:
         """The loss of each evaluation, by its step."""
@@ -309,6 +306,11 @@ class Trainer:
         live.row(record)
         said = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
         bar.write(f"step {self.engine.version}: evaluation {said}, {seconds:.1f} s", file=sys.stderr)
+
+
+def _best_step(evaluations: Mapping[int, float]) -> int | None:
+    """The step of the smallest loss, the first of equal ones; None if there is none."""
+    return min(evaluations, key=lambda step: (evaluations[step], step), default=None)
 
 
 def _require_steps_to_come(options: TrainOptions, taken: int) -> None:
