@@ -9,13 +9,16 @@ from functools import partial
 from pathlib import Path
 
 from zo2core import (
+    BlockModel,
     Distribution,
     Guarded,
+    Journal,
     MemoryPolicy,
     MeZOSGD,
     NoiseGenerator,
     PhiloxNoise,
     WriteBackPolicy,
+    ZOEngine,
     ZOEstimator,
 )
 
@@ -55,6 +58,41 @@ class ZOArguments:
     micro_batch_size: int | None = None
     trainer_loss: bool = False
     export_checkpoints: bool = True
+
+    def open_engine(
+        self,
+        model: BlockModel,
+        journal: Journal,
+        *,
+        lr: Callable[[int], float],
+        weight_decay: float,
+        seed: int,
+        device: str,
+    ) -> ZOEngine:
+        """The engine of a run, where its journal ends.
+
+        Args:
+            model: The model.
+            journal: The run's, in memory.
+            lr: From the 0-based step to its learning rate.
+            weight_decay: The trainer's.
+            seed: Of the run's directions.
+            device: Where it computes if ``self.device`` does not say.
+
+        Raises:
+            ZO2Error: as ``ZOEngine`` says.
+        """
+        return ZOEngine(
+            model,
+            self.make_estimator(lr, weight_decay),
+            noise=self.make_noise(),
+            journal=journal,
+            seed=seed,
+            device=device if self.device is None else self.device,
+            memory=self.memory,
+            write_back=self.fresh_write_back(),
+            micro_batch_size=self.micro_batch_size,
+        )
 
     def make_noise(self) -> NoiseGenerator | None:
         """What draws the directions of a run; None is the engine's choice: MeZO's numbers."""

@@ -65,17 +65,13 @@ class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-d
     def engine(self) -> ZOEngine:
         """The engine that takes the steps, at the present version."""
         if self._engine is None:
-            zo = self.zo
-            self._engine = ZOEngine(
+            self._engine = self.zo.open_engine(
                 self._model,
-                zo.make_estimator(self._present_lr, self._weight_decay),
-                noise=zo.make_noise(),
-                journal=self._journal,
+                self._journal,
+                lr=self._present_lr,
+                weight_decay=self._weight_decay,
                 seed=self._seed,
-                device=zo.device or "cpu",
-                memory=zo.memory,
-                write_back=zo.fresh_write_back(),
-                micro_batch_size=zo.micro_batch_size,
+                device="cpu",
             )
         return self._engine
 

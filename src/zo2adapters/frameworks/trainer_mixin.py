@@ -90,16 +90,13 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
                     expected="the same kind of device",
                     remedy="leave it out, or pass use_cpu=True",
                 )
-            self._engine = ZOEngine(
+            self._engine = zo.open_engine(
                 self.block_model,
-                zo.make_estimator(self._present_lr, args.weight_decay),
-                noise=zo.make_noise(),
-                journal=self._journal,
+                self._journal,
+                lr=self._present_lr,
+                weight_decay=args.weight_decay,
                 seed=args.seed,
-                device=str(args.device) if zo.device is None else zo.device,
-                memory=zo.memory,
-                write_back=zo.fresh_write_back(),
-                micro_batch_size=zo.micro_batch_size,
+                device=str(args.device),
             )
         return self._engine
 
