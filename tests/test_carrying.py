@@ -81,6 +81,7 @@ def through(theta: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return theta.to(dtype).to(theta.dtype)
     largest = theta.abs().amax(dim=1).clamp(min=1e-40)
     scale = torch.tensor([[2.0 ** max(math.ceil(math.log2(row / 448)), -100)] for row in largest])
+    scale = scale.to(theta.device)
     return (theta / scale).to(dtype).to(theta.dtype) * scale
 
 

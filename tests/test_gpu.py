@@ -10,13 +10,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from models import make_batch, save_model, small_config
-from parity import Plan, Storage, assert_parity
+from models import CONFIGS, make_batch, save_model, small_config
+from parity import Plan, Storage, assert_parity, assert_same_bits
+from runs import small_run
+from test_carrying import CarriedMeZO
 from transformers import AutoModelForCausalLM
 
-from zo2adapters import MonolithicMeZO, open_checkpoint
-from zo2core import CudaDevice, Distribution, MemoryPolicy, MeZOSGD, PhiloxNoise, ZOEngine
+from zo2adapters import MonolithicMeZO, Precision, generate, open_checkpoint
+from zo2adapters.cli import main
+from zo2core import CudaDevice, Distribution, MemoryPolicy, MeZOSGD, PhiloxNoise, Replay, ZOEngine
 from zo2core.kernels import dispatch, philox
+from zo2core.kernels.carrying import FP8
+from zo2core.planning.device_plan import DevicePlan
 from zo2core.protocols import Device
 from zo2core.types import Descend, Perturb, Program
 
@@ -37,9 +42,13 @@ def base(tmp_path: Path) -> Path:
     return save_model(tmp_path / "base", small_config("llama", num_hidden_layers=BLOCKS), torch.float32)
 
 
-def whole_on_gpu(base: Path) -> Any:
-    whole: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+def whole_on_gpu(base: Path, dtype: torch.dtype | str = "auto") -> Any:
+    whole: Any = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     return whole.to("cuda")
+
+
+def on_gpu(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value.to("cuda") for key, value in batch.items()}
 
 
 @pytest.mark.parametrize("activations_wait", [False, True])
@@ -51,10 +60,124 @@ def test_the_trajectory_is_the_monolithic_loops(
     between = ["nothing", "evaluate", "flush", "reopen", "nothing"]
     plan = Plan(1e-2, 1e-3, 0.1, in_place, list(range(5)), between, 2, distribution)
     storage = OnGPU(3, 2, False, behind_copies=True, activations_wait=activations_wait)
-    batch = make_batch(40, [7, 4])
-    on_gpu = {key: value.to("cuda") for key, value in batch.items()}
-    run = tmp_path / "run"
-    assert_parity(lambda: storage.engine(open_checkpoint(base), plan, run), whole_on_gpu(base), plan, on_gpu).close()
+    batch, run = on_gpu(make_batch(40, [7, 4])), tmp_path / "run"
+    assert_parity(lambda: storage.engine(open_checkpoint(base), plan, run), whole_on_gpu(base), plan, batch).close()
+
+
+STORAGES = {
+    "resident, serial": OnGPU(None, None, False, overlap=False, behind_copies=True),
+    "resident, overlapped": OnGPU(None, None, False, behind_copies=True),
+    "streamed, serial": OnGPU(2, 1, False, overlap=False, behind_copies=True),
+    "streamed, one block kept": OnGPU(3, 2, False, kept=1, behind_copies=True),
+    "streamed, activations wait": OnGPU(2, None, False, behind_copies=True, activations_wait=True),
+}
+
+
+@pytest.mark.parametrize("storage", STORAGES.values(), ids=STORAGES)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_every_adapter_precision_and_storage(
+    model_type: str, dtype: torch.dtype, autocast: torch.dtype | None, storage: OnGPU, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base", small_config(model_type, num_hidden_layers=3), dtype)
+    between = ["nothing", "evaluate", "look", "reopen", "flush"]
+    plan = Plan(1e-2, 1e-3, 0.1, True, list(range(5)), between, 0, Distribution.GAUSSIAN, autocast=autocast)
+    batch, run = on_gpu(make_batch(40, [7, 4])), tmp_path / "run"
+
+    def make() -> ZOEngine:
+        if autocast is None:
+            return storage.engine(open_checkpoint(base), plan, run)
+        return storage.engine(open_checkpoint(base, precision="mixed", dtype=autocast, loss_chunk=None), plan, run)
+
+    whole = whole_on_gpu(base, "auto" if autocast is None else torch.float32)
+    assert_parity(make, whole, plan, batch).close()
+
+
+@pytest.mark.parametrize("name", ["fzoo", "meazo"])
+def test_other_estimators(name: str, base: Path, tmp_path: Path) -> None:
+    distribution = Distribution.RADEMACHER
+    plan = Plan(1e-3, 1e-2, 0.0, False, list(range(4)), ["nothing", "look"] * 2, 3, distribution, name=name)
+    batch, run, storage = on_gpu(make_batch(40, [7, 4])), tmp_path / "run", OnGPU(3, 2, False, behind_copies=True)
+    assert_parity(lambda: storage.engine(open_checkpoint(base), plan, run), whole_on_gpu(base), plan, batch).close()
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+@pytest.mark.parametrize("replay", ["auto", "host"])
+@pytest.mark.parametrize("carried", [None, torch.bfloat16, torch.float16, FP8], ids=str)
+def test_carried_weights_are_those_of_the_monolithic_loop(
+    carried: torch.dtype | None, replay: Replay, kept: int, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=BLOCKS), torch.bfloat16)
+    numbers: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2}
+    batch, distribution = on_gpu(make_batch(40, [7, 4])), Distribution.RADEMACHER
+    whole = (MonolithicMeZO if carried is None else CarriedMeZO)(
+        whole_on_gpu(base, torch.float32),
+        **numbers,
+        draw=lambda z, seed, place: dispatch.fill(z, distribution, seed, place),
+        autocast=torch.bfloat16,
+    )
+    if carried is not None:
+        assert isinstance(whole, CarriedMeZO)
+        whole.carried = carried
+    precision = Precision(stored=torch.float32, computed=torch.bfloat16, carried=carried)
+    memory = MemoryPolicy(device=DevicePlan((), 1 << 40, kept, 1 << 24))
+    with ZOEngine(
+        open_checkpoint(base, precision=precision, loss_chunk=None),
+        MeZOSGD(**numbers),
+        noise=PhiloxNoise(distribution),
+        device="cuda",
+        replay=replay,
+        memory=memory,
+    ) as engine:
+        for step in range(3):
+            assert engine.step(batch, seed=step).losses == whole.step(batch, step).losses
+        own = dict(whole.model.named_parameters())
+        for name, tensor in engine.parameters_now():
+            assert_same_bits(name, tensor.cpu(), own[name].data.cpu())
+
+
+@pytest.mark.parametrize("carried", [torch.bfloat16, torch.float16, FP8], ids=str)
+def test_what_comes_back_rounded_does_not_depend_on_who_keeps_a_block(carried: torch.dtype, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=BLOCKS), torch.bfloat16)
+    precision = Precision(stored=torch.float32, computed=torch.bfloat16, carried=carried, carried_back=True)
+    weights = []
+    for kept in (0, 2):
+        with ZOEngine(
+            open_checkpoint(base, precision=precision),
+            MeZOSGD(lr=1e-2, zo_eps=1e-2),
+            noise=PhiloxNoise(Distribution.RADEMACHER),
+            device="cuda",
+            memory=MemoryPolicy(device=DevicePlan((), 1 << 40, kept, 1 << 24)),
+        ) as engine:
+            for step in range(3):
+                engine.step(make_batch(40, [7, 4]), seed=step)
+            weights.append({name: tensor.cpu().clone() for name, tensor in engine.parameters_now()})
+    for name, tensor in weights[0].items():
+        assert_same_bits(name, tensor, weights[1][name])
+
+
+def test_tokens_are_those_of_transformers_own_generate(base: Path) -> None:
+    prompt = torch.tensor([[3, 9, 4]])
+    whole = whole_on_gpu(base)
+    theirs = whole.generate(prompt.to("cuda"), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    model = open_checkpoint(base)
+    with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3), device="cuda") as engine:
+        ours = [token for (token,) in generate(engine, model, prompt.tolist(), max_new_tokens=6)]
+    assert ours == theirs[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("more", [[], ["--precision", "mixed", "--dtype", "bfloat16", "--carried", "bfloat16"]], ids=str)
+def test_a_run_resumed_on_the_gpu_ends_as_the_undisturbed_one(more: list[str], tmp_path: Path) -> None:
+    options = small_run(tmp_path)
+    train = ["train", "--model", options.model, "--data", str(options.data), "--lr", "1e-2", "--device", "cuda", *more]
+    main([*train, "--output", str(tmp_path / "whole"), "--steps", "6"])
+    main([*train, "--output", str(tmp_path / "cut"), "--steps", "3"])
+    main(["train", "--resume", str(tmp_path / "cut"), "--steps", "6"])
+    for run in ("whole", "cut"):
+        main(["export", "--run", str(tmp_path / run), "--output", str(tmp_path / f"{run}-model")])
+    files = [(tmp_path / f"{run}-model" / "model.safetensors").read_bytes() for run in ("whole", "cut")]
+    assert files[0] == files[1]
 
 
 @contextmanager

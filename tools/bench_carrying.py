@@ -1,18 +1,20 @@
 """What travels to a device, and who replays: six ways on a simulated bus, at three ratios of compute to transfer.
 
     python tools/bench_carrying.py --output carrying.json
+    python tools/bench_carrying.py --gpu --geometry opt-1.3b --tokens 2048        # behind a GPU's own bus
 
 The bus is simulated (``threaded_device.py``): copies run in threads that keep to a rate, each way at the same time. The CPU
 is the device as well as the host, so that what the host does for a device (replaying, rounding: the lane 'carry') takes
 cores from the device's own compute, which it would not beside a GPU. A ratio of 4 means that a sweep computes four times as
-long as float32 blocks take one way. All sides run mixed precision, bfloat16 under autocast, with the default noise; they
-take turns in one process. Prints a table and JSON.
+long as float32 blocks take one way. With ``--gpu`` device and bus are the real ones. All sides run mixed precision, bfloat16
+under autocast, with the default noise; they take turns in one process. Prints a table and JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -26,7 +28,7 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from zo2adapters import Precision, open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.verification import random_batch
-from zo2core import DevicePlan, Distribution, Lane, MemoryPolicy, PhiloxNoise, Replay, ZOEngine
+from zo2core import CudaDevice, DevicePlan, Distribution, Lane, MemoryPolicy, PhiloxNoise, Replay, ZOEngine
 from zo2core.types import Batch, StepResult
 
 RATIOS = (0.25, 1.0, 4.0)  # of compute to the transfer of float32 blocks, one way
@@ -68,13 +70,18 @@ def compute_seconds(directory: Path, batch: Batch) -> float:
     return min(lanes[Lane.REPLAY].busy_seconds + lanes[Lane.EVALUATE].busy_seconds for lanes in steps)
 
 
-def bench(directory: Path, batch: Batch, rate: float, steps: int) -> dict[str, Any]:
-    """Every way on a bus of so many bytes a second, step by step in turn."""
+def on_a_bus(rate: float) -> ThreadedDevice:
+    """A device behind a simulated bus of so many bytes a second, each way."""
+    return ThreadedDevice(ThreadedStreams(lambda lane, nbytes: nbytes / rate, poison=False))
+
+
+def bench(directory: Path, batch: Batch, rate: float | None, steps: int) -> dict[str, Any]:
+    """Every way on a bus of so many bytes a second, or on a GPU's own, step by step in turn."""
     measured: dict[str, list[StepResult]] = {way.name: [] for way in WAYS}
     with ExitStack() as opened_engines:
         engines: dict[str, ZOEngine] = {}
         for way in WAYS:
-            device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: nbytes / rate, poison=False))
+            device = CudaDevice() if rate is None else on_a_bus(rate)
             opened_engines.enter_context(closing(device))
             engines[way.name] = opened_engines.enter_context(
                 ZOEngine(
@@ -114,7 +121,8 @@ def table(measured: dict[str, Any]) -> str:
     lines: list[str] = []
     for ratio, sides in measured["ratios"].items():
         base = sides[WAYS[0].name]["seconds"]["median"]
-        lines.append(f"compute to transfer {ratio}: {measured['rates'][ratio] / 1e9:.2f} GB/s each way")
+        rate = measured["rates"].get(ratio)
+        lines.append(ratio if rate is None else f"compute to transfer {ratio}: {rate / 1e9:.2f} GB/s each way")
         lines.append(f"  {'':32s}{'step':>8s}{'share':>8s}{'up':>9s}{'back':>9s}{'compute':>9s}{'upload':>8s}{'carry':>8s}")
         for name, side in sides.items():
             seconds = side["seconds"]["median"]
@@ -134,6 +142,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
+    parser.add_argument("--gpu", action="store_true", help="on a GPU, without a simulated bus")
     parser.add_argument("--output", type=Path, help="write JSON here")
     options = parser.parse_args()
     measured: dict[str, Any] = {"machine": machine(), "geometry": options.geometry, "rows": options.rows}
@@ -143,8 +152,11 @@ def main() -> None:
         make_checkpoint(geometries()[options.geometry], directory, dtype=torch.bfloat16)
         model = opened(directory)
         batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
+        if options.gpu:
+            measured["ratios"][torch.cuda.get_device_name(0)] = bench(directory, batch, None, options.steps)
+            options.ratios = []
         nbytes = sum(layout.nbytes for layout in model.layouts if not layout.resident)
-        compute = compute_seconds(directory, batch)
+        compute = compute_seconds(directory, batch) if options.ratios else math.nan
         for ratio in options.ratios:
             rate = nbytes * ratio / compute
             measured["rates"][str(ratio)] = rate

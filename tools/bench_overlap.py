@@ -2,11 +2,13 @@
 
     python tools/bench_overlap.py --bus            # transfers over a simulated bus, as long as compute takes
     python tools/bench_overlap.py --disk DIR       # blocks read from a checkpoint, written back every step
+    python tools/bench_overlap.py --gpu            # blocks in page-locked memory, a GPU behind its own bus
 
 *Bus*: copies run in threads that keep to a rate (``threaded_device.py``); the rate is chosen so that all uploads of a sweep
 take about as long as its compute. *Disk*: blocks come from the disk and go back to a scratch file; tokens are chosen so that
-disk and compute take about equally long. The serial side of the disk has one bucket, so nothing is read ahead. Sides take
-turns in one process. Prints a table and JSON; times are of whole steps, the bound is the slowest lane's busy time.
+disk and compute take about equally long. The serial side of the disk has one bucket, so nothing is read ahead. *GPU*: no
+block stays there; tokens decide whether the bus or compute is slower. Sides take turns in one process. Prints a table and
+JSON; times are of whole steps, the bound is the slowest lane's busy time.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ from typing import Any
 
 import torch
 from make_checkpoint import geometries, make_checkpoint
+from paper_models import block_model, scaled
 from threaded_device import ThreadedDevice, ThreadedStreams
 
 from zo2adapters import open_checkpoint
+from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.trainers.verification import random_batch
 from zo2core import (
+    DevicePlan,
     Distribution,
     HostPlan,
     Lane,
@@ -160,6 +165,27 @@ def bench_disk(directory: Path, rows: int, tokens: int, steps: int, folder: Path
     return {"what": "disk", "directory": directory.name, "rows": rows, "tokens": tokens, **measured}
 
 
+def bench_gpu(geometry: str, rows: int, tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any]:
+    """All blocks travel to a GPU and back in each step."""
+    config = scaled(geometries()[geometry], 1, tokens)
+
+    def engine(*, overlap: bool) -> ZOEngine:
+        plan = DevicePlan((), 1 << 40, kept=0, activation_bytes=1 << 30)
+        return ZOEngine(
+            block_model(config, dtype),
+            estimator(),
+            noise=PhiloxNoise(Distribution.RADEMACHER),
+            memory=MemoryPolicy(device=plan if overlap else "auto"),
+            overlap=overlap,
+            device="cuda",
+        )
+
+    with engine(overlap=False) as serial, engine(overlap=True) as overlapped:
+        measured = compare(serial, overlapped, random_batch(config.vocab_size, rows, tokens, seed=0), steps)
+    gpu = torch.cuda.get_device_name(0)
+    return {"what": gpu, "geometry": geometry, "dtype": str(dtype), "rows": rows, "tokens": tokens, **measured}
+
+
 def table(measured: dict[str, Any]) -> str:
     """For people."""
     lines = [
@@ -181,6 +207,8 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--bus", action="store_true")
     which.add_argument("--disk", type=Path, metavar="DIR")
+    which.add_argument("--gpu", action="store_true")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="with --gpu")
     parser.add_argument("--geometry", choices=list(geometries()), default="opt-125m")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=256)
@@ -189,6 +217,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.bus:
         measured = bench_bus(options.geometry, options.rows, options.tokens, options.steps)
+    elif options.gpu:
+        measured = bench_gpu(options.geometry, options.rows, options.tokens, options.steps, DTYPES[options.dtype])
     else:
         measured = bench_disk(options.disk, options.rows, options.tokens, options.steps, options.folder)
     measured["machine"] = machine()

@@ -21,9 +21,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from zo2core import CheckpointError, Piece, TensorEntry, UnsupportedModelError
 
-_MOVING = {  # operations that move whole rows, and compute nothing
-    *(core_model_loading.MergeModulelist, core_model_loading.SplitModulelist, core_model_loading.Concatenate),
-    *(core_model_loading.Chunk, core_model_loading.Split, core_model_loading.Interleave, core_model_loading.Transpose),
+_MOVING = {  # operations that move whole rows, and compute nothing; the oldest transformers has no Split
+    getattr(core_model_loading, name, None)
+    for name in ("MergeModulelist", "SplitModulelist", "Concatenate", "Chunk", "Split", "Interleave", "Transpose")
 }
 _MOST_NUMBERED = 1 << 26  # rows of one conversion; int64 numbers of more would take more than half a gigabyte
 
