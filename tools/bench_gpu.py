@@ -20,7 +20,7 @@ import torch
 
 from zo2core import CudaDevice, Distribution
 from zo2core.kernels import dispatch
-from zo2core.types import Descend, Instruction, Perturb, Program
+from zo2core.types import Descend, Perturb, Program
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WARM_UP, ROUNDS = 3, 20
@@ -51,7 +51,7 @@ def kernels(dtype: torch.dtype, elements: int) -> dict[str, dict[str, float]]:
     theta = torch.empty(elements, dtype=dtype, device="cuda").normal_(0.0, 0.02)
     out = torch.empty_like(theta)
     size = theta.nbytes
-    walk: tuple[Instruction, ...] = tuple(Perturb(0, shift, 1e-3) for shift in (1.0, -2.0, 1.0))
+    walk: tuple[Perturb | Descend, ...] = tuple(Perturb(0, shift, 1e-3) for shift in (1.0, -2.0, 1.0))
     update = (*walk, Descend(0, 0.5, lr=1e-6, weight_decay=0.0))
     measured = {"copy": rates(2 * size, seconds(lambda: out.copy_(theta)))}
 
