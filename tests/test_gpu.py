@@ -238,6 +238,19 @@ def test_the_kernel_gives_the_references_bits(distribution: Distribution, dtype:
         assert torch.equal(ours, theirs)
 
 
+def test_the_kernel_takes_any_number_as_a_parameters_place() -> None:
+    theta = torch.randn(3000, generator=torch.Generator().manual_seed(0))
+    for number in (0, 1, 16, 2**31 + 1):  # Triton treats 1 and multiples of 16 by themselves unless told otherwise
+        program, results = Program((number,), (Perturb(0, 1.0, 1e-3),), then=None), []
+        for device in ("cpu", "cuda"):
+            weights, z = theta.to(device, copy=True), torch.empty(3000, device=device)
+            dispatch.apply_drawing(weights, program, Distribution.GAUSSIAN, min(number, 99), number)
+            dispatch.fill(z, Distribution.GAUSSIAN, number, min(number, 99), number)
+            results.append((weights.cpu(), z.cpu()))
+        for ours, theirs in zip(*results, strict=True):
+            assert torch.equal(ours, theirs), number
+
+
 def test_losses_are_finite_and_memory_is_given_back(base: Path) -> None:
     before = torch.cuda.memory_allocated()
     engine = ZOEngine(open_checkpoint(base), MeZOSGD(lr=1e-3, zo_eps=1e-3), device="cuda")

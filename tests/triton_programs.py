@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import product
 
 import torch
 
@@ -22,6 +23,7 @@ ARGUMENTS = {
     "numel": "i32",
     "parameter": "i32",
     "start": "i64",
+    "seed": "i64",
     "GAUSSIAN": "constexpr",
     "BLOCK": "constexpr",
 }
@@ -38,6 +40,10 @@ def interpret() -> None:
     for distribution in Distribution:
         for dtype, integer in ((torch.float32, torch.int32), (torch.float16, torch.int16)):
             for start, length in ((0, 3000), (777, 1500), (2**34 - 300, 1000)):
+                drawn, z = (torch.zeros(length, dtype=dtype) for _ in range(2))
+                triton_kernels.fill(drawn, distribution, 2**62 + 3, 1, start)
+                dispatch.fill(z, distribution, 2**62 + 3, 1, start)
+                assert torch.equal(drawn.view(integer), z.view(integer)), (distribution, dtype, start)
                 for own in ((*walk, *descends), ()):
                     ours = torch.randn(length, generator=torch.Generator().manual_seed(1)).to(dtype)
                     theirs, out, expected = ours.clone(), torch.zeros_like(ours), torch.zeros_like(ours)
@@ -56,19 +62,19 @@ def compile_to_ptx() -> None:
 
     from zo2core.kernels import triton_kernels
 
-    for gaussian in (True, False):
-        for number in ("fp32", "bf16", "fp16"):
-            source = ASTSource(
-                fn=triton_kernels._apply,
-                signature={name: kind.format(number) for name, kind in ARGUMENTS.items()},
-                constexprs={"GAUSSIAN": gaussian, "BLOCK": triton_kernels.BLOCK},
-            )
-            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=triton_kernels.LAUNCH)
-            ptx = compiled.asm["ptx"]
-            assert ".target sm_90" in ptx
-            assert "mul.f32" in ptx or "mul.rn.f32" in ptx
-            for banned in ("fma.", ".ftz", ".approx"):
-                assert banned not in ptx, (gaussian, number, banned)
+    kernels = (triton_kernels._apply, triton_kernels._fill)
+    for kernel, gaussian, number in product(kernels, (True, False), ("fp32", "bf16", "fp16")):
+        source = ASTSource(
+            fn=kernel,
+            signature={name: ARGUMENTS[name].format(number) for name in kernel.arg_names},
+            constexprs={"GAUSSIAN": gaussian, "BLOCK": triton_kernels.BLOCK},
+        )
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=triton_kernels.LAUNCH)
+        ptx = compiled.asm["ptx"]
+        assert ".target sm_90" in ptx
+        assert not gaussian or "mul.f32" in ptx or "mul.rn.f32" in ptx
+        for banned in ("fma.", ".ftz", ".approx"):
+            assert banned not in ptx, (gaussian, number, banned)
 
 
 PROGRAMS: dict[str, Callable[[], None]] = {"interpret": interpret, "compile": compile_to_ptx}

@@ -69,6 +69,9 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
     if native.takes(out):
         native.fill(out, distribution, seed, parameter, start)
         return
+    if out.is_cuda and (kernels := _triton()) is not None and kernels.takes(out):
+        kernels.fill(out, distribution, seed, parameter, start)
+        return
     length = _CHUNK if out.device.type == "cpu" else _DEVICE_CHUNK
     for first in range(0, out.numel(), length):
         philox.fill(out[first : first + length], distribution, seed, parameter, start + first)

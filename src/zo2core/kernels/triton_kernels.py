@@ -75,7 +75,8 @@ def _draw(seed, parameter, element, GAUSSIAN: tl.constexpr, BLOCK: tl.constexpr)
     return tl.reshape(z, (BLOCK,))
 
 
-@triton.jit
+# Triton would compile anew for an argument that is 1 or a multiple of 16, and hand a 1 over as a constant without a dtype.
+@triton.jit(do_not_specialize=["own", "length", "numel", "parameter", "start"])
 def _apply(
     theta,
     out,
@@ -124,6 +125,14 @@ def _apply(
         tl.store(theta + at, weights.to(number), mask=inside)
 
 
+@triton.jit(do_not_specialize=["seed", "numel", "parameter", "start"])
+def _fill(out, seed, numel, parameter, start, GAUSSIAN: tl.constexpr, BLOCK: tl.constexpr):
+    element = (start // BLOCK + tl.program_id(0)).to(tl.int64) * BLOCK
+    at = element - start + tl.arange(0, BLOCK)
+    z = _draw(seed.to(tl.int64), parameter, element, GAUSSIAN, BLOCK)
+    tl.store(out + at, z.to(out.dtype.element_ty), mask=(at >= 0) & (at < numel))
+
+
 def takes(theta: torch.Tensor) -> bool:
     """Whether the kernel works on weights of this dtype."""
     return theta.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -160,4 +169,15 @@ def apply_drawing(
             GAUSSIAN=distribution is Distribution.GAUSSIAN,
             BLOCK=BLOCK,
             **LAUNCH,
+        )
+
+
+def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
+    """As ``dispatch.fill``."""
+    if out.numel() == 0:
+        return
+    blocks = triton.cdiv(start % BLOCK + out.numel(), BLOCK)
+    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+        _fill[(blocks,)](
+            out, seed, out.numel(), parameter, start, GAUSSIAN=distribution is Distribution.GAUSSIAN, BLOCK=BLOCK, **LAUNCH
         )
