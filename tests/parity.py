@@ -99,7 +99,7 @@ def adaptive_plans(draw: st.DrawFn, name: str) -> Plan:
 def assert_same_bits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
     assert ours.dtype == theirs.dtype, name
-    assert torch.equal(ours.contiguous().view(integer), theirs.contiguous().view(integer)), name
+    assert torch.equal(ours.cpu().contiguous().view(integer), theirs.cpu().contiguous().view(integer)), name
 
 
 def assert_same_parameters(engine: ZOEngine, whole: nn.Module) -> None:

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM
 from zo2adapters import MonolithicMeZO, Precision, generate, open_checkpoint
 from zo2adapters.cli import main
 from zo2core import CudaDevice, Distribution, MemoryPolicy, MeZOSGD, PhiloxNoise, Replay, ZOEngine
+from zo2core.errors import DeviceError
+from zo2core.io.page_memory import anonymous_memory
 from zo2core.kernels import dispatch, philox
 from zo2core.kernels.carrying import FP8
 from zo2core.planning.device_plan import DevicePlan
@@ -249,6 +251,26 @@ def test_the_kernel_takes_any_number_as_a_parameters_place() -> None:
             results.append((weights.cpu(), z.cpu()))
         for ours, theirs in zip(*results, strict=True):
             assert torch.equal(ours, theirs), number
+
+
+def test_memory_is_locked_again_where_a_device_was_left_open() -> None:
+    for _ in range(20):
+        memory = CudaDevice().host_memory(1 << 20)  # the device is gone, the memory is not
+        memory.fill_(1)
+        del memory
+    device = CudaDevice()
+    device.host_memory(1 << 20)
+    device.close()
+
+
+def test_memory_that_cannot_be_locked_is_refused_and_nothing_else_fails() -> None:
+    device, pages = CudaDevice(), anonymous_memory(1 << 20)
+    with patch("zo2core.devices.cuda.anonymous_memory", lambda nbytes: pages):
+        device.host_memory(1 << 20)
+        with pytest.raises(DeviceError, match="cudaHostRegister failed"):
+            device.host_memory(1 << 20)
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    device.close()
 
 
 def test_losses_are_finite_and_memory_is_given_back(base: Path) -> None:

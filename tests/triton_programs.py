@@ -24,6 +24,12 @@ ARGUMENTS = {
     "parameter": "i32",
     "start": "i64",
     "seed": "i64",
+    "z": "*{}",
+    "first": "i32",
+    "last": "i32",
+    "kind": "i32",
+    "scale": "fp32",
+    "rate": "fp32",
     "GAUSSIAN": "constexpr",
     "BLOCK": "constexpr",
 }
@@ -50,7 +56,18 @@ def interpret() -> None:
                     program = Program(seeds, own, then)
                     triton_kernels.apply_drawing(ours, program, distribution, 9, start, out=out)
                     dispatch.apply_drawing(theirs, program, distribution, 9, start, out=expected)
-                    for name, a, b in (("theta", ours, theirs), ("out", out, expected)):
+                    given, zs = ours.clone(), [torch.randn(length).to(dtype) for _ in seeds]
+                    also, then_given, then_expected = given.clone(), torch.zeros_like(ours), torch.zeros_like(ours)
+                    memory = {"scratch": torch.empty_like(ours), "decay_scratch": torch.empty_like(ours)}
+                    triton_kernels.apply(given, program, zs)
+                    dispatch.apply(also, program, zs, **memory)
+                    for shift in (1.0, 0.3):
+                        triton_kernels.perturb(then_given, given, zs[0], shift=shift, zo_eps=1e-3)
+                        scratch = memory["scratch"]
+                        dispatch.perturb(then_expected, also, zs[0], shift=shift, zo_eps=1e-3, scratch=scratch)
+                        assert torch.equal(then_given.view(integer), then_expected.view(integer)), (dtype, shift)
+                    compared = (("theta", ours, theirs), ("out", out, expected), ("z given", given, also))
+                    for name, a, b in compared:
                         assert torch.equal(a.view(integer), b.view(integer)), (distribution, dtype, start, name)
 
 
@@ -62,19 +79,20 @@ def compile_to_ptx() -> None:
 
     from zo2core.kernels import triton_kernels
 
-    kernels = (triton_kernels._apply, triton_kernels._fill)
-    for kernel, gaussian, number in product(kernels, (True, False), ("fp32", "bf16", "fp16")):
+    drawing = product((triton_kernels._apply, triton_kernels._fill), ({"GAUSSIAN": True}, {"GAUSSIAN": False}))
+    variants = [*drawing, (triton_kernels._walk, {}), (triton_kernels._perturb, {})]
+    for (kernel, constants), number in product(variants, ("fp32", "bf16", "fp16")):
         source = ASTSource(
             fn=kernel,
             signature={name: ARGUMENTS[name].format(number) for name in kernel.arg_names},
-            constexprs={"GAUSSIAN": gaussian, "BLOCK": triton_kernels.BLOCK},
+            constexprs=constants | {"BLOCK": triton_kernels.BLOCK},
         )
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=triton_kernels.LAUNCH)
         ptx = compiled.asm["ptx"]
         assert ".target sm_90" in ptx
-        assert not gaussian or "mul.f32" in ptx or "mul.rn.f32" in ptx
+        assert kernel is triton_kernels._fill or "mul.f32" in ptx or "mul.rn.f32" in ptx
         for banned in ("fma.", ".ftz", ".approx"):
-            assert banned not in ptx, (gaussian, number, banned)
+            assert banned not in ptx, (kernel, constants, number, banned)
 
 
 PROGRAMS: dict[str, Callable[[], None]] = {"interpret": interpret, "compile": compile_to_ptx}

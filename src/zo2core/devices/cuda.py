@@ -1,12 +1,11 @@
-"""A CUDA GPU as compute device. No other module knows of CUDA's streams, events and page-locking.
-
-Not yet run on a GPU.
-"""
+"""A CUDA GPU as compute device. No other module knows of CUDA's streams, events and page-locking."""
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -118,7 +117,11 @@ class CudaDevice:
             )
         self._torch_device = torch.device("cuda", index)
         self._streams = CudaStreams(index)
-        self._registered: list[torch.Tensor] = []
+        self._locked: list[torch.Tensor] = []
+        # The system may give an address that is unmapped while CUDA takes it for locked to somebody else: then locking fails
+        # there. So a device that nobody closed unlocks, too, before it lets go of the memory.
+        self._unlock = weakref.finalize(self, _unlock, self._streams, self._locked)
+        self._unlock.atexit = False
 
     @property
     def torch_device(self) -> torch.device:
@@ -148,13 +151,14 @@ class CudaDevice:
         with torch.cuda.device(self._torch_device):
             code = _cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0)
         if int(code) != 0:
+            self._forget_error()
             raise DeviceError(
                 str(self._torch_device),
                 found=f"cudaHostRegister failed with code {int(code)} for {nbytes} bytes",
                 expected="as much host memory that may be locked",
                 remedy="free memory, or raise the limit that `ulimit -l` shows",
             )
-        self._registered.append(arena)
+        self._locked.append(arena)
         return arena[:nbytes]
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -169,11 +173,20 @@ class CudaDevice:
 
     def close(self) -> None:
         """Wait for the GPU and unlock all memory."""
-        if self._registered:
-            self._streams.drain()
-        while self._registered:
-            arena = self._registered.pop()  # mapped until it is unlocked
-            _cudart().cudaHostUnregister(arena.data_ptr())
+        _unlock(self._streams, self._locked)
+
+    def _forget_error(self) -> None:
+        """CUDA hands its last error to whoever launches next, who has nothing to do with it: launch something."""
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self._torch_device)
+
+
+def _unlock(streams: CudaStreams, locked: list[torch.Tensor]) -> None:
+    if locked:
+        streams.drain()
+    while locked:
+        arena = locked.pop()  # mapped until it is unlocked
+        _cudart().cudaHostUnregister(arena.data_ptr())
 
 
 def _stream() -> Any:

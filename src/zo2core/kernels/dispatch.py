@@ -44,7 +44,10 @@ def perturb(
     if native.takes(theta, z) and native.rounds_to(out, rounded):
         native.perturb(out, theta, z, shift=shift, zo_eps=zo_eps, rounded=rounded)
         return
-    arithmetic.perturb(out, theta, z, shift=shift, zo_eps=zo_eps, scratch=scratch)
+    if (kernels := _triton(theta)) is not None:
+        kernels.perturb(out, theta, z, shift=shift, zo_eps=zo_eps)
+    else:
+        arithmetic.perturb(out, theta, z, shift=shift, zo_eps=zo_eps, scratch=scratch)
     if rounded is not None:
         rounded.copy_(out)
 
@@ -60,6 +63,8 @@ def apply(
     """As ``arithmetic.apply``; scratch memory may be left untouched."""
     if native.takes(theta, *zs):
         native.apply(theta, program, zs)
+    elif (kernels := _triton(theta)) is not None:
+        kernels.apply(theta, program, zs)
     else:
         arithmetic.apply(theta, program, zs, scratch=scratch, decay_scratch=decay_scratch)
 
@@ -69,7 +74,7 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
     if native.takes(out):
         native.fill(out, distribution, seed, parameter, start)
         return
-    if out.is_cuda and (kernels := _triton()) is not None and kernels.takes(out):
+    if (kernels := _triton(out)) is not None:
         kernels.fill(out, distribution, seed, parameter, start)
         return
     length = _CHUNK if out.device.type == "cpu" else _DEVICE_CHUNK
@@ -106,7 +111,7 @@ def apply_drawing(
     if native.takes(theta) and native.rounds_to(out, rounded):
         native.apply_drawing(theta, program, distribution, parameter, start, out=out, rounded=rounded)
         return
-    if theta.is_cuda and (kernels := _triton()) is not None and kernels.takes(theta):
+    if (kernels := _triton(theta)) is not None:
         kernels.apply_drawing(theta, program, distribution, parameter, start, out=out)
     else:
         _apply_drawing(theta, program, distribution, parameter, start, out=out)
@@ -114,9 +119,15 @@ def apply_drawing(
         rounded.copy_(theta if out is None else out)
 
 
+def _triton(tensor: torch.Tensor) -> ModuleType | None:
+    """The Triton kernels, if they take this tensor."""
+    kernels = _triton_kernels() if tensor.is_cuda else None
+    return kernels if kernels is not None and kernels.takes(tensor) else None
+
+
 @cache
-def _triton() -> ModuleType | None:
-    """The Triton kernels, imported when the first CUDA tensor comes; None without Triton."""
+def _triton_kernels() -> ModuleType | None:
+    """Imported when the first CUDA tensor comes; None without Triton."""
     return importlib.import_module("zo2core.kernels.triton_kernels") if find_spec("triton") else None
 
 

@@ -1,19 +1,21 @@
-"""The one-pass kernel for CUDA, in Triton: programs with drawn directions, with the same bits as the reference.
+"""One-pass kernels for CUDA, in Triton: directions are drawn on the way, or given; the bits are the reference's.
 
-Imported for CUDA tensors only. It must be launched without fusing multiplications and additions, as LAUNCH says. Run under
-Triton's interpreter and compiled to PTX in the tests. Not yet run on a GPU.
+Imported for CUDA tensors only. They must be launched without fusing multiplications and additions, as LAUNCH says. Run under
+Triton's interpreter and compiled to PTX in the tests.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
 
 import torch
 import triton
 import triton.language as tl
 
-from zo2core.kernels.table import table
-from zo2core.types import Distribution, Program
+from zo2core.kernels.table import row, table
+from zo2core.types import Distribution, Perturb, Program
 
 BLOCK = 1024  # elements of a program instance: a multiple of what is drawn together
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
@@ -75,6 +77,22 @@ def _draw(seed, parameter, element, GAUSSIAN: tl.constexpr, BLOCK: tl.constexpr)
     return tl.reshape(z, (BLOCK,))
 
 
+@triton.jit
+def _moved(weights, z, kind, scale, rate, weight_decay, number: tl.constexpr):
+    """Weights after one instruction, rounded to their dtype after every operation. See ``table`` for the kinds."""
+    move = (z * scale).to(number).to(tl.float32)
+    if kind == 2:
+        if weight_decay != 0:
+            decay = (weights * weight_decay).to(number).to(tl.float32)
+            move = (move + decay).to(number).to(tl.float32)
+        moved = weights - (move * rate).to(number).to(tl.float32)
+    else:
+        if kind == 0:
+            move = (move * rate).to(number).to(tl.float32)
+        moved = weights + move
+    return moved.to(number).to(tl.float32)
+
+
 # Triton would compile anew for an argument that is 1 or a multiple of 16, and hand a 1 over as a constant without a dtype.
 @triton.jit(do_not_specialize=["own", "length", "numel", "parameter", "start"])
 def _apply(
@@ -109,16 +127,7 @@ def _apply(
         scale = tl.load(scalars + 5 * i + 2)
         rate = tl.load(scalars + 5 * i + 3)
         weight_decay = tl.load(scalars + 5 * i + 4)
-        move = (z * scale).to(number).to(tl.float32)
-        if kind == 2:
-            if weight_decay != 0:
-                decay = (weights * weight_decay).to(number).to(tl.float32)
-                move = (move + decay).to(number).to(tl.float32)
-            weights = (weights - (move * rate).to(number).to(tl.float32)).to(number).to(tl.float32)
-        else:
-            if kind == 0:
-                move = (move * rate).to(number).to(tl.float32)
-            weights = (weights + move).to(number).to(tl.float32)
+        weights = _moved(weights, z, kind, scale, rate, weight_decay, number)
     if own < length:
         tl.store(out + at, weights.to(out.dtype.element_ty), mask=inside)
     elif own > 0:
@@ -131,6 +140,32 @@ def _fill(out, seed, numel, parameter, start, GAUSSIAN: tl.constexpr, BLOCK: tl.
     at = element - start + tl.arange(0, BLOCK)
     z = _draw(seed.to(tl.int64), parameter, element, GAUSSIAN, BLOCK)
     tl.store(out + at, z.to(out.dtype.element_ty), mask=(at >= 0) & (at < numel))
+
+
+@triton.jit(do_not_specialize=["first", "last", "numel"])
+def _walk(theta, z, instructions, scalars, first, last, numel, BLOCK: tl.constexpr):
+    number = theta.dtype.element_ty
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    weights = tl.load(theta + at, mask=inside, other=0.0).to(tl.float32)
+    direction = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
+    for i in range(first, last):
+        kind = tl.load(instructions + 5 * i)
+        scale = tl.load(scalars + 5 * i + 2)
+        rate = tl.load(scalars + 5 * i + 3)
+        weights = _moved(weights, direction, kind, scale, rate, tl.load(scalars + 5 * i + 4), number)
+    tl.store(theta + at, weights.to(number), mask=inside)
+
+
+@triton.jit(do_not_specialize=["kind", "numel"])
+def _perturb(out, theta, z, kind, scale, rate, numel, BLOCK: tl.constexpr):
+    number = theta.dtype.element_ty
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < numel
+    weights = tl.load(theta + at, mask=inside, other=0.0).to(tl.float32)
+    direction = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
+    weights = _moved(weights, direction, kind, scale, rate, 0.0, number)
+    tl.store(out + at, weights.to(out.dtype.element_ty), mask=inside)
 
 
 def takes(theta: torch.Tensor) -> bool:
@@ -154,7 +189,7 @@ def apply_drawing(
         return
     coded = table(program, theta.device)
     blocks = triton.cdiv(start % BLOCK + theta.numel(), BLOCK)
-    with torch.cuda.device(theta.device) if theta.is_cuda else nullcontext():  # Triton launches on the current one
+    with _current(theta):
         _apply[(blocks,)](
             theta,
             theta if out is None else out,
@@ -177,7 +212,38 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
     if out.numel() == 0:
         return
     blocks = triton.cdiv(start % BLOCK + out.numel(), BLOCK)
-    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+    with _current(out):
         _fill[(blocks,)](
             out, seed, out.numel(), parameter, start, GAUSSIAN=distribution is Distribution.GAUSSIAN, BLOCK=BLOCK, **LAUNCH
         )
+
+
+def apply(theta: torch.Tensor, program: Program, zs: Sequence[torch.Tensor]) -> None:
+    """As ``dispatch.apply``: a pass for each run of instructions along one direction."""
+    if theta.numel() == 0:
+        return
+    coded, blocks = table(program, theta.device), triton.cdiv(theta.numel(), BLOCK)
+    with _current(theta):
+        first = 0
+        for direction, run in groupby(program.instructions, lambda instruction: instruction.direction):
+            last = first + len(list(run))
+            _walk[(blocks,)](
+                theta, zs[direction], coded.instructions, coded.scalars, first, last, theta.numel(), BLOCK=BLOCK, **LAUNCH
+            )
+            first = last
+
+
+def perturb(out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, *, shift: float, zo_eps: float) -> None:
+    """As ``dispatch.perturb``."""
+    if theta.numel() == 0:
+        return
+    coded = row(Perturb(0, shift, zo_eps))
+    with _current(theta):
+        _perturb[(triton.cdiv(theta.numel(), BLOCK),)](
+            out, theta, z, coded.kind, coded.scale, coded.rate, theta.numel(), BLOCK=BLOCK, **LAUNCH
+        )
+
+
+def _current(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current GPU."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
