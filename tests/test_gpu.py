@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -189,8 +190,9 @@ def watched(engine: ZOEngine, seen: list[int]) -> Iterator[None]:
 
     def strict(*arguments: Any) -> None:
         seen.append(torch.cuda.memory_stats()["segment.all.allocated"])
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            with warnings.catch_warnings(action="ignore"):  # torch says that the mode does not yet see all waiting
+                torch.cuda.set_sync_debug_mode("error")
             sweep(*arguments)
         finally:
             torch.cuda.set_sync_debug_mode("default")

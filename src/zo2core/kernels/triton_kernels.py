@@ -245,5 +245,7 @@ def perturb(out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, *, shift: f
 
 
 def _current(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current GPU."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    """Triton launches on the current GPU. Making one current takes as long as a launch, so only another one is."""
+    if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
