@@ -4,7 +4,7 @@
     python tools/bench_paper.py --on bus --scale 16 --bus 1e9         without one: everything smaller, a simulated bus
     python tools/bench_paper.py --on disk --scale 16 --tables ablation
 
-Not yet run on a GPU. Prints the tables, with the paper's ratios beside the measured ones, and JSON.
+Prints the tables, with the paper's ratios beside the measured ones, and JSON.
 
 Both sides of a row run in this process, one after the other, with the same weights, batches and seeds; with MeZO's own noise
 their losses have to be equal, and the JSON says whether they are. The first step loads, the second warms up, then steps are
@@ -138,7 +138,9 @@ class Bench:
             cut.weights.close()
         batch = batch_of(config.vocab_size, row.batch, tokens, place.torch_device)
         seconds, losses = timed(place, lambda seed: mezo.step(batch, seed).losses, WARM_UP + self._steps)
-        peak = place.peak_bytes(lambda: mezo.step(batch, len(losses)), [p.data for p in mezo.model.parameters()])
+        # Parameters one by one: whoever had them all in hand would keep the old weights alive beside the new ones.
+        held = (parameter.data for parameter in mezo.model.parameters())
+        peak = place.peak_bytes(lambda: mezo.step(batch, len(losses)), held)
         return self._measured(row, seconds, losses, peak, {}, None)
 
     def _engine(self, row: Row, dtype: torch.dtype, variant: Variant) -> Outcome:

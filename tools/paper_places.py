@@ -1,6 +1,6 @@
 """Where the paper's tables are measured: on a GPU behind its bus, or on a CPU with two tiers of memory in these roles.
 
-    Cuda    host memory and a GPU                      not yet run on a GPU
+    Cuda    host memory and a GPU
     Bus     host memory behind a bus, played by threads that copy as slowly as it would, and host memory
     Disk    a checkpoint on disk, and host memory
 
@@ -127,7 +127,7 @@ def _from_host(device: Device, model: HFBlockModel, variant: Variant, noise: Noi
 
 
 class Cuda:
-    """Host memory and a GPU. Not yet run on a GPU.
+    """Host memory and a GPU.
 
     Args:
         host_memory: Bytes that may be page-locked.
@@ -226,6 +226,7 @@ class _OnHost:
         """By counting every operation's results."""
         for tensor in held:
             self._usage.hold(tensor)
+            del tensor
         self._usage.peak = self._usage.now
         with self._usage:
             run()
