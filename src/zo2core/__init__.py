@@ -1,5 +1,11 @@
 """Zeroth-order fine-tuning of models larger than their device: versioned blocks and a journal."""
 
+from zo2core.beside import BesideActivations as BesideActivations
+from zo2core.beside import Factors as Factors
+from zo2core.beside import InWeights as InWeights
+from zo2core.beside import Moved as Moved
+from zo2core.beside import Perturbation as Perturbation
+from zo2core.beside import StackedModel as StackedModel
 from zo2core.checkpoint import Piece as Piece
 from zo2core.checkpoint import SafetensorsReader as SafetensorsReader
 from zo2core.checkpoint import TensorEntry as TensorEntry
@@ -42,6 +48,7 @@ from zo2core.estimators import Guarded as Guarded
 from zo2core.estimators import GuardPolicy as GuardPolicy
 from zo2core.estimators import MeZOSGD as MeZOSGD
 from zo2core.estimators import MultiQueryRGE as MultiQueryRGE
+from zo2core.estimators import PerRowRGE as PerRowRGE
 from zo2core.estimators.course import best_step as best_step
 from zo2core.estimators.running_range import is_refused as is_refused
 from zo2core.io.durable import create_file as create_file

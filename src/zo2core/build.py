@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zo2core.beside import BesideActivations, FactorStore, InWeights, Perturbation, choose_perturbation, require_beside
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError
 from zo2core.estimators import direction_seeds, require_distribution
 from zo2core.journal import Journal, digest, json_object
-from zo2core.noise import choose_noise
+from zo2core.noise import PhiloxNoise, choose_noise
 from zo2core.planning.carrying import Replay, choose_carrying, require_drawable
 from zo2core.planning.device_plan import DevicePlan, plan_device_memory
 from zo2core.planning.host_budget import parse_size
@@ -39,7 +40,7 @@ from zo2core.sweep.host_replay import CarryingScheduler, HostReplay
 from zo2core.sweep.landing import Landing
 from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.work_buffer import WorkBuffer
-from zo2core.types import BlockLayout
+from zo2core.types import BlockLayout, Distribution
 from zo2core.updates import seeds_of
 
 
@@ -61,6 +62,7 @@ class Parts(NamedTuple):
     activation_bytes: int  # that activations may take where forwards run
     worker: ThreadPoolExecutor | None  # the second thread; None where one host thread issues the work of a device
     landing: Landing
+    factors: FactorStore | None  # None where directions are in the weights
     host_plan: HostPlan | None  # None for passed parts
     device_plan: DevicePlan | None  # None where the device computes in host memory, and for passed parts
 
@@ -80,6 +82,7 @@ def build(
     write_back: WriteBackPolicy | None = None,
     provenance: Mapping[str, Any] | None = None,
     replay: Replay = "auto",
+    perturbation: Perturbation | None = None,
 ) -> Parts:
     """Choose and open the parts of a run.
 
@@ -97,6 +100,7 @@ def build(
         write_back: None never writes.
         provenance: What of the caller's decides the run, as JSON values; None says nothing.
         replay: Who replays for a device with memory of its own.
+        perturbation: Where directions live; None takes what the journal was begun with, else the weights.
 
     Raises:
         ZO2Error: as ``ZOEngine`` says. What was opened is closed then.
@@ -116,8 +120,14 @@ def build(
         if isinstance(device, str):
             device = choose_device(device)
             opened.callback(device.close)
-        recorded = journal.noise
+        recorded, where = journal.noise, choose_perturbation(perturbation, journal)
+        if noise is None and recorded is None and isinstance(where, BesideActivations):
+            noise = PhiloxNoise(Distribution.GAUSSIAN)
         of_choice = choose_noise(recorded, layouts, device.torch_device) if noise is None else noise
+        factors = None
+        if isinstance(where, BesideActivations):
+            factors = _factor_store(where, model, estimator, of_choice, journal, seed, device)
+            replay, write_back = _require_reading_only(replay, write_back), None
         if estimator is not None:
             require_distribution(estimator, of_choice)
         carrying = choose_carrying(replay, layouts, of_choice, in_place=device.in_place)
@@ -143,7 +153,7 @@ def build(
         if noise is None:
             of_choice = choose_noise(recorded, layouts, device.torch_device, memory=max(host_plan.spare, 0))
         opened.push(partial(_withdraw_if_refused, journal))
-        journal.begin(_header(model, of_choice, estimator, seed, provenance))
+        journal.begin(_header(model, of_choice, estimator, seed, provenance, where))
         used = layouts if host_plan.buckets is None else streamed
         kept, buckets = 0 if device_plan is None else device_plan.kept, host_plan.buckets
         in_place = estimator is None or walks
@@ -210,6 +220,7 @@ def build(
             activation_bytes=room,
             worker=worker,
             landing=landing,
+            factors=factors,
             host_plan=host_plan,
             device_plan=device_plan,
         )
@@ -247,7 +258,7 @@ def adopt(
         trace = _open_trace(trace, opened)
         journal = _open_journal(journal, opened)
         opened.push(partial(_withdraw_if_refused, journal))
-        journal.begin(_header(model, noise, estimator, seed, provenance))
+        journal.begin(_header(model, noise, estimator, seed, provenance, InWeights()))
         if scheduler is None:
             scheduler = OverlappedScheduler(source, device, timeline=timeline)
         opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
@@ -272,6 +283,7 @@ def adopt(
             activation_bytes=activation_bytes,
             worker=worker,
             landing=Landing(noise),
+            factors=None,
             host_plan=None,
             device_plan=None,
         )
@@ -316,6 +328,7 @@ def _header(
     estimator: ZOEstimator | None,
     seed: int,
     provenance: Mapping[str, Any] | None,
+    perturbation: Perturbation,
 ) -> Mapping[str, Any]:
     """What a journal says of the run it belongs to. A value of None matches whatever the journal has."""
     return {
@@ -326,7 +339,43 @@ def _header(
         "seed": None if estimator is None else seed,
         "model": json_object("model.description", model.description),
         "provenance": None if provenance is None else json_object("provenance", provenance),
+        **({} if isinstance(perturbation, InWeights) else {"perturbation": dict(perturbation.options)}),
     }
+
+
+def _factor_store(
+    settings: BesideActivations,
+    model: BlockModel,
+    estimator: ZOEstimator | None,
+    noise: NoiseGenerator,
+    journal: Journal,
+    seed: int,
+    device: Device,
+) -> FactorStore:
+    require_beside(model, model.layouts, estimator, noise)
+    assert isinstance(noise, CounterNoise), "other noise was refused"
+    recorded = None if journal.header is None else journal.header.get("seed")
+    run_seed = seed if estimator is not None or not isinstance(recorded, int) else recorded
+    return FactorStore(settings, noise.distribution, run_seed, device.torch_device)
+
+
+def _require_reading_only(replay: Replay, write_back: WriteBackPolicy | None) -> Replay:
+    """Refuse what would be asked in vain where weights are only read."""
+    if replay == "host":
+        raise OptionError(
+            "replay",
+            found="host",
+            expected="auto beside the activations, where no weight is replayed",
+            remedy="leave it out",
+        )
+    if write_back is not None and isinstance(write_back.every, int):
+        raise OptionError(
+            "write_back.every",
+            found=str(write_back.every),
+            expected="auto or None beside the activations, where no weight changes",
+            remedy="leave it out",
+        )
+    return replay
 
 
 def _require_same_segments(model: BlockModel, source: BlockSource) -> None:

@@ -24,8 +24,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zo2adapters.models.architecture import Architecture, segment_aliases, segment_layouts
+from zo2adapters.models.beside import BesideModules
 from zo2adapters.models.branch_cache import BranchCache
-from zo2adapters.models.chunked_loss import chunked_loss
+from zo2adapters.models.chunked_loss import chunked_loss, stacked_losses
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.prepared_batch import (
     PreparedBatch,
@@ -35,9 +36,10 @@ from zo2adapters.models.prepared_batch import (
     is_padded,
     longest_row,
     predictions,
+    stack_rows,
 )
 from zo2adapters.models.stubs import CallRecorder, CutError, Stub
-from zo2core import Batch, SavedForm, TensorReader
+from zo2core import Batch, Moved, SavedForm, TensorReader
 
 _NEUTRAL = {  # keys of a config that no forward of a causal language model reads, or that parameters and batches say
     *("_name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"),
@@ -106,6 +108,7 @@ class HFBlockModel:
         self._device = torch.device("cpu")  # of the modules' buffers
         self._skeleton = skeleton
         self._recorder = CallRecorder()
+        self._beside: BesideModules | None = None  # the modules, once they are patched
         self._stand_in_branches = BranchCache()  # the same for any number of stand-ins
         layers = skeleton.get_submodule(architecture.blocks)
         assert isinstance(layers, nn.ModuleList)
@@ -177,6 +180,42 @@ class HFBlockModel:
         with self._stand_in_branches:
             self.prologue(input_ids=torch.zeros_like(batch["input_ids"][:1, :1]), use_cache=False)
 
+    def require_stackable(self) -> None:
+        """Patch the modules for directions beside the activations. See the contract."""
+        if self._beside is None:
+            self._beside = BesideModules(self._modules)
+
+    def stacked(self, batches: Sequence[Batch]) -> Batch | None:
+        """Join batches of equal shapes. See the contract."""
+        joined = stack_rows(batches)
+        return None if joined is None else self._prepared(joined)
+
+    def move(self, index: int, moved: Mapping[str, Moved], streams: int) -> None:
+        """Hand each module what moves its parameters. See the contract."""
+        assert self._beside is not None, "made ready before"
+        aliases = {alias: value for name, value in moved.items() for alias in self._aliases[name][index]}
+        self._beside.move(aliases, streams)
+
+    def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
+        """Run HF's norm and head on all streams, and its loss on each. See the contract."""
+        rows, loss_function = len(batches[0]["input_ids"]), self._skeleton.loss_function
+        if self.loss_chunk is not None:
+            return stacked_losses(
+                torch.split(activations.hidden, rows),
+                [batch["labels"] for batch in batches],
+                [predictions(batch) for batch in batches],
+                max(1, self.loss_chunk // len(batches)),
+                logits=self.logits,
+                loss_function=loss_function,
+                vocab_size=self.config.vocab_size,
+            )
+        joined = stack_rows(batches)
+        assert joined is not None, "they were joined before"
+        inputs = {key: value for key, value in joined.items() if key not in self.targets}
+        logits = torch.split(self._epilogue(activations.hidden, "logits", **inputs), rows)
+        pairs = zip(logits, batches, strict=True)
+        return [loss_function(own, batch["labels"], vocab_size=self.config.vocab_size) for own, batch in pairs]
+
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer. See the contract."""
         with branches_of(batch):
@@ -186,6 +225,8 @@ class HFBlockModel:
         """Run HF's forward with these arguments up to the first layer."""
         recorder = self._recorder
         recorder.reset()
+        if self._beside is not None:
+            self._beside.begin(len(inputs["input_ids"]))
         with contextlib.suppress(CutError), self._casting():
             self._skeleton(**inputs)
         assert recorder.hidden is not None, "HF's forward did not reach the last layer"

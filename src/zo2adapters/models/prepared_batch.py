@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -97,6 +98,26 @@ def predictions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return batch.predictions
     rows, columns = predicted(batch["labels"]).nonzero(as_tuple=True)
     return rows, columns
+
+
+def stack_rows(batches: Sequence[Batch]) -> Batch | None:
+    """Join batches along their rows; None if their entries differ in names or shapes.
+
+    What all rows of a batch share (positions, say) stays as it is where it is the same in all batches.
+    """
+    first = batches[0]
+    shapes = [{key: value.shape for key, value in batch.items()} for batch in batches]
+    if any(shape != shapes[0] for shape in shapes):
+        return None
+    joined: dict[str, torch.Tensor] = {}
+    for key, value in first.items():
+        if value.dim() > 0 and len(value) == len(first["input_ids"]):
+            joined[key] = torch.cat([batch[key] for batch in batches])
+        elif all(batch[key] is value or torch.equal(batch[key], value) for batch in batches):
+            joined[key] = value
+        else:
+            return None
+    return joined
 
 
 def branches_of(batch: Batch) -> contextlib.AbstractContextManager[object]:

@@ -10,6 +10,7 @@ from typing import Self
 
 import torch
 
+from zo2core.beside import StackedModel
 from zo2core.build import Parts, build
 from zo2core.checkpoint import require_unused, write_checkpoint
 from zo2core.journal import Journal
@@ -20,6 +21,7 @@ from zo2core.sweep.evaluation_loop import evaluate, evaluate_objective, fill_swe
 from zo2core.sweep.exclusive_use import ExclusiveUse
 from zo2core.sweep.microbatch import require_tensors
 from zo2core.sweep.perturber import choose_perturber
+from zo2core.sweep.stacked_visitor import StackedVisitor
 from zo2core.sweep.visitor import SegmentVisitor
 from zo2core.types import Batch, Evaluation, EvaluationResult, saved_form
 from zo2core.updates import Trajectory
@@ -161,12 +163,13 @@ class Replayer:
         """
         self._use.require_open()
         with self._use.begun():
-            visitor = self._visitor([])
+            visitor, factors = self._visitor([]), self._parts.factors
             try:
                 for index, layout in enumerate(self._model.layouts):
                     with self._parts.scheduler.replayed(visitor, index) as bucket:
                         for spec, view in zip(layout.parameters, bucket.views, strict=True):
-                            yield spec.name, view.view(spec.shape)
+                            present = view if factors is None else factors.present(spec, view)
+                            yield spec.name, present.view(spec.shape)
             finally:
                 self._parts.noise.retain(visitor.seeds)
                 self._recorder.flush()
@@ -221,12 +224,26 @@ class Replayer:
                 self._parts.noise.retain(visitor.seeds)
         return visitor.outputs
 
-    def _visitor(self, groups: Groups, forward: Forward | None = None) -> SegmentVisitor:
+    def _visitor(self, groups: Groups, forward: Forward | None = None) -> SegmentVisitor | StackedVisitor:
         parts, evaluations = self._parts, [evaluation for evaluation, _ in groups]
         trajectory = Trajectory(parts.journal.updates, self.version, evaluations, *self._perturbation())
+        way: Forward = self._model if forward is None else forward
+        if parts.factors is not None:
+            assert isinstance(self._model, StackedModel), "other models were refused"
+            return StackedVisitor(
+                self._model,
+                way,
+                parts.factors,
+                trajectory,
+                groups,
+                most_streams=self._most_streams(groups, way),
+                activations=parts.activations,
+                streams=parts.device.streams,
+                timeline=parts.timeline,
+            )
         return SegmentVisitor(
             self._model.layouts,
-            self._model if forward is None else forward,
+            way,
             choose_perturber(parts.noise, parts.work_buffer, parts.worker, trajectory),
             groups,
             activations=parts.activations,
@@ -234,6 +251,11 @@ class Replayer:
             timeline=parts.timeline,
             landing=self._landing,
         )
+
+    def _most_streams(self, groups: Groups, forward: Forward) -> int:
+        """How many streams of one sweep run as one batch: as many as activations may take memory."""
+        each = max((forward.held_bytes(b) + forward.forward_bytes(b) for _, batches in groups for b in batches), default=1)
+        return max(1, (self._parts.activation_bytes - self._parts.activations.room_bytes) // each)
 
     def _perturbation(self) -> tuple[float, bool]:
         """Perturbation scale, and whether evaluations walk from one to the next; without steps nothing is perturbed."""

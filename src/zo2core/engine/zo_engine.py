@@ -9,15 +9,17 @@ from typing import Any, Self
 
 import torch
 
+from zo2core.beside import Perturbation
 from zo2core.build import adopt, build
 from zo2core.engine.replayer import Replayer
 from zo2core.errors import OptionError
-from zo2core.estimators import direction_seeds, learning_rate
+from zo2core.estimators import direction_seeds, groups_of_rows, learning_rate
 from zo2core.journal import Journal
 from zo2core.planning import ACTIVATIONS, MemoryPolicy, Replay, WriteBackPolicy
 from zo2core.profiling import Sweep, Timeline, Trace
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Objective, Scheduler, ZOEstimator
-from zo2core.sweep.objective import cut, losses_as_tensors
+from zo2core.sweep.microbatch import deal_rows
+from zo2core.sweep.objective import cut, losses_as_tensors, require_number
 from zo2core.sweep.open_step import OpenStep
 from zo2core.types import Batch, Evaluation, StepResult
 
@@ -35,6 +37,7 @@ class ZOEngine(Replayer):
         seed: Of the run: each step's directions depend on it and on the step only.
         write_back: When changed segments are written to disk. None: never; a resumed run replays the whole journal.
         provenance: What of the caller's decides the run, as JSON values: the journal keeps it and refuses another one.
+        perturbation: ``InWeights()``, the default of a new run, or ``BesideActivations(rank=...)``.
 
     Raises:
         ZO2Error: as ``Replayer`` says, and if the directory of ``write_back`` cannot be written to.
@@ -56,6 +59,7 @@ class ZOEngine(Replayer):
         replay: Replay = "auto",
         trace: Trace | Path | str | None = None,
         provenance: Mapping[str, Any] | None = None,
+        perturbation: Perturbation | None = None,
     ) -> None:
         parts = build(
             model,
@@ -71,6 +75,7 @@ class ZOEngine(Replayer):
             seed=seed,
             write_back=write_back,
             provenance=provenance,
+            perturbation=perturbation,
         )
         self._take(model, parts)
         self._train(estimator, seed)
@@ -167,12 +172,30 @@ class ZOEngine(Replayer):
         try:
             way = self._model if forward is None else forward
             is_own = forward is None and not isinstance(way, Objective)
+            if (groups := groups_of_rows(self._estimator)) is not None:
+                return self.tell(self._losses_of_rows(batch, groups, evaluations, way, is_own=is_own))
             pieces = cut(batch, self._parts.micro_batch_size, None if is_own else way)
             prepared = [way.prepared(self._on_device(piece)) for piece in pieces.batches]
             outputs = self._sweep([(evaluation, prepared) for evaluation in evaluations], way)
             return self.tell([pieces.loss(outputs_of_pieces) for outputs_of_pieces in outputs])
         finally:
             self._open_step = None
+
+    def _losses_of_rows(
+        self, batch: object, groups: int, evaluations: Sequence[Evaluation], way: Forward, *, is_own: bool
+    ) -> list[torch.Tensor]:
+        """Evaluate each direction, both sides in turn, on its own rows."""
+        if not is_own or self._parts.micro_batch_size is not None:
+            raise OptionError(
+                "micro_batch_size" if is_own else "forward",
+                found="given, with a direction for each group of rows",
+                expected="the model's own loss of whole rows",
+                remedy="leave it out, or evaluate every direction on all rows with MultiQueryRGE",
+            )
+        dealt = [way.prepared(self._on_device(rows)) for rows in deal_rows(batch, groups)]
+        sides = len(evaluations) // groups
+        swept = [(evaluation, [dealt[number // sides]]) for number, evaluation in enumerate(evaluations)]
+        return [require_number(loss) for [loss] in self._sweep(swept, way)]
 
     def ask(self, *, seed: int | None = None) -> tuple[Evaluation, ...]:
         """Begin a step whose losses the caller makes, from as many sweeps as they take: ``forwards(at=...)``, then ``tell``.

@@ -25,6 +25,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {  # of the values that this library wr
     "seed": (int, type(None)),
     "model": (dict,),
     "provenance": (dict,),
+    "perturbation": (dict,),
     "branched": (list,),
 }
 _LATER = {"model", "provenance"}  # keys that journals of earlier versions lack

@@ -86,6 +86,39 @@ def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
     return micro_batches or [batch]
 
 
+def deal_rows(batch: object, groups: int) -> list[Batch]:
+    """Deal the rows of a batch to as many groups, in order; all keep the batch's columns.
+
+    Args:
+        batch: With labels (rows, tokens).
+        groups: Directions that share the rows out.
+
+    Raises:
+        BatchError: if it is no batch, or its rows cannot be dealt evenly.
+    """
+    if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), torch.Tensor) or batch["labels"].dim() != 2:
+        raise BatchError(
+            "batch", found="no batch with labels of rows", expected="one batch, whose rows are dealt", remedy="pass one"
+        )
+    rows = len(batch["labels"])
+    if rows % groups:
+        raise BatchError(
+            "batch",
+            found=f"{rows} rows for {groups} directions",
+            expected="a number of rows that is a multiple of the directions, each of which has as many",
+            remedy=f"pass batches of {max(groups, rows - rows % groups)} rows, or choose another number of directions",
+        )
+    require_tensors(batch)
+    share = rows // groups
+    return [
+        {
+            key: value[start : start + share] if value.dim() > 0 and len(value) == rows else value
+            for key, value in batch.items()
+        }
+        for start in range(0, rows, share)
+    ]
+
+
 def combined_loss(losses: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
     """The mean loss over the labelled tokens of all micro-batches.
 

@@ -1,0 +1,151 @@
+"""The thin factors of a run beside the activations: sums of updates in float32, and directions to evaluate.
+
+Trade-off: a matrix of m x n has m * rank float32 numbers a period and n * rank in its own dtype, whatever it is itself; they
+stay in the device's memory. Replaying an update draws and adds m * rank numbers, where in the weights it is m * n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zo2core.beside.perturbation import BesideActivations
+from zo2core.beside.stacked_model import Factors, Moved
+from zo2core.kernels import apply_drawing, fill
+from zo2core.protocols import SEEDS_IN_TURN
+from zo2core.types import Distribution, Evaluation, ParameterSpec, Perturb, Program, Update
+from zo2core.updates import compile_updates, rounds
+
+
+@dataclass(eq=False)
+class _Sums:
+    """What the updates of a parameter came to."""
+
+    now: torch.Tensor  # float32, flat: A (m, rank) of the present period; of a vector its weights (n,)
+    version: int = 0  # updates 0..version-1 are in it
+    own: list[torch.Tensor] = field(default_factory=list)  # A (m, rank) of each period that has ended, float32
+    shared: list[torch.Tensor] = field(default_factory=list)  # V (n, rank) of the same periods, in the parameter's dtype
+
+
+class FactorStore:
+    """Factors of every parameter, brought to the present version segment by segment.
+
+    Args:
+        settings: Rank and period.
+        distribution: Of U, V and the directions of vectors.
+        run_seed: Periods' seeds follow from it.
+        device: Where factors are.
+    """
+
+    def __init__(self, settings: BesideActivations, distribution: Distribution, run_seed: int, device: torch.device) -> None:
+        self._settings = settings
+        self._distribution = distribution
+        self._run_seed = run_seed
+        self._device = device
+        self._sums: dict[str, _Sums] = {}
+        self._period: dict[str, tuple[int, torch.Tensor]] = {}  # parameter -> seed of its V, and V
+        self._replays: dict[tuple[int, int], Sequence[Program]] = {}  # of this sweep, by the updates' range
+        self._moves: dict[Evaluation, Program] = {}  # of this sweep
+
+    def begin_sweep(self) -> None:
+        """Forget the programs of the last sweep."""
+        self._replays.clear()
+        self._moves.clear()
+
+    def advance(self, spec: ParameterSpec, theta: torch.Tensor, updates: Sequence[Update], version: int) -> None:
+        """Bring a parameter's factors to a version.
+
+        Args:
+            spec: The parameter.
+            theta: Its base weights, flat, on the device; only read.
+            updates: All of the run.
+            version: That many of them are applied.
+        """
+        sums = self._sums_of(spec, theta)
+        while sums.version < version:
+            end = version
+            if len(spec.shape) == 2:
+                end = min(version, (sums.version // self._settings.period + 1) * self._settings.period)
+            for program in self._programs(updates, sums.version, end):
+                apply_drawing(sums.now, program, self._distribution, spec.index)
+            if len(spec.shape) == 2 and end % self._settings.period == 0:
+                sums.own.append(sums.now.view(spec.shape[0], -1))
+                sums.shared.append(self._shared(spec, sums.version))
+                sums.now = torch.zeros_like(sums.now)
+            sums.version = end
+
+    def moved(
+        self, spec: ParameterSpec, theta: torch.Tensor, evaluations: Sequence[Evaluation | None], zo_eps: float
+    ) -> Moved:
+        """A parameter at evaluations, one a stream; None is the present weights.
+
+        Args:
+            spec: Of a parameter that ``advance`` brought to the present version.
+            theta: As there.
+            evaluations: Of the streams.
+            zo_eps: Perturbation scale.
+        """
+        sums = self._sums_of(spec, theta)
+        streams = torch.empty(len(evaluations), sums.now.numel(), dtype=torch.float32, device=self._device)
+        for stream, evaluation in zip(streams, evaluations, strict=True):
+            if evaluation is None or evaluation.shift == 0:
+                stream.copy_(sums.now)
+            else:
+                program = self._move(evaluation, zo_eps)
+                apply_drawing(sums.now, program, self._distribution, spec.index, out=stream)
+        if len(spec.shape) == 1:
+            return streams.to(spec.dtype)
+        own = streams.view(len(evaluations), spec.shape[0], -1)
+        past = [factor.expand(len(evaluations), -1, -1) for factor in sums.own]
+        shared = [*sums.shared, self._shared(spec, sums.version)]
+        return Factors(torch.cat([*past, own], dim=2).to(spec.dtype), torch.cat(shared, dim=1))
+
+    def present(self, spec: ParameterSpec, theta: torch.Tensor) -> torch.Tensor:
+        """A parameter's weights at the version of its factors, rounded once to their dtype: flat, where ``theta`` is.
+
+        Args:
+            spec: As of ``moved``.
+            theta: Its base weights, flat, on any device; only read.
+        """
+        sums = self._sums_of(spec, theta)
+        if sums.version == 0:
+            return theta
+        if len(spec.shape) == 1:
+            return sums.now.to(theta)
+        own = torch.cat([*sums.own, sums.now.view(spec.shape[0], -1)], dim=1)
+        shared = torch.cat([*sums.shared, self._shared(spec, sums.version)], dim=1)
+        whole = theta.view(spec.shape).to(self._device, torch.float32)
+        return torch.addmm(whole, own, shared.float().t()).to(theta).view(-1)
+
+    def _sums_of(self, spec: ParameterSpec, theta: torch.Tensor) -> _Sums:
+        if spec.name not in self._sums:
+            if len(spec.shape) == 1:
+                now = theta.to(self._device, torch.float32, copy=True)
+            else:
+                now = torch.zeros(spec.shape[0] * self._settings.rank, dtype=torch.float32, device=self._device)
+            self._sums[spec.name] = _Sums(now)
+        return self._sums[spec.name]
+
+    def _shared(self, spec: ParameterSpec, step: int) -> torch.Tensor:
+        """V in the period of a step, divided by the root of the rank: (n, rank) in the parameter's dtype."""
+        seed = self._settings.period_seed(self._run_seed, step)
+        if self._period.get(spec.name, (None, None))[0] != seed:
+            rank = self._settings.rank
+            drawn = torch.empty(spec.shape[1] * rank, dtype=torch.float32, device=self._device)
+            fill(drawn, self._distribution, seed, spec.index)
+            self._period[spec.name] = seed, drawn.div_(rank**0.5).to(spec.dtype).view(spec.shape[1], rank)
+        return self._period[spec.name][1]
+
+    def _programs(self, updates: Sequence[Update], start: int, end: int) -> Sequence[Program]:
+        """Updates, compiled, with at most so many directions each as kernels draw in turn."""
+        if (start, end) not in self._replays:
+            missing = rounds(updates[start:end], SEEDS_IN_TURN)
+            self._replays[start, end] = [compile_updates(part)[False] for part in missing]
+        return self._replays[start, end]
+
+    def _move(self, evaluation: Evaluation, zo_eps: float) -> Program:
+        if evaluation not in self._moves:
+            self._moves[evaluation] = Program((evaluation.seed,), (), then=Perturb(0, evaluation.shift, zo_eps))
+        return self._moves[evaluation]

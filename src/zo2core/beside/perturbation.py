@@ -1,0 +1,164 @@
+"""Where a direction lives while its losses are measured: in the weights, or beside the activations."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from zo2core.beside.stacked_model import StackedModel
+from zo2core.errors import JournalError, OptionError, UnsupportedModelError
+from zo2core.journal import Journal
+from zo2core.protocols import BlockModel, CounterNoise, NoiseGenerator, ZOEstimator
+from zo2core.types import BlockLayout
+
+_KIND = "beside-activations"
+_FIRST_PERIOD_SEED = 1 << 62  # seeds of directions are below it, those of periods are not
+
+
+@dataclass(frozen=True)
+class InWeights:
+    """Weights are written at every evaluation: a direction has any form, and each layer its own forward. Exact MeZO's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BesideActivations:
+    """Directions of low rank, ``z = U V^T / sqrt(rank)`` for a matrix, taken beside what a layer computes.
+
+    A linear layer gives ``x W^T + (x V) (A + shift * zo_eps * U)^T``, where V is divided by the root of the rank. W is only
+    read: nothing is written, sent back or written back. All evaluations of a step run as one batch, stacked along its rows,
+    as far as activations may take memory. Parameters of one dimension have dense directions, one value a stream.
+
+    U is drawn anew for each direction; V stays for a period, so that a period's updates add up to one factor, A, in float32
+    (LOZO, arXiv 2410.07698, with the scale of z that dense directions have: a LOZO ``zo_eps`` is this one's divided by the
+    root of the rank, and learning rates are the same). The weights of a step are the base's plus ``A V^T`` of each period,
+    as if they were kept in float32, whatever the base is in. Both factors follow from the journal and the run's seed.
+
+    Args:
+        rank: Columns of U and V.
+        period: Steps for which V stays.
+
+    Raises:
+        OptionError: if either is no whole number of at least 1.
+    """
+
+    rank: int
+    period: int = 100
+
+    def __post_init__(self) -> None:
+        for option, value in (("rank", self.rank), ("period", self.period)):
+            if type(value) is not int or value < 1:
+                raise OptionError(
+                    f"perturbation.{option}",
+                    found=repr(value),
+                    expected="a whole number of at least 1",
+                    remedy="choose such a number",
+                )
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What decides the result, as JSON values, for the journal."""
+        return {"kind": _KIND, "rank": self.rank, "period": self.period}
+
+    def period_seed(self, run_seed: int, step: int) -> int:
+        """The seed of V in the period of a step: from the run's seed and the period alone, and no direction's."""
+        rng = random.Random(f"{run_seed}/period/{step // self.period}")  # noqa: S311 - no secret
+        return _FIRST_PERIOD_SEED + rng.randrange(_FIRST_PERIOD_SEED)
+
+
+Perturbation: TypeAlias = InWeights | BesideActivations
+
+
+def choose_perturbation(perturbation: Perturbation | None, journal: Journal) -> Perturbation:
+    """What was asked for; without, what the journal was begun with; without a journal, directions in the weights.
+
+    Raises:
+        JournalError: if the journal was begun with another one, or with one that this version does not know.
+    """
+    if journal.header is None:
+        return InWeights() if perturbation is None else perturbation
+    options = journal.header.get("perturbation")
+    recorded: Perturbation = InWeights()
+    if options is not None:
+        known = {"kind", "rank", "period"}
+        if not isinstance(options, dict) or options.get("kind") != _KIND or set(options) != known:
+            raise JournalError(
+                journal.name,
+                found=f"perturbation {str(options)[:80]}",
+                expected=f"none, or {_KIND} with rank and period",
+                remedy="use the version that the journal was made with",
+            )
+        recorded = BesideActivations(rank=options["rank"], period=options["period"])
+    if perturbation is not None and perturbation != recorded:
+        raise JournalError(
+            journal.name,
+            found=f"perturbation {recorded}",
+            expected=str(perturbation),
+            remedy="continue with the perturbation that the journal was begun with, or begin a new one",
+        )
+    return recorded
+
+
+def require_beside(
+    model: BlockModel, layouts: Sequence[BlockLayout], estimator: ZOEstimator | None, noise: NoiseGenerator
+) -> StackedModel:
+    """Refuse what directions beside the activations cannot do, before anything is read.
+
+    Raises:
+        OptionError: naming what does not go together.
+        UnsupportedModelError: if the model cannot take directions so.
+    """
+    if not isinstance(model, StackedModel):
+        raise _refusal("perturbation", f"a {type(model).__name__}", "a model that stacks streams", "use InWeights()")
+    if not isinstance(noise, CounterNoise):
+        raise _refusal(
+            "noise", noise.name, "counter-based noise beside the activations", "pass PhiloxNoise(Distribution.GAUSSIAN)"
+        )
+    for spec in (spec for layout in layouts for spec in layout.parameters):
+        if spec.is_rounded or spec.is_carried:
+            raise _refusal(
+                "precision",
+                f"{spec.name} stored in {spec.dtype} and computed with or carried in another dtype",
+                "exact precision beside the activations, whose factors are float32 anyway",
+                'open the model with precision="exact"',
+            )
+        if len(spec.shape) not in (1, 2):
+            raise UnsupportedModelError(
+                spec.name,
+                found=f"a parameter of shape {list(spec.shape)}",
+                expected="matrices and vectors, for directions beside the activations",
+                remedy="leave --rank out, or use InWeights(): directions in the weights have any form",
+            )
+    if estimator is not None:
+        _require_estimator(estimator)
+    model.require_stackable()
+    return model
+
+
+def _require_estimator(estimator: ZOEstimator) -> None:
+    if estimator.perturb_in_place:
+        raise _refusal(
+            "perturb_in_place", "True", "False beside the activations, where no weight walks", "pass perturb_in_place=False"
+        )
+    innermost: Any = estimator
+    while hasattr(innermost, "estimator"):
+        innermost = innermost.estimator
+    if getattr(innermost, "weight_decay", 0.0):
+        raise _refusal(
+            "weight_decay",
+            str(innermost.weight_decay),
+            "0 beside the activations, where weights are only read",
+            "pass weight_decay=0.0",
+        )
+    if estimator.distribution is not None:
+        raise _refusal(
+            "estimator",
+            f"{estimator.options.get('name')}, which needs {estimator.distribution.value} directions",
+            "one that takes directions of any distribution: products of factors have another one",
+            "choose another estimator, or InWeights()",
+        )
+
+
+def _refusal(option: str, found: str, expected: str, remedy: str) -> OptionError:
+    return OptionError(option, found=found, expected=expected, remedy=remedy)

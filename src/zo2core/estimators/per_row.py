@@ -1,0 +1,41 @@
+"""A direction for each row of a batch, or for each group of rows: as many directions as that for no more forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zo2core.estimators.rge import MultiQueryRGE
+from zo2core.protocols import ZOEstimator
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerRowRGE(MultiQueryRGE):
+    """``MultiQueryRGE`` whose q directions share out the rows of a batch: each is evaluated on its own B / q of the B rows.
+
+    A step runs 2 B rows whatever q is, as P-RGE (arXiv 2409.15520) holds E = q B constant. With q = B each row has a
+    direction of its own. The projected gradient of a direction is that of the mean loss over its rows' labelled tokens, and
+    the update is ``lr / q`` along each in turn. Beside the activations all rows run as one batch; in the weights each
+    direction is a pass over them.
+
+    Args:
+        lr: As in ``MultiQueryRGE``, and so all others.
+        zo_eps: As there.
+        weight_decay: As there.
+        perturb_in_place: As there.
+        q: Directions a step; the number of rows must be a multiple of it.
+    """
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """As of ``MultiQueryRGE``, by another name."""
+        return {**super().options, "name": "per-row-rge"}
+
+
+def groups_of_rows(estimator: ZOEstimator) -> int | None:
+    """Into how many groups an estimator, wrapped or not, deals the rows of a batch; None: every evaluation has all rows."""
+    innermost: Any = estimator
+    while hasattr(innermost, "estimator"):
+        innermost = innermost.estimator
+    return innermost.q if isinstance(innermost, PerRowRGE) else None

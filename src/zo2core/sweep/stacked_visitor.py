@@ -1,0 +1,155 @@
+"""A visit beside the activations: factors are brought to the present version, and all streams of a stack run at once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from zo2core.beside import FactorStore, Moved, StackedModel
+from zo2core.profiling.timeline import Timeline
+from zo2core.protocols import Forward, Store, Streams
+from zo2core.sweep.activation_offload import ActivationOffload
+from zo2core.types import Batch, Evaluation, Lane, ParameterSpec, SegmentKind
+from zo2core.updates import Trajectory
+
+
+class Stack(NamedTuple):
+    """Streams that run as one batch."""
+
+    batch: Batch
+    batches: Sequence[Batch]  # the streams', of which it is made
+    groups: Sequence[int]  # to which evaluation each belongs
+
+
+class StackedVisitor:
+    """Visits the segments for one sweep, whose weights it only reads.
+
+    Args:
+        model: Whose modules take the directions.
+        forward: Runs the segments. The model itself runs stacks; any other forward runs one stream at a time.
+        factors: Of all parameters.
+        trajectory: To which version, and by which scale evaluations move.
+        groups: The evaluations to make, each with the batches to run at it, as of ``SegmentVisitor``.
+        most_streams: In a stack.
+        activations: The stacks' memory between segments; one sweep at a time may use it.
+        streams: The device's queues of work.
+        timeline: Takes down what is done when.
+    """
+
+    def __init__(
+        self,
+        model: StackedModel,
+        forward: Forward,
+        factors: FactorStore,
+        trajectory: Trajectory,
+        groups: Sequence[tuple[Evaluation | None, Sequence[Batch]]],
+        *,
+        most_streams: int,
+        activations: ActivationOffload,
+        streams: Streams,
+        timeline: Timeline,
+    ) -> None:
+        self._model = model
+        self._forward = forward
+        self._factors = factors
+        self._trajectory = trajectory
+        self._evaluations = [evaluation for evaluation, _ in groups]
+        if forward is model:
+            self._stacks = list(_stacks(model, groups, most_streams))
+        else:
+            self._stacks = [Stack(batch, [batch], [at]) for at, (_, batches) in enumerate(groups) for batch in batches]
+        self._activations = activations
+        self._queues = streams
+        self._timeline = timeline
+        self._stores: dict[int, Store] = {}  # of the segment being visited, and of resident ones
+        places = [
+            (spec, index, at) for index, layout in enumerate(model.layouts) for at, spec in enumerate(layout.parameters)
+        ]
+        self._places = {spec.name: (index, at) for spec, index, at in places}
+        self.outputs: list[list[torch.Tensor]] = [[] for _ in groups]  # what the head gave, once it was visited
+        self.seeds: Collection[int] = ()  # counter-based noise keeps nothing
+        factors.begin_sweep()
+        activations.begin(len(self._stacks), may_wait=any(evaluation is not None for evaluation in self._evaluations))
+
+    @torch.inference_mode()
+    def replay(self, index: int, store: Store, version: int) -> int:
+        """Bring the segment's factors to the present version; its weights stay as they are. See the contract."""
+        self._stores[index] = store
+        layout, begun = self._model.layouts[index], self._queues.mark()
+        for spec, theta in zip(layout.parameters, store, strict=True):
+            self._factors.advance(spec, theta, self._trajectory.updates, self._trajectory.version)
+        self._timeline.note(Lane.REPLAY, layout.name, begun, self._queues.mark())
+        return version
+
+    @torch.inference_mode()
+    def evaluate(self, index: int, store: Store) -> None:
+        """Run the segment's forwards. See the contract."""
+        self._stores[index] = store
+        layout = self._model.layouts[index]
+        weights = {spec.name: self._weights(spec) for spec in layout.used}
+        if self._stacks:
+            self._model.bind(index, {spec.name: weights[spec.name].view(spec.shape) for spec in layout.used})
+        begun = self._queues.mark()
+        for number, stack in enumerate(self._stacks):
+            evaluations = [self._evaluations[group] for group in stack.groups]
+            moved: dict[str, Moved] = {
+                spec.name: self._factors.moved(spec, weights[spec.name], evaluations, self._trajectory.zo_eps)
+                for spec in layout.used
+            }
+            self._model.move(index, moved, len(evaluations))
+            self._run(index, number, stack)
+            done = self._queues.mark()
+            self._timeline.note(Lane.EVALUATE, layout.name, begun, done, track=number)
+            begun = done
+        if layout.kind is SegmentKind.BLOCK:
+            del self._stores[index]
+
+    def finish(self) -> None:
+        """Nothing runs beside the sweep."""
+
+    def _weights(self, spec: ParameterSpec) -> torch.Tensor:
+        owner, position = self._places[spec.name]
+        return self._stores[owner][position]
+
+    def _run(self, index: int, number: int, stack: Stack) -> None:
+        """Run a segment's forward of one stack."""
+        kind, memory = self._model.layouts[index].kind, self._activations
+        last = number == len(self._stacks) - 1
+        if kind is SegmentKind.EMBEDDING:
+            running = partial(self._forward.forward_bytes, stack.batch)
+            memory.admit(number, self._forward.embed(stack.batch), running)
+            if last:
+                memory.prefetch(0)
+            return
+        activations = memory.take(number)
+        if not last or kind is SegmentKind.BLOCK:
+            memory.prefetch(0 if last else number + 1)
+        if kind is SegmentKind.BLOCK:
+            memory.put(number, self._forward.block(index - 1, activations))
+            return
+        if len(stack.groups) == 1:
+            outputs = [self._forward.head(stack.batch, activations)]
+        else:
+            outputs = self._model.heads(stack.batches, activations)
+        for group, output in zip(stack.groups, outputs, strict=True):
+            self.outputs[group].append(output)
+        memory.drop(number)
+
+
+def _stacks(
+    model: StackedModel, groups: Sequence[tuple[Evaluation | None, Sequence[Batch]]], most_streams: int
+) -> Iterator[Stack]:
+    """Stack the evaluations of each piece of the batch, as many as may be and can be."""
+    for position in range(max((len(batches) for _, batches in groups), default=0)):
+        streams = [(at, batches[position]) for at, (_, batches) in enumerate(groups) if position < len(batches)]
+        for start in range(0, len(streams), most_streams):
+            part = streams[start : start + most_streams]
+            batches = [batch for _, batch in part]
+            joined = batches[0] if len(part) == 1 else model.stacked(batches)
+            if joined is not None:
+                yield Stack(joined, batches, [at for at, _ in part])
+            else:
+                yield from (Stack(batch, [batch], [at]) for at, batch in part)

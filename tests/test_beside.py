@@ -1,0 +1,447 @@
+"""Directions beside the activations: the stacked loop's bits, the dense directions' losses, and what cannot be done so."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CONFIGS, batches, make_batch, save_model, small_config
+from parity import assert_same_bits
+from threaded_device import ThreadedDevice, ThreadedStreams
+from toy import ToyBlockModel
+from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, PreTrainedModel
+
+from zo2adapters import open_checkpoint
+from zo2adapters.models.beside import BesideModules
+from zo2core import (
+    FZOO,
+    BatchError,
+    BesideActivations,
+    Clipped,
+    Distribution,
+    Factors,
+    HostDevice,
+    HostPlan,
+    InWeights,
+    JournalError,
+    MemoryPolicy,
+    MeZOSGD,
+    Moved,
+    MultiQueryRGE,
+    OptionError,
+    PerRowRGE,
+    PhiloxNoise,
+    Replayer,
+    SequentialNoise,
+    UnsupportedModelError,
+    WriteBackPolicy,
+    ZOEngine,
+    ZOEstimator,
+)
+from zo2core.kernels import fill
+from zo2core.planning.device_plan import DevicePlan
+
+EPS, LR = 1e-2, 1e-2
+PROFILE = settings.default
+assert PROFILE is not None
+
+
+class StackedLoop:
+    """The loop over a whole model: plain sums of factors, and all evaluations of a step as one batch of the model's own."""
+
+    def __init__(
+        self, whole: PreTrainedModel, rank: int, period: int, distribution: Distribution, run_seed: int = 0
+    ) -> None:
+        self.whole, self.rank, self.period = whole, rank, period
+        self.distribution, self.run_seed = distribution, run_seed
+        self.base = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
+        self.index = {name: index for index, name in enumerate(self.base)}
+        self.updates: list[tuple[int, float, float]] = []  # seed, projected_grad and lr of each probe
+        self.ends: list[int] = []  # of each step, in updates
+        self.modules = BesideModules(dict(whole.named_modules()))
+
+    def draw(self, name: str, seed: int, *shape: int) -> torch.Tensor:
+        drawn = torch.empty(math.prod(shape))
+        fill(drawn, self.distribution, seed, self.index[name])
+        return drawn.view(shape)
+
+    def shared(self, name: str, period: int) -> torch.Tensor:
+        seed = 2**62 + random.Random(f"{self.run_seed}/period/{period}").randrange(2**62)
+        drawn: torch.Tensor = self.draw(name, seed, self.base[name].shape[1], self.rank) / self.rank**0.5
+        return drawn.to(self.base[name].dtype)
+
+    def factors(self, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """A and V of each period so far, the present one's last."""
+        rows = self.base[name].shape[0]
+        sums = [torch.zeros(rows, self.rank) for _ in range(len(self.ends) // self.period + 1)]
+        begin = 0
+        for step, end in enumerate(self.ends):
+            for seed, grad, lr in self.updates[begin:end]:
+                sums[step // self.period] -= self.draw(name, seed, rows, self.rank) * grad * lr
+            begin = end
+        return [(own, self.shared(name, period)) for period, own in enumerate(sums)]
+
+    def vector(self, name: str) -> torch.Tensor:
+        values = self.base[name].float()
+        for seed, grad, lr in self.updates:
+            values = values - self.draw(name, seed, len(values)) * grad * lr
+        return values
+
+    def moved(self, name: str, evaluations: list[tuple[int, float]]) -> Moved:
+        theta = self.base[name]
+        if theta.dim() == 1:
+            vector = self.vector(name)
+            return torch.stack(
+                [vector + shift * self.draw(name, seed, len(vector)) * EPS for seed, shift in evaluations]
+            ).to(theta.dtype)
+        *past, (now, shared) = self.factors(name)
+        own = [now + shift * self.draw(name, seed, *now.shape) * EPS for seed, shift in evaluations]
+        columns = [torch.cat([*(sums for sums, _ in past), streams], dim=1) for streams in own]
+        return Factors(torch.stack(columns).to(theta.dtype), torch.cat([*(v for _, v in past), shared], dim=1))
+
+    @torch.inference_mode()
+    def losses(self, batch: Mapping[str, torch.Tensor], evaluations: list[tuple[int, float]]) -> list[torch.Tensor]:
+        moved = {name: self.moved(name, evaluations) for name in self.base}
+        aliases = {alias for alias, _ in self.whole.named_parameters(remove_duplicate=False)} - set(moved)
+        for alias in aliases:  # the head is the embedding
+            moved[alias] = next(moved[name] for name in moved if "embed_tokens" in name)
+        self.modules.move(moved, len(evaluations))
+        stacked = {key: torch.cat([value] * len(evaluations)) for key, value in batch.items() if key != "labels"}
+        logits = self.whole(**stacked, use_cache=False).logits.split(len(batch["labels"]))
+        vocab = self.whole.config.vocab_size
+        return [self.whole.loss_function(own, batch["labels"], vocab_size=vocab) for own in logits]
+
+    def step(self, batch: Mapping[str, torch.Tensor], *seeds: int) -> list[float]:
+        losses = self.losses(batch, [(seed, shift) for seed in seeds for shift in (1.0, -1.0)])
+        grads = [((plus - minus) / (2 * EPS)).item() for plus, minus in zip(losses[::2], losses[1::2], strict=True)]
+        self.updates += [(seed, grad, LR / len(seeds)) for seed, grad in zip(seeds, grads, strict=True)]
+        self.ends.append(len(self.updates))
+        return [loss.item() for loss in losses]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All parameters at the present version, dense."""
+        made = {}
+        for name, theta in self.base.items():
+            if theta.dim() == 1:
+                made[name] = self.vector(name).to(theta.dtype)
+            else:
+                own, shared = (torch.cat(parts, dim=1) for parts in zip(*self.factors(name), strict=True))
+                made[name] = torch.addmm(theta.float(), own, shared.float().t()).to(theta.dtype)
+        return made
+
+
+def load_whole(base: Path) -> PreTrainedModel:
+    whole: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype="auto")  # which is in evaluation mode
+    return whole
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+@settings(max_examples=PROFILE.max_examples // 3)
+@given(
+    data=st.data(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    rank=st.integers(1, 3),
+    period=st.integers(1, 4),
+    queries=st.integers(1, 3),
+    distribution=st.sampled_from(list(Distribution)),
+    buckets=st.sampled_from([None, 2, 3]),
+    where=st.sampled_from(["cpu", "bus"]),
+    kept=st.integers(0, 1),
+    overlap=st.booleans(),
+    between=st.lists(st.sampled_from(["nothing", "evaluate", "look", "flush", "again"]), min_size=4, max_size=4),
+)
+def test_a_run_is_the_stacked_loop(
+    model_type: str,
+    data: st.DataObject,
+    dtype: torch.dtype,
+    rank: int,
+    period: int,
+    queries: int,
+    distribution: Distribution,
+    buckets: int | None,
+    where: str,
+    kept: int,
+    overlap: bool,
+    between: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    tmp = tmp_path_factory.mktemp("beside")
+    config = data.draw(CONFIGS[model_type])
+    batch = data.draw(batches(config.vocab_size))
+    base = save_model(tmp / "base", config, dtype)
+    loop = StackedLoop(load_whole(base), rank, period, distribution, run_seed=5)
+    kept = kept if overlap and config.num_hidden_layers > 1 else 0
+    device = HostDevice() if where == "cpu" else ThreadedDevice(ThreadedStreams(lambda lane, nbytes: nbytes * 1e-7))
+    plan: Any = DevicePlan((), 1 << 40, kept, 1 << 28) if where == "bus" and overlap else "auto"
+
+    def opened() -> ZOEngine:
+        return ZOEngine(
+            open_checkpoint(base, loss_chunk=None),
+            MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=queries),
+            noise=PhiloxNoise(distribution),
+            journal=tmp / "journal.jsonl",
+            seed=5,
+            device=device,
+            overlap=overlap,
+            memory=MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False), device=plan),
+            perturbation=BesideActivations(rank=rank, period=period),
+        )
+
+    with closing(device):
+        engine = opened()
+        try:
+            for done in between:
+                evaluations = engine.ask()
+                seeds = list(dict.fromkeys(evaluation.seed for evaluation in evaluations))
+                result = engine.step(batch)
+                assert list(result.losses) == loop.step(batch, *seeds)
+                if done == "evaluate":
+                    [expected] = loop.losses(batch, [(0, 0.0)])
+                    assert engine.evaluate([batch]).losses[0] == expected.item()
+                elif done == "look":
+                    list(engine.parameters_now())
+                elif done == "flush":
+                    engine.flush()
+                elif done == "again":
+                    engine.close()
+                    engine = opened()
+            weights = loop.weights()
+            for name, tensor in engine.parameters_now():
+                assert_same_bits(name, tensor, weights[name])
+        finally:
+            engine.close()
+
+
+def dense(whole: PreTrainedModel, moved: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> float:
+    with torch.inference_mode():
+        loss: float = torch.func.functional_call(whole, dict(moved), kwargs=dict(batch)).loss.item()
+    return loss
+
+
+FAMILIES = {
+    **{name: small_config(name) for name in CONFIGS},
+    "gpt2": GPT2Config(vocab_size=40, n_positions=12, n_embd=12, n_layer=2, n_head=3),
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_losses_are_those_of_dense_directions(model_type: str, chunk: int | None, tmp_path: Path) -> None:
+    """To the order in which floats are summed."""
+    base, batch = save_model(tmp_path / "base", FAMILIES[model_type]), make_batch(40, [7, 4])
+    whole = load_whole(base)
+    loop = StackedLoop(load_whole(base), 2, 2, Distribution.GAUSSIAN)
+    with ZOEngine(
+        open_checkpoint(base, loss_chunk=chunk),
+        MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2),
+        perturbation=BesideActivations(rank=2, period=2),
+    ) as engine:
+        for _ in range(5):
+            theta, period = dict(engine_weights(engine)), engine.version // 2
+            result = engine.step(batch)
+            for evaluation, loss in zip(engine.journal.updates[-1].evaluations, result.losses, strict=True):
+                moved = {}
+                for name, value in theta.items():
+                    z = loop.draw(name, evaluation.seed, *(value.shape if value.dim() == 1 else (value.shape[0], 2)))
+                    z = z if value.dim() == 1 else z @ loop.shared(name, period).T
+                    moved[name] = value + evaluation.shift * EPS * z
+                assert loss == pytest.approx(dense(whole, moved, batch), rel=1e-5)
+
+
+def engine_weights(engine: Replayer) -> list[tuple[str, torch.Tensor]]:
+    return [(name, tensor.clone()) for name, tensor in engine.parameters_now()]
+
+
+def test_updates_are_lr_times_the_projected_gradient_along_z(tmp_path: Path) -> None:
+    base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
+    loop = StackedLoop(load_whole(base), 3, 100, Distribution.RADEMACHER)
+    with ZOEngine(
+        open_checkpoint(base),
+        MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
+        noise=PhiloxNoise(Distribution.RADEMACHER),
+        perturbation=BesideActivations(rank=3),
+    ) as engine:
+        before = dict(engine_weights(engine))
+        result = engine.step(batch, seed=9)
+        for name, after in engine.parameters_now():
+            shape = after.shape if after.dim() == 1 else (after.shape[0], 3)
+            z = loop.draw(name, 9, *shape)
+            z = z if after.dim() == 1 else z @ loop.shared(name, 0).T
+            torch.testing.assert_close(after, before[name] - LR * result.projected_grads[0] * z)
+            assert z.var().item() == pytest.approx(1.0, abs=0.7), "of unit variance, as dense directions are"
+
+
+def test_a_row_has_a_direction_of_its_own(tmp_path: Path) -> None:
+    base, batch = save_model(tmp_path / "base", small_config("opt")), make_batch(40, [7, 4, 6, 5])
+    for q in (1, 2, 4):
+        estimator = PerRowRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=q)
+        losses, weights = [], []
+        for perturbation in (BesideActivations(rank=2), InWeights()):
+            with ZOEngine(
+                open_checkpoint(base), estimator, noise=PhiloxNoise(Distribution.GAUSSIAN), perturbation=perturbation
+            ) as engine:
+                seeds = list(dict.fromkeys(evaluation.seed for evaluation in engine.ask()))
+                losses.append(engine.step(batch).losses)
+                weights.append(dict(engine_weights(engine)))
+        rows = 4 // q
+        loop = StackedLoop(load_whole(base), 2, 100, Distribution.GAUSSIAN)
+        for number, loss in enumerate(losses[0]):
+            own = {key: value[number // 2 * rows : (number // 2 + 1) * rows] for key, value in batch.items()}
+            [expected] = loop.losses(own, [(seeds[number // 2], (1.0, -1.0)[number % 2])])
+            assert loss == pytest.approx(expected.item(), rel=1e-5)
+        for number, loss in enumerate(losses[1]):  # in the weights: MeZO's loop at these rows
+            own = {key: value[number // 2 * rows : (number // 2 + 1) * rows] for key, value in batch.items()}
+            theta = {
+                name: value + (1.0, -1.0)[number % 2] * EPS * loop.draw(name, seeds[number // 2], *value.shape)
+                for name, value in loop.base.items()
+            }
+            assert loss == pytest.approx(dense(load_whole(base), theta, own), rel=1e-5)
+
+
+def test_nothing_is_written_and_a_journal_is_enough(tmp_path: Path) -> None:
+    base, batch = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4)), make_batch(40, [7, 4])
+    with ZOEngine(
+        open_checkpoint(base),
+        MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
+        journal=tmp_path / "run" / "journal.jsonl",
+        memory=MemoryPolicy(host=HostPlan((), 1 << 40, 2, keep_noise=False)),
+        write_back=WriteBackPolicy(directory=tmp_path / "run"),
+        perturbation=BesideActivations(rank=2, period=3),
+    ) as engine:
+        for _ in range(7):
+            engine.step(batch)
+        loss = engine.evaluate([batch]).loss
+        engine.export(tmp_path / "exported")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["journal.jsonl"]
+    with Replayer(open_checkpoint(base), tmp_path / "run" / "journal.jsonl") as replayer:  # knows rank and period
+        assert replayer.evaluate([batch]).loss == loss
+    with torch.inference_mode():
+        assert load_whole(tmp_path / "exported")(**batch).loss.item() == pytest.approx(loss, rel=1e-5)
+
+
+def test_sums_are_kept_in_float32_where_the_base_has_16_bits(tmp_path: Path) -> None:
+    base, batch = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16), make_batch(40, [7, 4])
+    with ZOEngine(
+        open_checkpoint(base),
+        MeZOSGD(lr=1e-7, zo_eps=EPS, perturb_in_place=False),
+        perturbation=BesideActivations(rank=2, period=1000),
+    ) as engine:
+        for _ in range(3):
+            engine.step(batch)
+        factors = engine._parts.factors
+        assert factors is not None
+        sums = factors._sums["model.layers.0.mlp.up_proj.weight"].now
+        assert sums.dtype is torch.float32
+        assert 0 < sums.abs().max() < 1e-3, "too little for bfloat16 weights to show, and not lost"
+
+
+def estimators() -> dict[str, tuple[ZOEstimator, str]]:
+    plain: dict[str, Any] = {"lr": LR, "zo_eps": EPS}
+    return {
+        "walks": (MeZOSGD(**plain), "perturb_in_place"),
+        "decays": (Clipped(estimator=MeZOSGD(**plain, perturb_in_place=False, weight_decay=0.1), value=1.0), "weight_decay"),
+        "fzoo": (FZOO(**plain, q=2), "fzoo"),
+    }
+
+
+@pytest.mark.parametrize("name", estimators())
+def test_estimators_that_cannot_be_heeded_are_refused(name: str, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    estimator, said = estimators()[name]
+    with pytest.raises(OptionError, match=said):
+        ZOEngine(
+            open_checkpoint(base),
+            estimator,
+            noise=PhiloxNoise(Distribution.RADEMACHER),
+            perturbation=BesideActivations(rank=2),
+            journal=tmp_path / "journal.jsonl",
+        )
+    assert not (tmp_path / "journal.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"noise": "sequential"}, "noise"),
+        ({"replay": "host"}, "replay"),
+        ({"write_back": 1}, "write_back"),
+        ({"precision": "mixed"}, "precision"),
+    ],
+)
+def test_options_that_cannot_be_heeded_are_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
+    model = open_checkpoint(base, precision=options.pop("precision", "exact"))
+    if "noise" in options:
+        options["noise"] = SequentialNoise(model.layouts)
+    if "write_back" in options:
+        options["write_back"] = WriteBackPolicy(directory=tmp_path, every=1)
+    with pytest.raises(OptionError, match=said):
+        ZOEngine(
+            model, MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), perturbation=BesideActivations(rank=2), **options
+        )
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, True])
+def test_ranks_and_periods_that_are_none_are_refused(number: Any) -> None:
+    with pytest.raises(OptionError, match="rank"):
+        BesideActivations(rank=number)
+    with pytest.raises(OptionError, match="period"):
+        BesideActivations(rank=1, period=number)
+
+
+def test_modules_that_cannot_take_a_direction_are_refused_by_name(tmp_path: Path) -> None:
+    config = MixtralConfig(
+        vocab_size=40, hidden_size=12, intermediate_size=20, num_hidden_layers=1, num_attention_heads=3,
+        num_key_value_heads=3, num_local_experts=2,
+    )  # fmt: skip
+    base = save_model(tmp_path / "base", config)
+    with pytest.raises(UnsupportedModelError, match="experts"):
+        ZOEngine(
+            open_checkpoint(base),
+            MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
+            perturbation=BesideActivations(rank=2),
+        )
+
+
+def test_a_model_that_does_not_stack_is_refused(tmp_path: Path) -> None:
+    toy = ToyBlockModel(20, 8, 2, tied=True, dtype=torch.float32, file=tmp_path / "toy")
+    with pytest.raises(OptionError, match="a model that stacks streams"):
+        ZOEngine(toy, MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), perturbation=BesideActivations(rank=2))
+
+
+def test_a_journal_is_of_its_perturbation(tmp_path: Path) -> None:
+    base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7])
+    journal, estimator = tmp_path / "journal.jsonl", MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False)
+    with ZOEngine(open_checkpoint(base), estimator, journal=journal, perturbation=BesideActivations(rank=2)) as engine:
+        engine.step(batch)
+    for other in (BesideActivations(rank=3), BesideActivations(rank=2, period=7), InWeights()):
+        with pytest.raises(JournalError, match="perturbation"):
+            ZOEngine(
+                open_checkpoint(base),
+                estimator,
+                journal=journal,
+                noise=PhiloxNoise(Distribution.GAUSSIAN),
+                perturbation=other,
+            )
+    with ZOEngine(open_checkpoint(base), estimator, journal=journal) as engine:  # as it was begun
+        engine.step(batch)
+
+
+def test_rows_that_cannot_be_dealt_are_refused(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    with ZOEngine(
+        open_checkpoint(base),
+        PerRowRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2),
+        perturbation=BesideActivations(rank=2),
+    ) as engine:
+        with pytest.raises(BatchError, match="3 rows for 2 directions"):
+            engine.step(make_batch(40, [7, 4, 5]))
+        assert engine.version == 0
