@@ -11,7 +11,8 @@ import torch
 from models import WORDS, save_model, save_tokenizer, small_config
 
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.options import Optimization, TrainOptions
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import TrainOptions
 
 
 def small_run(folder: Path, *, layers: int = 3, dtype: torch.dtype = torch.float32, **changes: Any) -> TrainOptions:

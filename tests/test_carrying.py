@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 from zo2adapters import MonolithicMeZO, Precision, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.precision import CARRIED
-from zo2adapters.trainers.options import Optimization
+from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     Distribution,

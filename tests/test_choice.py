@@ -9,7 +9,7 @@ from models import make_batch, save_model, small_config
 from parity import assert_same_bits
 
 from zo2adapters import open_checkpoint
-from zo2adapters.trainers.options import Noise, Optimization
+from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2core import Distribution, MeZOSGD, OptionError, PhiloxNoise, Replayer, SequentialNoise, ZOEngine
 from zo2core.protocols import NoiseGenerator
 

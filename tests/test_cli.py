@@ -18,7 +18,8 @@ import zo2core.build
 from zo2adapters.cli import COMMANDS, main
 from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
-from zo2adapters.trainers.options import Optimization, TrainOptions
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Journal, OptionError
 

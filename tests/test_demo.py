@@ -20,7 +20,7 @@ from zo2adapters.tasks import demo_task
 from zo2adapters.tasks.demo_task import LABELS, QUESTION, pretraining_texts, question_rows, read_rows, source_texts
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.demo_base import DemoTask, Recipe, prepare
-from zo2adapters.trainers.options import Optimization
+from zo2adapters.trainers.optimization import Optimization
 from zo2core import DataError, MeZOSGD, OutputError, ZOEngine
 
 TINY = Recipe(

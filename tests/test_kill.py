@@ -32,7 +32,8 @@ from test_run import outcome
 
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.lr_schedules import Decay
-from zo2adapters.trainers.options import Optimization, Storage, TrainOptions
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
 from zo2core.io.direct_file import PAGE

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from zo2adapters import Architecture, MonolithicMeZO, Precision, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.precision import faster_half
-from zo2adapters.trainers.options import Optimization, TrainOptions
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import Distribution, Lane, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
 from zo2core.kernels import dispatch, native

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from zo2adapters.cli import main
 from zo2adapters.trainers.lr_schedules import Decay
-from zo2adapters.trainers.options import Optimization, Storage, TrainOptions
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import DataError, JournalError, OptionError, OutputError

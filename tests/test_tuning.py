@@ -14,7 +14,8 @@ from zo2adapters.cli import main
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.lr_schedules import Decay
-from zo2adapters.trainers.options import Optimization, TrainOptions
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import TABLE, Trial, planned_rounds, tune
 from zo2core import CheckpointError, DivergenceError, Journal, OptionError, OutputError

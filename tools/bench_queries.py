@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from zo2adapters import open_checkpoint
-from zo2adapters.trainers.options import Optimization
+from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.verification import random_batch
 from zo2core import CudaDevice, HostDevice, SequentialNoise, StreamedSource, ZOEngine
 from zo2core.planning.host_budget import parse_size

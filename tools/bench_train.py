@@ -23,7 +23,7 @@ from typing import Any
 
 from zo2adapters import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
-from zo2adapters.trainers.options import Noise, Optimization
+from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.verification import random_batch
 from zo2core import MemoryPolicy, WriteBackPolicy, ZOEngine
 from zo2core.planning.host_budget import resident_memory

@@ -8,15 +8,8 @@ from pathlib import Path
 from zo2adapters.ranges import require_between
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.estimator_name import EstimatorName
-from zo2adapters.trainers.options import (
-    MOST_QUERIES,
-    CarriedName,
-    DtypeName,
-    Noise,
-    Optimization,
-    PrecisionName,
-    precision_of_run,
-)
+from zo2adapters.trainers.optimization import MOST_QUERIES, Noise, Optimization
+from zo2adapters.trainers.options import CarriedName, DtypeName, PrecisionName, precision_of_run
 from zo2core import Replay, SequentialNoise, WriteBackPolicy, choose_carrying
 
 

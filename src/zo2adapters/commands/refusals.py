@@ -16,6 +16,8 @@ _POLICIES = {
     "memory.device": "device_memory",
     "memory.activations": "activation_memory",
     "memory.least_activations": "activation_memory",
+    "perturbation.rank": "rank",
+    "perturbation.period": "period",
     "write_back.every": "write_back_every",
     "write_back.snapshot_every": "snapshot_every",
 }

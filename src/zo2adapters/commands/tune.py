@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from zo2adapters.ranges import require_at_least
-from zo2adapters.trainers.options import Optimization, RunOptions, TrainOptions
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import RunOptions, TrainOptions
 from zo2core import OptionError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from zo2adapters.tasks.demo_task import LABELS, pretraining_texts, question_rows, source_texts, write_rows
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
-from zo2adapters.trainers.options import Optimization
+from zo2adapters.trainers.optimization import Optimization
 from zo2core import require_unused
 
 PAD = "<pad>"

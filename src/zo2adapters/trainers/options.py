@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -15,20 +14,10 @@ from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.field_types import require_field_types
 from zo2adapters.trainers.live_metrics import TrackerName
-from zo2adapters.trainers.lr_schedules import Decay, LearningRate
-from zo2adapters.trainers.step_size import require_sane_step
+from zo2adapters.trainers.lr_schedules import Decay
+from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2core import (
-    FZOO,
-    MEAZO,
-    BlockLayout,
-    Clipped,
-    Distribution,
-    Guarded,
-    MeZOSGD,
-    MultiQueryRGE,
-    NoiseGenerator,
     OptionError,
-    PhiloxNoise,
     Replay,
     ZOEstimator,
     parse_size,
@@ -36,8 +25,6 @@ from zo2core import (
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
-
-MOST_QUERIES = 1 << 16
 
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 PrecisionName: TypeAlias = Literal["auto", "exact", "mixed"]
@@ -50,109 +37,6 @@ def precision_of_run(asked: PrecisionName, *, exact_mezo: bool, on_cpu: bool) ->
     To a GPU the float32 of mixed precision would travel for twice as long.
     """
     return "exact" if asked == "auto" and (exact_mezo or not on_cpu) else asked
-
-
-class Noise(Enum):
-    """Where directions come from."""
-
-    MEZO = "mezo"
-    GAUSSIAN = "gaussian"
-    RADEMACHER = "rademacher"
-
-    @property
-    def distribution(self) -> Distribution | None:
-        """The distribution of counter-based noise; None for MeZO's numbers, which have none of their own."""
-        return None if self is Noise.MEZO else Distribution(self.value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimization:
-    """How a step moves the weights."""
-
-    lr: float = 1e-6
-    """Peak learning rate. MeZO's range for full fine-tuning of OPT is 1e-7 to 1e-6; small models take more."""
-    zo_eps: float = 1e-3
-    """Perturbation scale: evaluations are made at the weights plus and minus zo_eps times a random direction."""
-    estimator: EstimatorName = EstimatorName.MEZO
-    """What turns losses into steps. fzoo takes one side of each of several --queries, and divides by how far their losses
-    spread; meazo divides by how large projected gradients have been. Their --lr is about how far a step moves a weight,
-    such as 1e-5: another scale than MeZO's."""
-    weight_decay: float = 0.0
-    """Weight decay of MeZO's update; biases and layer norms do not decay."""
-    noise: Noise = Noise.RADEMACHER
-    """Random directions: mezo draws MeZO's own numbers; the others are counter-based and cost next to nothing."""
-    perturb_in_place: bool = False
-    """Walk from evaluation to evaluation and back, as MeZO does, with the rounding that this leaves in the weights. By
-    default each evaluation starts from the weights."""
-    exact_mezo: bool = False
-    """Take MeZO's steps bit for bit, with its noise and its walk, whatever the two options above say."""
-    decay: Decay = Decay.CONSTANT
-    """How the learning rate falls after the warm-up."""
-    queries: int = 1
-    """Directions a step. Each costs two more forwards, with fzoo one, but no block is moved once more; its update takes
-    lr / queries."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly."""
-    clip_grad: float | None = None
-    """Largest absolute projected gradient; a larger one is cut to it."""
-    clip_median: float | None = None
-    """Largest multiple of the median of the last 50 absolute projected gradients; a larger one is cut to it. At least 1."""
-    guard: bool = True
-    """Leave out steps whose losses lie far outside their running range, and stop a run that has got worse for good."""
-
-    def generator(self, layouts: Sequence[BlockLayout]) -> NoiseGenerator | None:
-        """Where directions come from; None is the engine's own choice, MeZO's numbers."""
-        distribution = None if self.exact_mezo else self.noise.distribution
-        return None if distribution is None else PhiloxNoise(distribution)
-
-    @property
-    def evaluations(self) -> int:
-        """Forwards of a batch in a step."""
-        return self.estimator.evaluations(self.queries)
-
-    def require_consistent(self) -> None:
-        """Refuse options that do not go with the estimator.
-
-        Raises:
-            OptionError: naming the option.
-        """
-        self.estimator.require_consistent(
-            exact_mezo=self.exact_mezo,
-            noise=self.noise.value,
-            perturb_in_place=self.perturb_in_place,
-            queries=self.queries,
-        )
-
-    def estimator_of(self, steps: int) -> ZOEstimator:
-        """The estimator of a run of so many steps.
-
-        Raises:
-            OptionError: if a number is out of its range, or options do not go together.
-        """
-        require_between("queries", self.queries, 1, MOST_QUERIES)
-        self.require_consistent()
-        in_place = self.perturb_in_place or self.exact_mezo
-        estimator = MeZOSGD(  # refuses a bad peak before it is scheduled
-            lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=in_place
-        )
-        require_sane_step(self.lr, self.zo_eps, self.weight_decay)
-        lr = LearningRate(peak=self.lr, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
-        if self.estimator is EstimatorName.FZOO:
-            return FZOO(lr=lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, q=self.queries)
-        estimator = replace(estimator, lr=lr)
-        if self.estimator is EstimatorName.MEAZO:
-            return MEAZO(**vars(estimator), q=self.queries)
-        return estimator if self.queries == 1 else MultiQueryRGE(**vars(estimator), q=self.queries)
-
-    def guarded(self, estimator: ZOEstimator) -> ZOEstimator:
-        """An estimator with the clipping and the guard that were asked for.
-
-        Raises:
-            OptionError: if a number is out of its range.
-        """
-        if self.clip_grad is not None or self.clip_median is not None:
-            estimator = Clipped(estimator=estimator, value=self.clip_grad, medians=self.clip_median)
-        return Guarded(estimator=estimator) if self.guard else estimator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +130,7 @@ class RunOptions:
     precision: PrecisionName = "auto"
     """exact has one dtype for all, with MeZO's rounding: in 16 bits small updates are lost. mixed keeps weights in float32,
     whatever the checkpoint has, and computes under autocast. auto is mixed for weights of 16 bits on the CPU; it is exact
-    with --exact-mezo, and on a GPU, to which float32 would travel twice as long."""
+    with --exact-mezo or --rank, and on a GPU, to which float32 would travel twice as long."""
     carried: CarriedName = "stored"
     """What the layers' matrices travel to a GPU in, in mixed precision: as they are stored, or in fewer bits, and then the
     host replays and nothing comes back. With -back they come back in it, too, and every update is rounded to it.
@@ -292,7 +176,8 @@ class TrainOptions(RunOptions):
     def precision_asked(self) -> PrecisionName:
         """The precision to open the model in."""
         on_cpu = self.storage.device == "cpu"
-        return precision_of_run(self.precision, exact_mezo=self.optimization.exact_mezo, on_cpu=on_cpu)
+        exact = self.optimization.exact_mezo or self.optimization.rank is not None  # factors are float32 anyway
+        return precision_of_run(self.precision, exact_mezo=exact, on_cpu=on_cpu)
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
         """The same options with what was chosen for this machine written down: a resumed run has to do the same."""
@@ -328,7 +213,7 @@ class TrainOptions(RunOptions):
             OptionError: if a number is out of its range, or options do not go together.
         """
         steps = self.steps if self.schedule_steps is None else self.schedule_steps
-        return self.optimization.guarded(self.optimization.estimator_of(steps))
+        return self.optimization.guarded(self.optimization.estimator_of(steps, self.batching.batch_size))
 
     def with_steps(self, steps: int) -> TrainOptions:
         """The same run with another number of steps, on the learning rate that it was begun with."""
@@ -386,7 +271,7 @@ class TrainOptions(RunOptions):
 _GROUPS: dict[str, Any] = {"optimization": Optimization, "batching": Batching, "storage": Storage}
 _LATER = {
     *("architecture", "precision", "carried", "schedule_steps", "estimator", "guard", "objective", "keep_best", "report_to"),
-    *("clip_grad", "clip_median", "write_limit_tb"),
+    *("clip_grad", "clip_median", "write_limit_tb", "rank", "period", "per_row"),
 }
 """Options that runs of earlier versions have not written down."""
 

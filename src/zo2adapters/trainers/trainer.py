@@ -374,6 +374,7 @@ def _build_engine(
         micro_batch_size=options.batching.micro_batch_size,
         overlap=execution.scheduler is Order.OVERLAPPED,
         replay=execution.replay,
+        perturbation=options.optimization.perturbation,
         trace=execution.trace,
         provenance=decides,
     )

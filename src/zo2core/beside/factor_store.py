@@ -45,7 +45,7 @@ class FactorStore:
         self._run_seed = run_seed
         self._device = device
         self._sums: dict[str, _Sums] = {}
-        self._period: dict[str, tuple[int, torch.Tensor]] = {}  # parameter -> seed of its V, and V
+        self._period: dict[str, tuple[int, torch.Tensor]] = {}  # parameter -> the period of its V, and V
         self._replays: dict[tuple[int, int], Sequence[Program]] = {}  # of this sweep, by the updates' range
         self._moves: dict[Evaluation, Program] = {}  # of this sweep
 
@@ -97,10 +97,11 @@ class FactorStore:
                 apply_drawing(sums.now, program, self._distribution, spec.index, out=stream)
         if len(spec.shape) == 1:
             return streams.to(spec.dtype)
-        own = streams.view(len(evaluations), spec.shape[0], -1)
-        past = [factor.expand(len(evaluations), -1, -1) for factor in sums.own]
-        shared = [*sums.shared, self._shared(spec, sums.version)]
-        return Factors(torch.cat([*past, own], dim=2).to(spec.dtype), torch.cat(shared, dim=1))
+        own, shared = streams.view(len(evaluations), spec.shape[0], -1), self._shared(spec, sums.version)
+        if sums.own:
+            own = torch.cat([*(factor.expand(len(evaluations), -1, -1) for factor in sums.own), own], dim=2)
+            shared = torch.cat([*sums.shared, shared], dim=1)
+        return Factors(own.to(spec.dtype), shared)
 
     def present(self, spec: ParameterSpec, theta: torch.Tensor) -> torch.Tensor:
         """A parameter's weights at the version of its factors, rounded once to their dtype: flat, where ``theta`` is.
@@ -130,12 +131,12 @@ class FactorStore:
 
     def _shared(self, spec: ParameterSpec, step: int) -> torch.Tensor:
         """V in the period of a step, divided by the root of the rank: (n, rank) in the parameter's dtype."""
-        seed = self._settings.period_seed(self._run_seed, step)
-        if self._period.get(spec.name, (None, None))[0] != seed:
-            rank = self._settings.rank
+        period = step // self._settings.period
+        if self._period.get(spec.name, (None, None))[0] != period:
+            rank, seed = self._settings.rank, self._settings.period_seed(self._run_seed, step)
             drawn = torch.empty(spec.shape[1] * rank, dtype=torch.float32, device=self._device)
             fill(drawn, self._distribution, seed, spec.index)
-            self._period[spec.name] = seed, drawn.div_(rank**0.5).to(spec.dtype).view(spec.shape[1], rank)
+            self._period[spec.name] = period, drawn.div_(rank**0.5).to(spec.dtype).view(spec.shape[1], rank)
         return self._period[spec.name][1]
 
     def _programs(self, updates: Sequence[Update], start: int, end: int) -> Sequence[Program]:
