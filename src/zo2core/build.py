@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zo2core.beside import BesideActivations, FactorStore, InWeights, Perturbation, choose_perturbation, require_beside
+from zo2core.beside import BesideActivations, FactorStore, InWeights, Perturbation, choose_perturbation, open_factors
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError
 from zo2core.estimators import direction_seeds, require_distribution
@@ -124,10 +123,10 @@ def build(
         if noise is None and recorded is None and isinstance(where, BesideActivations):
             noise = PhiloxNoise(Distribution.GAUSSIAN)
         of_choice = choose_noise(recorded, layouts, device.torch_device) if noise is None else noise
-        factors = None
-        if isinstance(where, BesideActivations):
-            factors = _factor_store(where, model, estimator, of_choice, journal, seed, device)
-            replay, write_back = _require_reading_only(replay, write_back), None
+        every = None if write_back is None else write_back.every
+        asked: Any = {"replay": replay, "write_back_every": every}
+        factors = open_factors(where, model, estimator, of_choice, journal, seed, device.torch_device, **asked)
+        write_back = write_back if factors is None else None
         if estimator is not None:
             require_distribution(estimator, of_choice)
         carrying = choose_carrying(replay, layouts, of_choice, in_place=device.in_place)
@@ -152,7 +151,7 @@ def build(
             )
         if noise is None:
             of_choice = choose_noise(recorded, layouts, device.torch_device, memory=max(host_plan.spare, 0))
-        opened.push(partial(_withdraw_if_refused, journal))
+        opened.push(journal.withdraw_if_refused)
         journal.begin(_header(model, of_choice, estimator, seed, provenance, where))
         used = layouts if host_plan.buckets is None else streamed
         kept, buckets = 0 if device_plan is None else device_plan.kept, host_plan.buckets
@@ -257,7 +256,7 @@ def adopt(
         activation_bytes = parse_size(activations, option="activations")
         trace = _open_trace(trace, opened)
         journal = _open_journal(journal, opened)
-        opened.push(partial(_withdraw_if_refused, journal))
+        opened.push(journal.withdraw_if_refused)
         journal.begin(_header(model, noise, estimator, seed, provenance, InWeights()))
         if scheduler is None:
             scheduler = OverlappedScheduler(source, device, timeline=timeline)
@@ -307,13 +306,6 @@ def _open_trace(trace: Trace | Path | str | None, opened: ExitStack) -> Trace | 
     return made
 
 
-def _withdraw_if_refused(journal: Journal, kind: type[BaseException] | None, *_: object) -> None:
-    """What a run that is refused began must not bind the next one, which may have other options."""
-    if kind is not None:
-        with suppress(OSError):
-            journal.withdraw()
-
-
 def _start_worker(device: Device, opened: ExitStack) -> ThreadPoolExecutor | None:
     if device.torch_device.type != "cpu":
         return None
@@ -341,41 +333,6 @@ def _header(
         "provenance": None if provenance is None else json_object("provenance", provenance),
         **({} if isinstance(perturbation, InWeights) else {"perturbation": dict(perturbation.options)}),
     }
-
-
-def _factor_store(
-    settings: BesideActivations,
-    model: BlockModel,
-    estimator: ZOEstimator | None,
-    noise: NoiseGenerator,
-    journal: Journal,
-    seed: int,
-    device: Device,
-) -> FactorStore:
-    require_beside(model, model.layouts, estimator, noise)
-    assert isinstance(noise, CounterNoise), "other noise was refused"
-    recorded = None if journal.header is None else journal.header.get("seed")
-    run_seed = seed if estimator is not None or not isinstance(recorded, int) else recorded
-    return FactorStore(settings, noise.distribution, run_seed, device.torch_device)
-
-
-def _require_reading_only(replay: Replay, write_back: WriteBackPolicy | None) -> Replay:
-    """Refuse what would be asked in vain where weights are only read."""
-    if replay == "host":
-        raise OptionError(
-            "replay",
-            found="host",
-            expected="auto beside the activations, where no weight is replayed",
-            remedy="leave it out",
-        )
-    if write_back is not None and isinstance(write_back.every, int):
-        raise OptionError(
-            "write_back.every",
-            found=str(write_back.every),
-            expected="auto or None beside the activations, where no weight changes",
-            remedy="leave it out",
-        )
-    return replay
 
 
 def _require_same_segments(model: BlockModel, source: BlockSource) -> None:

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from zo2adapters.models.architecture import Architecture, segment_aliases, segment_layouts
 from zo2adapters.models.beside import BesideModules
 from zo2adapters.models.branch_cache import BranchCache
-from zo2adapters.models.chunked_loss import chunked_loss, stacked_losses
+from zo2adapters.models.chunked_loss import chunked_loss
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.prepared_batch import (
     PreparedBatch,
@@ -38,6 +38,7 @@ from zo2adapters.models.prepared_batch import (
     predictions,
     stack_rows,
 )
+from zo2adapters.models.stacked_loss import stacked_losses, whole_losses
 from zo2adapters.models.stubs import CallRecorder, CutError, Stub
 from zo2core import Batch, Moved, SavedForm, TensorReader
 
@@ -182,8 +183,7 @@ class HFBlockModel:
 
     def require_stackable(self) -> None:
         """Patch the modules for directions beside the activations. See the contract."""
-        if self._beside is None:
-            self._beside = BesideModules(self._modules)
+        self._beside = self._beside or BesideModules(self._modules)
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
         """Join batches of equal shapes. See the contract."""
@@ -198,23 +198,14 @@ class HFBlockModel:
 
     def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
         """Run HF's norm and head on all streams, and its loss on each. See the contract."""
-        rows, loss_function = len(batches[0]["input_ids"]), self._skeleton.loss_function
+        options = {"loss_function": self._skeleton.loss_function, "vocab_size": self.config.vocab_size}
         if self.loss_chunk is not None:
-            return stacked_losses(
-                torch.split(activations.hidden, rows),
-                [batch["labels"] for batch in batches],
-                [predictions(batch) for batch in batches],
-                max(1, self.loss_chunk // len(batches)),
-                logits=self.logits,
-                loss_function=loss_function,
-                vocab_size=self.config.vocab_size,
-            )
-        joined = stack_rows(batches)
-        assert joined is not None, "they were joined before"
-        inputs = {key: value for key, value in joined.items() if key not in self.targets}
-        logits = torch.split(self._epilogue(activations.hidden, "logits", **inputs), rows)
-        pairs = zip(logits, batches, strict=True)
-        return [loss_function(own, batch["labels"], vocab_size=self.config.vocab_size) for own, batch in pairs]
+            return stacked_losses(activations.hidden, batches, self.loss_chunk, logits=self.logits, **options)
+
+        def whole_logits(**inputs: torch.Tensor) -> torch.Tensor:
+            return self._epilogue(activations.hidden, "logits", **inputs)
+
+        return whole_losses(batches, self.targets, whole_logits, **options)
 
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer. See the contract."""

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zo2core.beside.perturbation import BesideActivations
+from zo2core.beside.perturbation import BesideActivations, InWeights, Perturbation, require_beside
 from zo2core.beside.stacked_model import Factors, Moved
+from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing, fill
-from zo2core.protocols import SEEDS_IN_TURN
+from zo2core.protocols import SEEDS_IN_TURN, BlockModel, CounterNoise, NoiseGenerator, ZOEstimator
 from zo2core.types import Distribution, Evaluation, ParameterSpec, Perturb, Program, Update
 from zo2core.updates import compile_updates, rounds
 
@@ -150,3 +151,40 @@ class FactorStore:
         if evaluation not in self._moves:
             self._moves[evaluation] = Program((evaluation.seed,), (), then=Perturb(0, evaluation.shift, zo_eps))
         return self._moves[evaluation]
+
+
+def open_factors(
+    perturbation: Perturbation,
+    model: BlockModel,
+    estimator: ZOEstimator | None,
+    noise: NoiseGenerator,
+    journal: Journal,
+    seed: int,
+    device: torch.device,
+    *,
+    replay: str,
+    write_back_every: object,
+) -> FactorStore | None:
+    """The factors of a run; None where directions are in the weights.
+
+    Args:
+        perturbation: The run's.
+        model: Whose parameters have factors.
+        estimator: None for a run that takes no steps: then the journal's seed counts.
+        noise: What draws U, V and the directions of vectors.
+        journal: Of the run.
+        seed: Of the run.
+        device: Where factors are.
+        replay: Who was asked to replay.
+        write_back_every: How often it was asked to write back.
+
+    Raises:
+        OptionError, UnsupportedModelError: as ``require_beside`` says.
+    """
+    if isinstance(perturbation, InWeights):
+        return None
+    require_beside(model, estimator, noise, replay=replay, write_back_every=write_back_every)
+    assert isinstance(noise, CounterNoise), "other noise was refused"
+    recorded = None if journal.header is None else journal.header.get("seed")
+    run_seed = recorded if estimator is None and isinstance(recorded, int) else seed
+    return FactorStore(perturbation, noise.distribution, run_seed, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -11,7 +11,6 @@ from zo2core.beside.stacked_model import StackedModel
 from zo2core.errors import JournalError, OptionError, UnsupportedModelError
 from zo2core.journal import Journal
 from zo2core.protocols import BlockModel, CounterNoise, NoiseGenerator, ZOEstimator
-from zo2core.types import BlockLayout
 
 _KIND = "beside-activations"
 _FIRST_PERIOD_SEED = 1 << 62  # seeds of directions are below it, those of periods are not
@@ -101,21 +100,26 @@ def choose_perturbation(perturbation: Perturbation | None, journal: Journal) -> 
 
 
 def require_beside(
-    model: BlockModel, layouts: Sequence[BlockLayout], estimator: ZOEstimator | None, noise: NoiseGenerator
-) -> StackedModel:
+    model: BlockModel, estimator: ZOEstimator | None, noise: NoiseGenerator, *, replay: str, write_back_every: object
+) -> None:
     """Refuse what directions beside the activations cannot do, before anything is read.
 
     Raises:
         OptionError: naming what does not go together.
         UnsupportedModelError: if the model cannot take directions so.
     """
+    if replay == "host":
+        raise _refusal("replay", "host", "auto beside the activations, where no weight is replayed", "leave it out")
+    if isinstance(write_back_every, int):
+        found, expected = str(write_back_every), "auto or None beside the activations, where no weight changes"
+        raise _refusal("write_back.every", found, expected, "leave it out")
     if not isinstance(model, StackedModel):
         raise _refusal("perturbation", f"a {type(model).__name__}", "a model that stacks streams", "use InWeights()")
     if not isinstance(noise, CounterNoise):
         raise _refusal(
             "noise", noise.name, "counter-based noise beside the activations", "pass PhiloxNoise(Distribution.GAUSSIAN)"
         )
-    for spec in (spec for layout in layouts for spec in layout.parameters):
+    for spec in (spec for layout in model.layouts for spec in layout.parameters):
         if spec.is_rounded or spec.is_carried:
             raise _refusal(
                 "precision",
@@ -133,7 +137,6 @@ def require_beside(
     if estimator is not None:
         _require_estimator(estimator)
     model.require_stackable()
-    return model
 
 
 def _require_estimator(estimator: ZOEstimator) -> None:

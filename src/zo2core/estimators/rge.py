@@ -1,4 +1,4 @@
-"""Multi-query randomized gradient estimation: MeZO along q directions a step (P-RGE, arXiv 2409.15520, Algorithm 2)."""
+"""Multi-query randomized gradient estimation: MeZO along q directions a step (P-RGE, arXiv 2409.15520, equation 1)."""
 
 from __future__ import annotations
 

@@ -155,6 +155,12 @@ class Journal:
                 self._file.remove()
             self._header, self._chain, self._base_digests, self._begun_here = None, [0], {}, False
 
+    def withdraw_if_refused(self, kind: type[BaseException] | None, *_: object) -> None:
+        """``withdraw`` as an ``ExitStack`` calls it: what a refused run began must not bind the next one."""
+        if kind is not None:
+            with contextlib.suppress(OSError):
+                self.withdraw()
+
     def note_base(self, digests: Mapping[str, str]) -> None:
         """Add digests of the base's bytes; on return they are durable if the journal is a file. They are no update.
 
