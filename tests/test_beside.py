@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ from zo2core import (
     ZOEngine,
     ZOEstimator,
 )
+from zo2core.beside import factor_store
 from zo2core.kernels import fill
 from zo2core.planning.device_plan import DevicePlan
 
@@ -69,7 +71,7 @@ class StackedLoop:
         self.modules = BesideModules(dict(whole.named_modules()))
 
     def draw(self, name: str, seed: int, *shape: int) -> torch.Tensor:
-        drawn = torch.empty(math.prod(shape))
+        drawn = torch.empty(math.prod(shape), device=self.base[name].device)
         fill(drawn, self.distribution, seed, self.index[name])
         return drawn.view(shape)
 
@@ -81,7 +83,9 @@ class StackedLoop:
     def factors(self, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """A and V of each period so far, the present one's last."""
         rows = self.base[name].shape[0]
-        sums = [torch.zeros(rows, self.rank) for _ in range(len(self.ends) // self.period + 1)]
+        sums = [
+            torch.zeros(rows, self.rank, device=self.base[name].device) for _ in range(len(self.ends) // self.period + 1)
+        ]
         begin = 0
         for step, end in enumerate(self.ends):
             for seed, grad, lr in self.updates[begin:end]:
@@ -103,6 +107,11 @@ class StackedLoop:
                 [vector + shift * self.draw(name, seed, len(vector)) * EPS for seed, shift in evaluations]
             ).to(theta.dtype)
         *past, (now, shared) = self.factors(name)
+        if sum(sums.shape[1] for sums, _ in past) > factor_store.BESIDE_UP_TO * theta.shape[1]:  # formed, and rounded once
+            sums, others = (torch.cat(parts, dim=1) for parts in zip(*past, strict=True))
+            formed = torch.addmm(theta.float(), sums, others.float().t())
+            self.whole.get_parameter(name).data = formed.to(theta.dtype)
+            past = []
         own = [now + shift * self.draw(name, seed, *now.shape) * EPS for seed, shift in evaluations]
         columns = [torch.cat([*(sums for sums, _ in past), streams], dim=1) for streams in own]
         return Factors(torch.stack(columns).to(theta.dtype), torch.cat([*(v for _, v in past), shared], dim=1))
@@ -149,13 +158,14 @@ def load_whole(base: Path) -> PreTrainedModel:
     data=st.data(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     rank=st.integers(1, 3),
-    period=st.integers(1, 4),
+    period=st.sampled_from([1, 2, 3, 100]),
     queries=st.integers(1, 3),
     distribution=st.sampled_from(list(Distribution)),
     buckets=st.sampled_from([None, 2, 3]),
     where=st.sampled_from(["cpu", "bus"]),
     kept=st.integers(0, 1),
     overlap=st.booleans(),
+    beside_up_to=st.sampled_from([0.05, 10.0]),
     between=st.lists(st.sampled_from(["nothing", "evaluate", "look", "flush", "again"]), min_size=4, max_size=4),
 )
 def test_a_run_is_the_stacked_loop(
@@ -170,6 +180,7 @@ def test_a_run_is_the_stacked_loop(
     where: str,
     kept: int,
     overlap: bool,
+    beside_up_to: float,
     between: list[str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -195,7 +206,7 @@ def test_a_run_is_the_stacked_loop(
             perturbation=BesideActivations(rank=rank, period=period),
         )
 
-    with closing(device):
+    with closing(device), patch.object(factor_store, "BESIDE_UP_TO", beside_up_to):
         engine = opened()
         try:
             for done in between:

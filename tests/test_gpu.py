@@ -14,12 +14,25 @@ import torch
 from models import CONFIGS, make_batch, save_model, small_config
 from parity import Plan, Storage, assert_parity, assert_same_bits
 from runs import small_run
+from test_beside import StackedLoop
 from test_carrying import CarriedMeZO
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import MonolithicMeZO, Precision, generate, open_checkpoint
 from zo2adapters.cli import main
-from zo2core import CudaDevice, Distribution, MemoryPolicy, MeZOSGD, PhiloxNoise, Replay, ZOEngine
+from zo2core import (
+    BesideActivations,
+    CudaDevice,
+    Distribution,
+    HostPlan,
+    MemoryPolicy,
+    MeZOSGD,
+    MultiQueryRGE,
+    PhiloxNoise,
+    Replay,
+    ZOEngine,
+)
+from zo2core.beside import factor_store
 from zo2core.errors import DeviceError
 from zo2core.io.page_memory import anonymous_memory
 from zo2core.kernels import dispatch, philox
@@ -103,6 +116,37 @@ def test_other_estimators(name: str, base: Path, tmp_path: Path) -> None:
     plan = Plan(1e-3, 1e-2, 0.0, False, list(range(4)), ["nothing", "look"] * 2, 3, distribution, name=name)
     batch, run, storage = on_gpu(make_batch(40, [7, 4])), tmp_path / "run", OnGPU(3, 2, False, behind_copies=True)
     assert_parity(lambda: storage.engine(open_checkpoint(base), plan, run), whole_on_gpu(base), plan, batch).close()
+
+
+@pytest.mark.parametrize("beside_up_to", [0.05, 10.0], ids=["formed", "beside"])
+@pytest.mark.parametrize("buckets", [None, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_directions_beside_the_activations_are_the_stacked_loops(
+    model_type: str, dtype: torch.dtype, buckets: int | None, beside_up_to: float, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base", small_config(model_type, num_hidden_layers=BLOCKS), dtype)
+    batch, distribution = on_gpu(make_batch(40, [7, 4])), Distribution.GAUSSIAN
+    loop = StackedLoop(whole_on_gpu(base), 2, 2, distribution)
+    with (
+        patch.object(factor_store, "BESIDE_UP_TO", beside_up_to),
+        ZOEngine(
+            open_checkpoint(base, loss_chunk=None),
+            MultiQueryRGE(lr=1e-2, zo_eps=1e-2, perturb_in_place=False, q=2),
+            noise=PhiloxNoise(distribution),
+            device="cuda",
+            memory=MemoryPolicy(
+                host=HostPlan((), 1 << 40, buckets, keep_noise=False), device=DevicePlan((), 1 << 40, 1, 1 << 24)
+            ),
+            perturbation=BesideActivations(rank=2, period=2),
+        ) as engine,
+    ):
+        for _ in range(5):
+            seeds = list(dict.fromkeys(evaluation.seed for evaluation in engine.ask()))
+            assert list(engine.step(batch).losses) == loop.step(batch, *seeds)
+        weights = loop.weights()
+        for name, tensor in engine.parameters_now():
+            assert_same_bits(name, tensor, weights[name])
 
 
 @pytest.mark.parametrize("kept", [0, 2])

@@ -19,6 +19,11 @@ from zo2core.protocols import SEEDS_IN_TURN, BlockModel, CounterNoise, NoiseGene
 from zo2core.types import Distribution, Evaluation, ParameterSpec, Perturb, Program, Update
 from zo2core.updates import compile_updates, rounds
 
+# Columns of past periods, as a share of a matrix's inputs, up to which they are taken beside the activations at each visit:
+# there they cost about 1.5 times that share of a forward. Forming them costs a forward of as many tokens as columns.
+BESIDE_UP_TO = 0.05
+_FORMED_AT_ONCE = 1 << 20  # elements, in float32
+
 
 @dataclass(eq=False)
 class _Sums:
@@ -77,10 +82,30 @@ class FactorStore:
                 sums.now = torch.zeros_like(sums.now)
             sums.version = end
 
+    def forms(self, spec: ParameterSpec) -> bool:
+        """Whether a matrix has so many columns of past periods that they are to be formed into its weights for a visit."""
+        columns = len(self._sums[spec.name].own) * self._settings.rank if spec.name in self._sums else 0
+        return len(spec.shape) == 2 and columns > BESIDE_UP_TO * spec.shape[1]
+
+    def form(self, spec: ParameterSpec, theta: torch.Tensor, out: torch.Tensor) -> None:
+        """Write a matrix as it was when the present period began, summed in float32 and rounded once.
+
+        Args:
+            spec: A parameter that ``forms``.
+            theta: Its base weights, flat, on the device; only read.
+            out: Memory for the matrix, of its shape and dtype.
+        """
+        sums = self._sums[spec.name]
+        own, shared = torch.cat(sums.own, dim=1), torch.cat(sums.shared, dim=1).float().t()
+        rows = max(1, _FORMED_AT_ONCE // spec.shape[1])
+        parts = zip(*(torch.split(matrix, rows) for matrix in (theta.view(spec.shape), own, out)), strict=True)
+        for base, factor, memory in parts:
+            memory.copy_(torch.addmm(base.float(), factor, shared))
+
     def moved(
         self, spec: ParameterSpec, theta: torch.Tensor, evaluations: Sequence[Evaluation | None], zo_eps: float
     ) -> Moved:
-        """A parameter at evaluations, one a stream; None is the present weights.
+        """A parameter at evaluations, one a stream; None is the present weights. Of what ``forms``, beside what is formed.
 
         Args:
             spec: Of a parameter that ``advance`` brought to the present version.
@@ -99,7 +124,7 @@ class FactorStore:
         if len(spec.shape) == 1:
             return streams.to(spec.dtype)
         own, shared = streams.view(len(evaluations), spec.shape[0], -1), self._shared(spec, sums.version)
-        if sums.own:
+        if sums.own and not self.forms(spec):
             own = torch.cat([*(factor.expand(len(evaluations), -1, -1) for factor in sums.own), own], dim=2)
             shared = torch.cat([*sums.shared, shared], dim=1)
         return Factors(own.to(spec.dtype), shared)

@@ -87,6 +87,7 @@ class Replayer:
         self._landing = parts.landing
         parts.opened.callback(self._recorder.flush)
         self._use = ExclusiveUse(type(self).__name__)
+        self._work = parts.work_buffer.parameters()
 
     @property
     def version(self) -> int:
@@ -236,6 +237,7 @@ class Replayer:
                 parts.factors,
                 trajectory,
                 groups,
+                work=self._work,
                 most_streams=self._most_streams(groups, way),
                 activations=parts.activations,
                 streams=parts.device.streams,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ class StackedVisitor:
         factors: Of all parameters.
         trajectory: To which version, and by which scale evaluations move.
         groups: The evaluations to make, each with the batches to run at it, as of ``SegmentVisitor``.
+        work: The work buffer as each segment's parameters: where weights are formed.
         most_streams: In a stack.
         activations: The stacks' memory between segments; one sweep at a time may use it.
         streams: The device's queues of work.
@@ -47,6 +48,7 @@ class StackedVisitor:
         trajectory: Trajectory,
         groups: Sequence[tuple[Evaluation | None, Sequence[Batch]]],
         *,
+        work: Sequence[Mapping[str, torch.Tensor]],
         most_streams: int,
         activations: ActivationOffload,
         streams: Streams,
@@ -56,6 +58,7 @@ class StackedVisitor:
         self._forward = forward
         self._factors = factors
         self._trajectory = trajectory
+        self._work = work
         self._evaluations = [evaluation for evaluation, _ in groups]
         if forward is model:
             self._stacks = list(_stacks(model, groups, most_streams))
@@ -91,7 +94,7 @@ class StackedVisitor:
         layout = self._model.layouts[index]
         weights = {spec.name: self._weights(spec) for spec in layout.used}
         if self._stacks:
-            self._model.bind(index, {spec.name: weights[spec.name].view(spec.shape) for spec in layout.used})
+            self._model.bind(index, {spec.name: self._shown(index, spec, weights[spec.name]) for spec in layout.used})
         begun = self._queues.mark()
         for number, stack in enumerate(self._stacks):
             evaluations = [self._evaluations[group] for group in stack.groups]
@@ -113,6 +116,14 @@ class StackedVisitor:
     def _weights(self, spec: ParameterSpec) -> torch.Tensor:
         owner, position = self._places[spec.name]
         return self._stores[owner][position]
+
+    def _shown(self, index: int, spec: ParameterSpec, theta: torch.Tensor) -> torch.Tensor:
+        """The tensor that modules read a parameter from: its bytes themselves, or what was formed of them for this visit."""
+        if not self._factors.forms(spec):
+            return theta.view(spec.shape)
+        formed = self._work[index][spec.name]
+        self._factors.form(spec, theta, formed)
+        return formed
 
     def _run(self, index: int, number: int, stack: Stack) -> None:
         """Run a segment's forward of one stack."""
