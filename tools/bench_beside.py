@@ -1,0 +1,130 @@
+"""A step with directions beside the activations: against directions in the weights, and against one plain forward.
+
+    python tools/bench_beside.py --output beside.json
+    python tools/bench_beside.py --queries 4 --dtype bfloat16 --shapes 1x2,1x16,1x64
+    python tools/bench_beside.py --gpu --geometry opt-6.7b --dtype float16 --shapes 1x64,1x2048
+
+All three take turns in one process: a step beside the activations, a step of the same queries in the weights with Rademacher
+noise, and a forward of Hugging Face's whole model on the stacked batch, which is the least that a step could take. On a GPU no
+block stays there unless told so with ``--stay``, and the forward's weights do. Weights are made up (see ``paper_models.py``).
+Prints a table and JSON: medians, and ranges of ratios between neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_overlap import machine, spread
+from make_checkpoint import geometries
+from paper_models import block_model, scaled, whole_model
+
+from zo2adapters.models.checkpoint import DTYPES
+from zo2adapters.trainers.verification import random_batch
+from zo2core import (
+    BesideActivations,
+    DevicePlan,
+    Distribution,
+    InWeights,
+    MemoryPolicy,
+    MultiQueryRGE,
+    Perturbation,
+    PhiloxNoise,
+    ZOEngine,
+)
+
+WARM_UP = 2
+
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Of something, with all that it leaves the device to do."""
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def bench(options: argparse.Namespace, rows: int, tokens: int) -> dict[str, Any]:
+    """One shape of batches."""
+    dtype, device = DTYPES[options.dtype], torch.device("cuda" if options.gpu else "cpu")
+    config = scaled(geometries()[options.geometry], 1, tokens)
+    memory = MemoryPolicy(activations="4GiB")
+    if options.gpu and not options.stay:
+        memory = MemoryPolicy(device=DevicePlan((), 1 << 40, kept=0, activation_bytes=1 << 32), activations="4GiB")
+
+    def engine(perturbation: Perturbation) -> ZOEngine:
+        estimator = MultiQueryRGE(lr=1e-6, zo_eps=1e-3, perturb_in_place=False, q=options.queries)
+        noise = PhiloxNoise(Distribution.RADEMACHER)
+        model = block_model(config, dtype)
+        return ZOEngine(model, estimator, noise=noise, device=device.type, memory=memory, perturbation=perturbation)
+
+    batch = random_batch(config.vocab_size, rows, tokens, seed=0)
+    stacked = {key: torch.cat([value] * (2 * options.queries)).to(device) for key, value in batch.items()}
+    cut = block_model(config, dtype)
+    whole = whole_model(config, dtype, device, cut.weights)
+    measured: dict[str, list[float]] = {"beside": [], "in weights": [], "one forward": []}
+    with engine(BesideActivations(rank=options.rank)) as beside, engine(InWeights()) as in_weights, torch.inference_mode():
+        for number in range(WARM_UP + options.steps):
+            spans = {
+                "beside": seconds(lambda: beside.step(batch), device),
+                "in weights": seconds(lambda: in_weights.step(batch), device),
+                "one forward": seconds(lambda: whole(**stacked, use_cache=False), device),
+            }
+            for name, span in spans.items() if number >= WARM_UP else ():
+                measured[name].append(span)
+    pairs = list(zip(measured["beside"], measured["in weights"], measured["one forward"], strict=True))
+    return {
+        "rows": rows,
+        "tokens": tokens,
+        **{name: spread(spans) for name, spans in measured.items()},
+        "times_faster": spread([other / own for own, other, _ in pairs]),
+        "share_of_floor": spread([floor / own for own, _, floor in pairs]),
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", choices=list(geometries()), default="opt-125m")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--rank", type=int, default=2)
+    parser.add_argument("--queries", type=int, default=1)
+    parser.add_argument("--shapes", default="1x2,1x16,1x64,1x256,16x40", help="rows x tokens")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--threads", type=int, help="of torch; by default all cores")
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--stay", action="store_true", help="on a GPU: keep as many blocks there as fit")
+    parser.add_argument("--output", type=Path, help="write JSON here")
+    options = parser.parse_args()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    measured: dict[str, Any] = {
+        "machine": machine() | ({"gpu": torch.cuda.get_device_name(0)} if options.gpu else {}),
+        **{key: getattr(options, key) for key in ("geometry", "dtype", "rank", "queries", "steps", "threads", "stay")},
+        "shapes": [],
+    }
+    print(f"{'rows x tokens':>14s}{'beside':>10s}{'in weights':>12s}{'one forward':>13s}{'times':>8s}{'of floor':>10s}")
+    for rows, tokens in shapes:
+        shape = bench(options, rows, tokens)
+        measured["shapes"].append(shape)
+        cells = [shape[name]["median"] for name in ("beside", "in weights", "one forward")]
+        ratios = [shape[name]["median"] for name in ("times_faster", "share_of_floor")]
+        print(
+            f"{f'{rows} x {tokens}':>14s}{cells[0]:9.4f}s{cells[1]:11.4f}s{cells[2]:12.4f}s{ratios[0]:8.2f}{ratios[1]:10.2f}",
+            flush=True,
+        )
+    if options.output is None:
+        print(json.dumps(measured))
+    else:
+        options.output.write_text(json.dumps(measured) + "\n")
+
+
+if __name__ == "__main__":
+    main()
