@@ -4,9 +4,9 @@
     python tools/bench_beside.py --queries 4 --dtype bfloat16 --shapes 1x2,1x16,1x64
     python tools/bench_beside.py --gpu --geometry opt-6.7b --dtype float16 --shapes 1x64,1x2048
 
-All three take turns in one process: a step beside the activations, a step of the same queries in the weights with Rademacher
-noise, and a forward of Hugging Face's whole model on the stacked batch, which is the least that a step could take. On a GPU no
-block stays there unless told so with ``--stay``, and the forward's weights do. Weights are made up (see ``paper_models.py``).
+All three take turns in one process: a step beside the activations, a step of the same queries in the weights with
+Rademacher noise, and a forward of Hugging Face's whole model on the stacked batch, the least that a step could take. On a GPU
+no block stays there unless told so with ``--stay``, and the forward's weights do. Weights are made up (``paper_models.py``).
 Prints a table and JSON: medians, and ranges of ratios between neighbours.
 """
 
@@ -116,10 +116,8 @@ def main() -> None:
         measured["shapes"].append(shape)
         cells = [shape[name]["median"] for name in ("beside", "in weights", "one forward")]
         ratios = [shape[name]["median"] for name in ("times_faster", "share_of_floor")]
-        print(
-            f"{f'{rows} x {tokens}':>14s}{cells[0]:9.4f}s{cells[1]:11.4f}s{cells[2]:12.4f}s{ratios[0]:8.2f}{ratios[1]:10.2f}",
-            flush=True,
-        )
+        spans = f"{cells[0]:9.4f}s{cells[1]:11.4f}s{cells[2]:12.4f}s"
+        print(f"{f'{rows} x {tokens}':>14s}{spans}{ratios[0]:8.2f}{ratios[1]:10.2f}", flush=True)
     if options.output is None:
         print(json.dumps(measured))
     else:
