@@ -5,8 +5,8 @@
     python tools/bench_beside.py --gpu --geometry opt-6.7b --dtype float16 --shapes 1x64,1x2048
 
 All three take turns in one process: a step beside the activations, a step of the same queries in the weights with
-Rademacher noise, and a forward of Hugging Face's whole model on the stacked batch, the least that a step could take. On a GPU
-no block stays there unless told so with ``--stay``, and the forward's weights do. Weights are made up (``paper_models.py``).
+Rademacher noise, and a forward of Hugging Face's whole model on the stacked batch, the least that a step could take. On a
+GPU no block stays there unless told so with ``--stay``; the forward's weights do. Weights are made up (``paper_models.py``).
 Prints a table and JSON: medians, and ranges of ratios between neighbours.
 """
 
