@@ -114,7 +114,7 @@ class FactorStore:
             zo_eps: Perturbation scale.
         """
         sums = self._sums_of(spec, theta)
-        streams = torch.empty(len(evaluations), sums.now.numel(), dtype=torch.float32, device=self._device)
+        streams = torch.empty(len(evaluations), sums.now.numel(), dtype=spec.dtype, device=self._device)
         for stream, evaluation in zip(streams, evaluations, strict=True):
             if evaluation is None or evaluation.shift == 0:
                 stream.copy_(sums.now)
@@ -122,12 +122,13 @@ class FactorStore:
                 program = self._move(evaluation, zo_eps)
                 apply_drawing(sums.now, program, self._distribution, spec.index, out=stream)
         if len(spec.shape) == 1:
-            return streams.to(spec.dtype)
+            return streams
         own, shared = streams.view(len(evaluations), spec.shape[0], -1), self._shared(spec, sums.version)
         if sums.own and not self.forms(spec):
-            own = torch.cat([*(factor.expand(len(evaluations), -1, -1) for factor in sums.own), own], dim=2)
+            past = torch.cat(sums.own, dim=1).to(spec.dtype)
+            own = torch.cat([past.expand(len(evaluations), -1, -1), own], dim=2)
             shared = torch.cat([*sums.shared, shared], dim=1)
-        return Factors(own.to(spec.dtype), shared)
+        return Factors(own, shared)
 
     def present(self, spec: ParameterSpec, theta: torch.Tensor) -> torch.Tensor:
         """A parameter's weights at the version of its factors, rounded once to their dtype: flat, where ``theta`` is.
