@@ -35,9 +35,21 @@ from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.demo_base import RECIPE, DemoTask, prepare
 from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.lr_schedules import LearningRate
-from zo2core import FZOO, MEAZO, Distribution, MeZOSGD, MultiQueryRGE, PhiloxNoise, ZOEngine
+from zo2core import (
+    FZOO,
+    MEAZO,
+    BesideActivations,
+    Distribution,
+    InWeights,
+    MeZOSGD,
+    MultiQueryRGE,
+    PerRowRGE,
+    PhiloxNoise,
+    ZOEngine,
+)
 from zo2core.protocols import NoiseGenerator, ZOEstimator
 
+LR = RECIPE.optimization.lr
 LOOKS = 4  # evaluations of a run, the one before the first step included
 
 
@@ -51,11 +63,13 @@ class EstimatorVariant:
     queries: int = 1
     name_of_estimator: EstimatorName = EstimatorName.MEZO
     lr: float | None = None  # the demo's, times the queries
+    rank: int | None = None  # of directions beside the activations; None: in the weights
+    per_row: bool = False  # a direction for each row, or group of rows where there are several queries
 
     @property
     def forwards(self) -> int:
-        """Of a step."""
-        return self.name_of_estimator.evaluations(self.queries)
+        """Of a batch, in a step."""
+        return 2 if self.per_row else self.name_of_estimator.evaluations(self.queries)
 
     def estimator(self, steps: int) -> ZOEstimator:
         """With the demo's schedule."""
@@ -66,6 +80,9 @@ class EstimatorVariant:
             return FZOO(q=self.queries, lr=lr, zo_eps=recipe.zo_eps)
         if self.name_of_estimator is EstimatorName.MEAZO:
             return MEAZO(q=self.queries, lr=lr, zo_eps=recipe.zo_eps, perturb_in_place=self.perturb_in_place)
+        if self.per_row:
+            q = RECIPE.batching.batch_size if self.queries == 1 else self.queries
+            return PerRowRGE(q=q, lr=lr, zo_eps=recipe.zo_eps, perturb_in_place=False)
         if self.queries == 1:
             return MeZOSGD(lr=lr, zo_eps=recipe.zo_eps, perturb_in_place=self.perturb_in_place)
         return MultiQueryRGE(q=self.queries, lr=lr, zo_eps=recipe.zo_eps, perturb_in_place=self.perturb_in_place)
@@ -92,6 +109,13 @@ VARIANTS = [
     EstimatorVariant(
         "MEAZO, Philox Rademacher", rademacher, perturb_in_place=False, name_of_estimator=EstimatorName.MEAZO, lr=8e-3
     ),
+    EstimatorVariant("rank 8", gaussian, perturb_in_place=False, rank=8),
+    *(
+        EstimatorVariant(
+            f"rank 8, per row, lr x {factor}", gaussian, perturb_in_place=False, lr=factor * LR, rank=8, per_row=True
+        )
+        for factor in (1, 2, 4, 8)
+    ),
 ]
 
 
@@ -106,7 +130,9 @@ def run(task: DemoTask, place: int, *, seed: int, forwards: int) -> dict[str, An
     curve: list[dict[str, float]] = []
     seconds = 0.0
     model = open_checkpoint(task.model)
-    with ZOEngine(model, variant.estimator(steps), noise=variant.noise(), seed=seed) as engine:
+    perturbation = InWeights() if variant.rank is None else BesideActivations(rank=variant.rank)
+    estimator = variant.estimator(steps)
+    with ZOEngine(model, estimator, noise=variant.noise(), seed=seed, perturbation=perturbation) as engine:
         for step in range(steps + 1):
             if step % (steps // (LOOKS - 1)) == 0:
                 score = accuracy(engine, model, rows, tokenizer, labels=task.labels)
@@ -175,12 +201,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forwards", type=int, default=2 * RECIPE.steps)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--variants", help="names, separated by semicolons; by default all")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each")
     parser.add_argument("--output", type=Path, default=None, help="path without suffix, for .json and .png")
     options = parser.parse_args()
+    names = [variant.name for variant in VARIANTS]
+    chosen = names if options.variants is None else options.variants.split(";")
+    if unknown := [name for name in chosen if name not in names]:
+        parser.error(f"--variants: {unknown[0]!r} is none of {'; '.join(names)}")
+    places = [names.index(name) for name in chosen]
     with tempfile.TemporaryDirectory() as folder:
         task = prepare(Path(folder) / "task", seed=0, quiet=True)
-        pairs = [(seed, place) for seed in range(options.seeds) for place in range(len(VARIANTS))]
+        pairs = [(seed, place) for seed in range(options.seeds) for place in places]
         with ProcessPoolExecutor(options.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
             started = [pool.submit(run, task, place, seed=seed, forwards=options.forwards) for seed, place in pairs]
             runs = [future.result() for future in started]
