@@ -122,6 +122,7 @@ class StackedLoop:
         aliases = {alias for alias, _ in self.whole.named_parameters(remove_duplicate=False)} - set(moved)
         for alias in aliases:  # the head is the embedding
             moved[alias] = next(moved[name] for name in moved if "embed_tokens" in name)
+        self.modules.begin(len(evaluations) * len(batch["labels"]), batch["labels"].shape[1])
         self.modules.move(moved, len(evaluations))
         stacked = {key: torch.cat([value] * len(evaluations)) for key, value in batch.items() if key != "labels"}
         logits = self.whole(**stacked, use_cache=False).logits.split(len(batch["labels"]))
@@ -420,6 +421,35 @@ def test_modules_that_cannot_take_a_direction_are_refused_by_name(tmp_path: Path
             MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
             perturbation=BesideActivations(rank=2),
         )
+
+
+class TokensFirst(torch.nn.Module):
+    """A layer that has tokens before rows inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.linear(x.transpose(0, 1)).transpose(0, 1)
+        return mixed
+
+
+def test_rows_in_another_order_are_refused() -> None:
+    layer = TokensFirst()
+    modules = BesideModules(dict(layer.named_modules()))
+    rows = torch.randn(2, 6, 4)
+    modules.begin(2, 6)
+    expected = layer(rows)
+    moved = {"linear.weight": Factors(torch.zeros(2, 4, 1), torch.zeros(4, 1)), "linear.bias": torch.zeros(2, 4)}
+    modules.move({**moved}, 2)
+    with (
+        torch.inference_mode(),
+        pytest.raises(UnsupportedModelError, match=r"linear.*\[6, 2, 4\] in a batch of 2 rows of 6"),
+    ):
+        layer(rows)
+    modules.move({}, 1)
+    assert torch.equal(layer(rows), expected)
 
 
 def test_a_model_that_does_not_stack_is_refused(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class BesideModules:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._patches: dict[str, _Patch] = {}  # by the module's path
-        self._batch = _Rows()
+        self._batch = _Shape()
         self._moved: list[_Patch] = []
         patched: dict[int, _Patch] = {}
         for path, module in modules.items():
@@ -44,9 +44,9 @@ class BesideModules:
         for patch in patched.values():
             patch.install()
 
-    def begin(self, rows: int) -> None:
-        """Tell how many rows the batch has whose forward begins."""
-        self._batch.count = rows
+    def begin(self, rows: int, tokens: int) -> None:
+        """Tell the shape of the batch whose forward begins, by which a stream is known."""
+        self._batch.rows, self._batch.tokens = rows, tokens
 
     def move(self, moved: Mapping[str, Moved], streams: int) -> None:
         """Move these parameters, and no others, in the next forwards.
@@ -66,18 +66,24 @@ class BesideModules:
             patch.take(values, streams)
 
 
-class _Rows:
-    """How many rows the batch has that runs."""
+def tell_shape(modules: BesideModules | None, tokens: torch.Tensor) -> None:
+    """Tell patched modules, if they are, that a forward of (rows, tokens, ...) begins."""
+    if modules is not None:
+        modules.begin(*tokens.shape[:2])
 
-    count = 1
+
+class _Shape:
+    """Of the batch that runs."""
+
+    rows = tokens = 1
 
 
 class _Patch:
     """A module's forward, and the one that stands before it."""
 
-    def __init__(self, path: str, module: nn.Module, rows: _Rows) -> None:
+    def __init__(self, path: str, module: nn.Module, batch: _Shape) -> None:
         self.path = path
-        self.rows = rows
+        self.batch = batch
         self.module = module
         self.own: Callable[..., torch.Tensor] = module.forward
         self.moved: dict[str, Moved] = {}
@@ -109,15 +115,25 @@ class _Patch:
         return values
 
     def _by_stream(self, rows: torch.Tensor) -> torch.Tensor:
-        """(rows, ..., n) to (streams, rows of a stream and whatever else, n)."""
-        if rows.shape[0] % self.streams:
+        """(rows, ..., n), or all tokens in a row (rows x tokens, n), to (streams, what is a stream's, n)."""
+        self._require_in_order(rows)
+        return rows.reshape(self.streams, -1, rows.shape[-1])
+
+    def _require_in_order(self, rows: torch.Tensor) -> None:
+        """Refuse what is not the batch's rows in their order: tokens before rows, say, or an expert's tokens.
+
+        Raises:
+            UnsupportedModelError: naming the module.
+        """
+        shape = self.batch
+        in_a_row = rows.dim() == 2 and rows.shape[0] == shape.rows * shape.tokens
+        if self.streams > 1 and rows.shape[0] != shape.rows and not in_a_row:
             raise UnsupportedModelError(
                 self.path,
-                found=f"input of shape {list(rows.shape)} with {self.streams} streams in it",
-                expected="the rows of one stream after those of another",
-                remedy="leave --rank out, or use InWeights()",
+                found=f"input of shape {list(rows.shape)} in a batch of {shape.rows} rows of {shape.tokens} tokens",
+                expected="the batch's rows, one after the other, for directions beside the activations",
+                remedy="leave --rank out, or use InWeights(): directions in the weights take any layer",
             )
-        return rows.reshape(self.streams, -1, rows.shape[-1])
 
 
 class _Linear(_Patch):
@@ -177,6 +193,7 @@ class _Vectors(_Patch):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
         module, own = self.module, dict(self.module._parameters)
+        self._require_in_order(x)
         by_stream = x.reshape(self.streams, x.shape[0] // self.streams, *x.shape[1:])
         try:
             for leaf in self.moved:
@@ -200,6 +217,7 @@ class _Vectors(_Patch):
         values = {leaf: torch.randn(_PROBED_STREAMS, size, generator=generator) for leaf in sizes}
         x = torch.randn(_PROBED_STREAMS * _PROBED_ROWS, 2, size, generator=generator)
         try:
+            self.batch.rows = len(x)
             self.take(dict(values), _PROBED_STREAMS)
             stacked = self.forward(x)
             alone = []
@@ -234,7 +252,7 @@ class _Embedding(_Patch):
         finally:
             module._parameters["weight"] = weight
         if out.shape[0] == 1 and self.streams > 1:  # positions that all rows share, which no longer look up the same
-            out, thin = (found.expand(self.rows.count, *found.shape[1:]).clone() for found in (out, thin))
+            out, thin = (found.expand(self.batch.rows, *found.shape[1:]).clone() for found in (out, thin))
         streams = torch.arange(self.streams, device=out.device)
         columns = self._by_stream(thin).view(self.streams, -1, self.streams, own.shape[2])
         columns = columns.transpose(1, 2)[streams, streams]
@@ -242,21 +260,21 @@ class _Embedding(_Patch):
         return sums.view(out.shape)
 
 
-def _patch(path: str, module: nn.Module, rows: _Rows) -> _Patch:
+def _patch(path: str, module: nn.Module, batch: _Shape) -> _Patch:
     """The patch for a module.
 
     Raises:
         UnsupportedModelError: if there is none.
     """
     if type(module).forward is nn.Linear.forward:
-        return _Linear(path, module, rows)
+        return _Linear(path, module, batch)
     if isinstance(module, Conv1D):
-        return _Conv1D(path, module, rows)
+        return _Conv1D(path, module, batch)
     if type(module).forward is nn.LayerNorm.forward:
-        return _LayerNorm(path, module, rows)
+        return _LayerNorm(path, module, batch)
     if isinstance(module, nn.Embedding):
-        return _Embedding(path, module, rows)
-    vectors = _Vectors(path, module, rows)
+        return _Embedding(path, module, batch)
+    vectors = _Vectors(path, module, batch)
     if vectors.works():
         return vectors
     names = ", ".join(f"{name} {list(parameter.shape)}" for name, parameter in module.named_parameters(recurse=False))

@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zo2adapters.models.architecture import Architecture, segment_aliases, segment_layouts
-from zo2adapters.models.beside import BesideModules
+from zo2adapters.models.beside import BesideModules, tell_shape
 from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.chunked_loss import chunked_loss
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
@@ -201,11 +202,8 @@ class HFBlockModel:
         options = {"loss_function": self._skeleton.loss_function, "vocab_size": self.config.vocab_size}
         if self.loss_chunk is not None:
             return stacked_losses(activations.hidden, batches, self.loss_chunk, logits=self.logits, **options)
-
-        def whole_logits(**inputs: torch.Tensor) -> torch.Tensor:
-            return self._epilogue(activations.hidden, "logits", **inputs)
-
-        return whole_losses(batches, self.targets, whole_logits, **options)
+        logits = partial(self._epilogue, activations.hidden, "logits")
+        return whole_losses(batches, self.targets, logits, **options)
 
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer. See the contract."""
@@ -216,8 +214,7 @@ class HFBlockModel:
         """Run HF's forward with these arguments up to the first layer."""
         recorder = self._recorder
         recorder.reset()
-        if self._beside is not None:
-            self._beside.begin(len(inputs["input_ids"]))
+        tell_shape(self._beside, inputs["input_ids"])
         with contextlib.suppress(CutError), self._casting():
             self._skeleton(**inputs)
         assert recorder.hidden is not None, "HF's forward did not reach the last layer"
@@ -226,6 +223,7 @@ class HFBlockModel:
     def block(self, index: int, activations: Activations) -> Activations:
         """Run one layer with the arguments HF gave it."""
         args, kwargs = activations.calls[index]
+        tell_shape(self._beside, activations.hidden)
         with self._casting():
             out = self._layers[index](activations.hidden, *args, **kwargs)
         return activations._replace(hidden=out[0] if isinstance(out, (tuple, list)) else out)
@@ -255,6 +253,7 @@ class HFBlockModel:
     def epilogue(self, final: torch.Tensor, **inputs: Any) -> Any:
         """Run HF's forward with these arguments from the last layer's output on; returns what it returns."""
         self._recorder.final = final
+        tell_shape(self._beside, final)
         try:
             with self._casting():
                 return self._skeleton(**inputs)
