@@ -441,8 +441,8 @@ def test_rows_in_another_order_are_refused() -> None:
     rows = torch.randn(2, 6, 4)
     modules.begin(2, 6)
     expected = layer(rows)
-    moved = {"linear.weight": Factors(torch.zeros(2, 4, 1), torch.zeros(4, 1)), "linear.bias": torch.zeros(2, 4)}
-    modules.move({**moved}, 2)
+    moved: dict[str, Moved] = {"linear.weight": Factors(torch.zeros(2, 4, 1), torch.zeros(4, 1))}
+    modules.move({**moved, "linear.bias": torch.zeros(2, 4)}, 2)
     with (
         torch.inference_mode(),
         pytest.raises(UnsupportedModelError, match=r"linear.*\[6, 2, 4\] in a batch of 2 rows of 6"),
