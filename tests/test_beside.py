@@ -48,7 +48,7 @@ from zo2core import (
     ZOEstimator,
 )
 from zo2core.beside import factor_store
-from zo2core.kernels import fill
+from zo2core.kernels import apply_drawing, fill
 from zo2core.planning.device_plan import DevicePlan
 
 EPS, LR = 1e-2, 1e-2
@@ -377,6 +377,47 @@ def test_estimators_that_cannot_be_heeded_are_refused(name: str, tmp_path: Path)
             journal=tmp_path / "journal.jsonl",
         )
     assert not (tmp_path / "journal.jsonl").exists()
+
+
+def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
+    base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
+    estimator, model = MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), open_checkpoint(base)
+    with ZOEngine(model, estimator, perturbation=BesideActivations(rank=2)) as engine:
+        engine.step(batch)
+    with ZOEngine(model, estimator) as engine, ZOEngine(open_checkpoint(base), estimator) as other:
+        for _ in range(2):
+            assert engine.step(batch).losses == other.step(batch).losses
+
+
+class Breaking:
+    """Interrupts after so many more calls."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        apply_drawing(*arguments, **options)
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("fails_at", [1, 5, 30])
+def test_factors_that_were_not_brought_up_to_date_are_made_again(fails_at: int, tmp_path: Path) -> None:
+    base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
+    estimator = MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False)
+    weights = []
+    for disturbed in (False, True):
+        with ZOEngine(open_checkpoint(base), estimator, perturbation=BesideActivations(rank=2, period=2)) as engine:
+            for _ in range(3):
+                engine.step(batch)
+            if disturbed:
+                with patch.object(factor_store, "apply_drawing", Breaking(fails_at)), pytest.raises(KeyboardInterrupt):
+                    engine.step(batch)
+            engine.step(batch)
+            weights.append(dict(engine_weights(engine)))
+    for name, tensor in weights[0].items():
+        assert_same_bits(name, tensor, weights[1][name])
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,13 @@ class FactorStore:
             updates: All of the run.
             version: That many of them are applied.
         """
-        sums = self._sums_of(spec, theta)
+        try:
+            self._advance(spec, self._sums_of(spec, theta), updates, version)
+        except BaseException:  # sums between two versions: the journal has them all
+            self._sums.pop(spec.name, None)
+            raise
+
+    def _advance(self, spec: ParameterSpec, sums: _Sums, updates: Sequence[Update], version: int) -> None:
         while sums.version < version:
             end = version
             if len(spec.shape) == 2:

@@ -111,7 +111,8 @@ class StackedVisitor:
             del self._stores[index]
 
     def finish(self) -> None:
-        """Nothing runs beside the sweep."""
+        """Leave the model as it was: the next sweep may be another engine's."""
+        self._model.move(0, {}, 1)
 
     def _weights(self, spec: ParameterSpec) -> torch.Tensor:
         owner, position = self._places[spec.name]
