@@ -16,11 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
 from parity import assert_same_bits
+from runs import small_run
 from threaded_device import ThreadedDevice, ThreadedStreams
 from toy import ToyBlockModel
-from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    MixtralConfig,
+    PreTrainedModel,
+)
 
 from zo2adapters import open_checkpoint
+from zo2adapters.cli import main
 from zo2adapters.models.beside import BesideModules
 from zo2core import (
     FZOO,
@@ -40,6 +49,7 @@ from zo2core import (
     OptionError,
     PerRowRGE,
     PhiloxNoise,
+    PinnedSource,
     Replayer,
     SequentialNoise,
     UnsupportedModelError,
@@ -387,6 +397,106 @@ def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
     with ZOEngine(model, estimator) as engine, ZOEngine(open_checkpoint(base), estimator) as other:
         for _ in range(2):
             assert engine.step(batch).losses == other.step(batch).losses
+
+
+def test_stacks_are_the_runs_and_not_the_memorys(tmp_path: Path) -> None:
+    base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
+    estimator, move = MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=3), BesideModules.move
+    for stack, expected in ((None, [6]), (4, [4, 2]), (1, [1] * 6)):
+        for activations in (1, "1GiB"):
+            sizes: list[int] = []
+
+            with (
+                ZOEngine(
+                    open_checkpoint(base),
+                    estimator,
+                    memory=MemoryPolicy(activations=activations),
+                    perturbation=BesideActivations(rank=2, stack=stack),
+                ) as engine,
+                patch.object(BesideModules, "move", autospec=True, side_effect=move) as moves,
+            ):
+                engine.step(batch)
+                sizes = [call.args[2] for call in moves.mock_calls]
+            assert sizes[: len(expected)] == expected
+
+
+HEADS = {
+    "sequence-classification": AutoModelForSequenceClassification,
+    "question-answering": AutoModelForQuestionAnswering,
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_other_heads_run_one_evaluation_at_a_time(head: str, tmp_path: Path) -> None:
+    config, base = small_config("llama", num_labels=2, pad_token_id=0), tmp_path / "base"
+    HEADS[head].from_config(config).save_pretrained(base)  # type: ignore[no-untyped-call]
+    batch = {"input_ids": torch.arange(3, 13).view(2, 5)}
+    positions = {key: torch.tensor([1, 2]) for key in ("start_positions", "end_positions")}
+    batch |= {"labels": torch.tensor([0, 1])} if head == "sequence-classification" else positions
+    with ZOEngine(
+        open_checkpoint(base, head=head),
+        MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
+        perturbation=BesideActivations(rank=2),
+    ) as engine:
+        losses = engine.step(batch).losses
+    assert losses[0] != losses[1]
+
+
+def test_parts_that_a_caller_made_do_not_go_on_with_such_a_run(tmp_path: Path) -> None:
+    base, journal = save_model(tmp_path / "base", small_config("llama")), tmp_path / "journal.jsonl"
+    estimator, noise = MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), PhiloxNoise(Distribution.GAUSSIAN)
+    with ZOEngine(open_checkpoint(base), estimator, journal=journal, perturbation=BesideActivations(rank=2)) as engine:
+        engine.step(make_batch(40, [7]))
+    model, device = open_checkpoint(base), HostDevice()
+    with (
+        closing(PinnedSource(model.weights, model.layouts, device.host_memory)) as source,
+        pytest.raises(JournalError, match="perturbation"),
+    ):
+        ZOEngine.from_parts(model, estimator, source=source, device=device, noise=noise, journal=journal)
+
+
+def test_losses_of_ones_own_are_refused_where_rows_are_dealt(tmp_path: Path) -> None:
+    base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
+    with ZOEngine(open_checkpoint(base), PerRowRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2)) as engine:
+        evaluation, *_ = engine.ask()
+        with pytest.raises(OptionError, match="not dealt"):
+            list(engine.forwards([batch], at=evaluation))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--stack", "2"], "--stack"),
+        (["--rank", "2", "--stack", "0"], "--stack"),
+        (["--rank", "2", "--snapshot-every", "3"], "--rank"),
+        (["--per-row", "--objective", "exact-match"], "--per-row"),
+        (["--per-row", "--micro-batch-size", "1"], "--per-row"),
+        (["--rank", "2", "--exact-mezo"], "--exact-mezo"),
+    ],
+)
+def test_a_command_line_that_cannot_be_heeded_is_one_line(
+    more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = small_run(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["train", "--model", options.model, "--data", str(options.data), "--output", str(tmp_path / "run"), *more])
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"zo2: {said}:")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_stacks_all_of_a_step_and_its_branch_keeps_its_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, move = small_run(tmp_path), BesideModules.move
+    train = ["train", "--model", options.model, "--data", str(options.data), "--lr", "1e-2", "--rank", "2"]
+    with patch.object(BesideModules, "move", autospec=True, side_effect=move) as moves:
+        main([*train, "--output", str(tmp_path / "run"), "--steps", "2", "--queries", "2"])
+    assert [call.args[2] for call in moves.mock_calls][:5] == [4] * 5
+    branch = ["--resume", str(tmp_path / "run"), "--from-step", "1", "--output", str(tmp_path / "branch")]
+    with pytest.raises(SystemExit):
+        main(["train", *branch, "--rank", "4"])
+    assert "--rank" in capsys.readouterr().err
+    assert not (tmp_path / "branch").exists()
 
 
 class Breaking:

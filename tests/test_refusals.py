@@ -553,6 +553,7 @@ def test_no_more_memory_is_told() -> None:
         OSError(errno.ENOMEM, "Cannot allocate memory"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        SystemError("error return without exception set"),
     ):
         assert isinstance(refusal_of(error), MemoryBudgetError)
     assert refusal_of(ZeroDivisionError()) is None, "a defect of this program keeps its traceback"

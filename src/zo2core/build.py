@@ -256,6 +256,7 @@ def adopt(
         activation_bytes = parse_size(activations, option="activations")
         trace = _open_trace(trace, opened)
         journal = _open_journal(journal, opened)
+        choose_perturbation(InWeights(), journal)  # refuses a run beside the activations
         opened.push(journal.withdraw_if_refused)
         journal.begin(_header(model, noise, estimator, seed, provenance, InWeights()))
         if scheduler is None:

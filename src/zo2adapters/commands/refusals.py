@@ -18,6 +18,7 @@ _POLICIES = {
     "memory.least_activations": "activation_memory",
     "perturbation.rank": "rank",
     "perturbation.period": "period",
+    "perturbation.stack": "stack",
     "write_back.every": "write_back_every",
     "write_back.snapshot_every": "snapshot_every",
 }
@@ -31,6 +32,7 @@ def refusal_of(error: Exception) -> ZO2Error | None:
         return error
     said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
     is_short = isinstance(error, RuntimeError) and any(words in said.lower() for words in _OUT_OF_MEMORY)
+    is_short |= isinstance(error, SystemError) and "without exception set" in said  # an extension that could not even say so
     if is_short or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return MemoryBudgetError(
             "memory", found=f"no more of it ({said})", expected="room for what the options ask for", remedy="free memory"

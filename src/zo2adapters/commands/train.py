@@ -19,9 +19,11 @@ from zo2core import OptionError
 _ANEW = ("steps", "schedule_steps", "storage.", "keep_best", "report_to")
 _FIXED = ("storage.device",)
 
+_BESIDE = ("optimization.rank", "optimization.period", "optimization.stack")  # one kind of directions a run
+
 # What a branch may be told anew: how steps are taken from there on, but not along which noise, which replays the others.
 _ANEW_IN_BRANCH = (*_ANEW, "optimization.", "evaluate_every")
-_FIXED_IN_BRANCH = (*_FIXED, "optimization.noise", "optimization.exact_mezo")
+_FIXED_IN_BRANCH = (*_FIXED, "optimization.noise", "optimization.exact_mezo", *_BESIDE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,10 @@ class HFHeadModel(HFBlockModel):
         options: The same.
     """
 
+    def stacked(self, batches: Sequence[Batch]) -> Batch | None:
+        """None: the losses of these heads are made one stream at a time. See the contract."""
+        return None
+
     def __init__(self, head: Head, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, targets=head.targets, **options)
         assert head is not CAUSAL_LM, "HFBlockModel is a causal language model"

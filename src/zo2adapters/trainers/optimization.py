@@ -76,6 +76,8 @@ class Optimization:
     batch, and updates add up in float32. By default directions are in the weights, and have no such limit."""
     period: int = 100
     """Steps for which one of the two factors of --rank stays."""
+    stack: int | None = None
+    """With --rank: most evaluations that run as one batch, by default all of a step. Fewer take less memory."""
     per_row: bool = False
     """Give each row of a batch a direction of its own, for no more forwards; with --queries so many directions share the
     rows out. With --rank all rows run as one batch."""
@@ -96,7 +98,7 @@ class Optimization:
     @property
     def evaluations(self) -> int:
         """Forwards of a batch in a step."""
-        return self.estimator.evaluations(self.queries)
+        return 2 if self.per_row else self.estimator.evaluations(self.queries)
 
     def require_consistent(self) -> None:
         """Refuse options that do not go with the estimator.
@@ -111,10 +113,11 @@ class Optimization:
             queries=self.queries,
         )
         if self.rank is None:
-            if self.period != Optimization.period:
-                raise OptionError(
-                    "period", found=str(self.period), expected="--rank beside it", remedy="give a rank, or leave it out"
-                )
+            for option in ("period", "stack"):
+                if (value := getattr(self, option)) != getattr(Optimization, option):
+                    raise OptionError(
+                        option, found=str(value), expected="--rank beside it", remedy="give a rank, or leave it out"
+                    )
             return
         for option in ("exact_mezo", "perturb_in_place"):
             if getattr(self, option):
@@ -133,7 +136,9 @@ class Optimization:
         Raises:
             OptionError: if rank or period is out of its range.
         """
-        return InWeights() if self.rank is None else BesideActivations(rank=self.rank, period=self.period)
+        if self.rank is None:
+            return InWeights()
+        return BesideActivations(rank=self.rank, period=self.period, stack=self.stack)
 
     def estimator_of(self, steps: int, rows: int = 1) -> ZOEstimator:
         """The estimator of a run.

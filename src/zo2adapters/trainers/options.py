@@ -155,6 +155,12 @@ class RunOptions:
                 expected="--evaluation",
                 remedy="name them, or leave it out",
             )
+        if self.optimization.per_row and self.objective not in ("auto", "loss"):
+            raise _in_vain("per_row", f"--objective {self.objective}", "loss, which is each row's own")
+        if self.optimization.per_row and self.batching.micro_batch_size is not None:
+            raise _in_vain("per_row", "--micro-batch-size", "whole rows of one batch")
+        if self.optimization.rank is not None and self.storage.snapshot_every is not None:
+            raise _in_vain("rank", "--snapshot-every", "no snapshot: no weight changes")
         require_between("seed", self.seed, -LARGEST, LARGEST)
         self.batching.require_valid()
         self.storage.require_valid()
@@ -271,9 +277,13 @@ class TrainOptions(RunOptions):
 _GROUPS: dict[str, Any] = {"optimization": Optimization, "batching": Batching, "storage": Storage}
 _LATER = {
     *("architecture", "precision", "carried", "schedule_steps", "estimator", "guard", "objective", "keep_best", "report_to"),
-    *("clip_grad", "clip_median", "write_limit_tb", "rank", "period", "per_row"),
+    *("clip_grad", "clip_median", "write_limit_tb", "rank", "period", "stack", "per_row"),
 }
 """Options that runs of earlier versions have not written down."""
+
+
+def _in_vain(option: str, found: str, expected: str) -> OptionError:
+    return OptionError(option, found=found, expected=expected, remedy="leave one of the two out")
 
 
 def function_file(objective: str) -> Path | None:

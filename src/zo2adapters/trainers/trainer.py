@@ -332,6 +332,10 @@ def _reserved(options: TrainOptions, model: HFBlockModel, longest: int, sequence
     config, batching, given = model.config, options.batching, options.storage.activation_memory
     rows, micro_rows, chunk = batching.batch_size * sequences, batching.micro_batch_size, batching.loss_chunk
     streams = options.optimization.evaluations
+    if options.optimization.rank is not None:  # so many streams run as one batch
+        stacked = min(streams, options.optimization.stack or streams)
+        rows, streams = rows * stacked, -(-streams // stacked)
+        micro_rows = None if micro_rows is None else micro_rows * stacked
     reserved = (
         activation_bytes(config, rows, longest, streams=streams, micro_rows=micro_rows, loss_chunk=chunk)
         if given is None

@@ -55,6 +55,11 @@ class FactorStore:
         self._replays: dict[tuple[int, int], Sequence[Program]] = {}  # of this sweep, by the updates' range
         self._moves: dict[Evaluation, Program] = {}  # of this sweep
 
+    @property
+    def most_streams(self) -> int | None:
+        """Evaluations that run as one batch, at most; None: all of a step."""
+        return self._settings.stack
+
     def begin_sweep(self) -> None:
         """Forget the programs of the last sweep."""
         self._replays.clear()

@@ -26,8 +26,8 @@ class BesideActivations:
     """Directions of low rank, ``z = U V^T / sqrt(rank)`` for a matrix, taken beside what a layer computes.
 
     A linear layer gives ``x W^T + (x V) (A + shift * zo_eps * U)^T``, where V is divided by the root of the rank. W is only
-    read: nothing is written, sent back or written back. All evaluations of a step run as one batch, stacked along its rows,
-    as far as activations may take memory. Parameters of one dimension have dense directions, one value a stream.
+    read: nothing is written, sent back or written back. All evaluations of a step run as one batch, stacked along its rows.
+    Parameters of one dimension have dense directions, one value a stream.
 
     U is drawn anew for each direction; V stays for a period, so that a period's updates add up to one factor, A, in float32
     (LOZO, arXiv 2410.07698, with the scale of z that dense directions have: a LOZO ``zo_eps`` is this one's divided by the
@@ -37,16 +37,23 @@ class BesideActivations:
     Args:
         rank: Columns of U and V.
         period: Steps for which V stays.
+        stack: Most evaluations of a step that run as one batch; None: all of them. Losses depend on it, by the order in
+            which floats are summed, and so it is part of the run.
 
     Raises:
-        OptionError: if either is no whole number of at least 1.
+        OptionError: if one of them is no whole number of at least 1.
     """
 
     rank: int
     period: int = 100
+    stack: int | None = None
 
     def __post_init__(self) -> None:
-        for option, value in (("rank", self.rank), ("period", self.period)):
+        for option, value in (
+            ("rank", self.rank),
+            ("period", self.period),
+            ("stack", 1 if self.stack is None else self.stack),
+        ):
             if type(value) is not int or value < 1:
                 raise OptionError(
                     f"perturbation.{option}",
@@ -58,7 +65,7 @@ class BesideActivations:
     @property
     def options(self) -> Mapping[str, Any]:
         """What decides the result, as JSON values, for the journal."""
-        return {"kind": _KIND, "rank": self.rank, "period": self.period}
+        return {"kind": _KIND, "rank": self.rank, "period": self.period, "stack": self.stack}
 
     def period_seed(self, run_seed: int, step: int) -> int:
         """The seed of V in the period of a step: from the run's seed and the period alone, and no direction's."""
@@ -80,15 +87,15 @@ def choose_perturbation(perturbation: Perturbation | None, journal: Journal) -> 
     options = journal.header.get("perturbation")
     recorded: Perturbation = InWeights()
     if options is not None:
-        known = {"kind", "rank", "period"}
+        known = {"kind", "rank", "period", "stack"}
         if not isinstance(options, dict) or options.get("kind") != _KIND or set(options) != known:
             raise JournalError(
                 journal.name,
                 found=f"perturbation {str(options)[:80]}",
-                expected=f"none, or {_KIND} with rank and period",
+                expected=f"none, or {_KIND} with rank, period and stack",
                 remedy="use the version that the journal was made with",
             )
-        recorded = BesideActivations(rank=options["rank"], period=options["period"])
+        recorded = BesideActivations(rank=options["rank"], period=options["period"], stack=options["stack"])
     if perturbation is not None and perturbation != recorded:
         raise JournalError(
             journal.name,

@@ -238,7 +238,6 @@ class Replayer:
                 trajectory,
                 groups,
                 work=self._work,
-                most_streams=self._most_streams(groups, way),
                 activations=parts.activations,
                 streams=parts.device.streams,
                 timeline=parts.timeline,
@@ -253,11 +252,6 @@ class Replayer:
             timeline=parts.timeline,
             landing=self._landing,
         )
-
-    def _most_streams(self, groups: Groups, forward: Forward) -> int:
-        """How many streams of one sweep run as one batch: as many as activations may take memory."""
-        each = max((forward.held_bytes(b) + forward.forward_bytes(b) for _, batches in groups for b in batches), default=1)
-        return max(1, (self._parts.activation_bytes - self._parts.activations.room_bytes) // each)
 
     def _perturbation(self) -> tuple[float, bool]:
         """Perturbation scale, and whether evaluations walk from one to the next; without steps nothing is perturbed."""

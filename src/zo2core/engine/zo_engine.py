@@ -235,11 +235,18 @@ class ZOEngine(Replayer):
 
         Raises:
             BatchError: if the model cannot take a batch.
-            OptionError: if no step was begun, or the evaluation is none of its.
+            OptionError: if no step was begun, the evaluation is none of its, or the estimator deals rows to its evaluations.
         """
         if at is None:
             yield from super().forwards(batches, forward)
             return
+        if groups_of_rows(self._estimator) is not None:
+            raise OptionError(
+                "estimator",
+                found="a direction for each group of rows, and batches that are not dealt",
+                expected="step(batch), which deals them",
+                remedy="use MultiQueryRGE where the losses are your own",
+            )
         *way, _ = self._require_open_step().way_to(at)
         for group in self._filled(batches, forward):
             *_, outputs = self._sweep([*((evaluation, ()) for evaluation in way), (at, group)], forward)

@@ -34,7 +34,6 @@ class StackedVisitor:
         trajectory: To which version, and by which scale evaluations move.
         groups: The evaluations to make, each with the batches to run at it, as of ``SegmentVisitor``.
         work: The work buffer as each segment's parameters: where weights are formed.
-        most_streams: In a stack.
         activations: The stacks' memory between segments; one sweep at a time may use it.
         streams: The device's queues of work.
         timeline: Takes down what is done when.
@@ -49,7 +48,6 @@ class StackedVisitor:
         groups: Sequence[tuple[Evaluation | None, Sequence[Batch]]],
         *,
         work: Sequence[Mapping[str, torch.Tensor]],
-        most_streams: int,
         activations: ActivationOffload,
         streams: Streams,
         timeline: Timeline,
@@ -61,7 +59,7 @@ class StackedVisitor:
         self._work = work
         self._evaluations = [evaluation for evaluation, _ in groups]
         if forward is model:
-            self._stacks = list(_stacks(model, groups, most_streams))
+            self._stacks = list(_stacks(model, groups, factors.most_streams))
         else:
             self._stacks = [Stack(batch, [batch], [at]) for at, (_, batches) in enumerate(groups) for batch in batches]
         self._activations = activations
@@ -152,13 +150,14 @@ class StackedVisitor:
 
 
 def _stacks(
-    model: StackedModel, groups: Sequence[tuple[Evaluation | None, Sequence[Batch]]], most_streams: int
+    model: StackedModel, groups: Sequence[tuple[Evaluation | None, Sequence[Batch]]], most_streams: int | None
 ) -> Iterator[Stack]:
     """Stack the evaluations of each piece of the batch, as many as may be and can be."""
     for position in range(max((len(batches) for _, batches in groups), default=0)):
         streams = [(at, batches[position]) for at, (_, batches) in enumerate(groups) if position < len(batches)]
-        for start in range(0, len(streams), most_streams):
-            part = streams[start : start + most_streams]
+        most = len(streams) if most_streams is None else most_streams
+        for start in range(0, len(streams), most):
+            part = streams[start : start + most]
             batches = [batch for _, batch in part]
             joined = batches[0] if len(part) == 1 else model.stacked(batches)
             if joined is not None:
