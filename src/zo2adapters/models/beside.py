@@ -7,6 +7,7 @@ of the contract: a module's own product first, then one product with all thin co
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -78,7 +79,7 @@ class _Shape:
     rows = tokens = 1
 
 
-class _Patch:
+class _Patch(ABC):
     """A module's forward, and the one that stands before it."""
 
     def __init__(self, path: str, module: nn.Module, batch: _Shape) -> None:
@@ -100,9 +101,9 @@ class _Patch:
     def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.forward(*args, **kwargs) if self.moved else self.own(*args, **kwargs)
 
+    @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What the module gives where its parameters are moved."""
-        raise NotImplementedError
 
     def _factors(self) -> Factors:
         weight = self.moved["weight"]
