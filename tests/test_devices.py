@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import mmap
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ class FakeRuntime:
     def __init__(self, code: int = 0) -> None:
         self.code = code
         self.locked: dict[int, int] = {}  # address -> bytes
+        self.forgotten = 0  # errors that nobody else is to be told of
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
         if self.code == 0:
@@ -100,6 +102,11 @@ def runtime(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> FakeRuntime:
     fake = FakeRuntime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    def forget_error(device: torch.device) -> None:
+        fake.forgotten += 1
+
+    monkeypatch.setattr("zo2core.devices.cuda._forget_error", forget_error)
     return fake
 
 
@@ -163,6 +170,16 @@ def test_memory_that_cannot_be_locked_is_a_typed_error(runtime: FakeRuntime) -> 
     runtime.code = 2
     with pytest.raises(DeviceError, match=r"code 2 for 4096 bytes.*ulimit -l"):
         device.host_memory(4096)
+    assert runtime.forgotten == 1
+
+
+def test_a_device_that_nobody_closed_unlocks_its_memory(runtime: FakeRuntime) -> None:
+    device = CudaDevice()
+    memory = device.host_memory(4096)
+    assert list(runtime.locked) == [memory.data_ptr()]
+    del device
+    gc.collect()
+    assert not runtime.locked
 
 
 def test_a_missing_gpu_is_a_typed_error(runtime: FakeRuntime, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -151,7 +151,7 @@ class CudaDevice:
         with torch.cuda.device(self._torch_device):
             code = _cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0)
         if int(code) != 0:
-            self._forget_error()
+            _forget_error(self._torch_device)
             raise DeviceError(
                 str(self._torch_device),
                 found=f"cudaHostRegister failed with code {int(code)} for {nbytes} bytes",
@@ -175,11 +175,6 @@ class CudaDevice:
         """Wait for the GPU and unlock all memory."""
         _unlock(self._streams, self._locked)
 
-    def _forget_error(self) -> None:
-        """CUDA hands its last error to whoever launches next, who has nothing to do with it: launch something."""
-        with suppress(RuntimeError, AssertionError):  # the latter from a torch without CUDA
-            torch.zeros(1, device=self._torch_device)
-
 
 def _unlock(streams: CudaStreams, locked: list[torch.Tensor]) -> None:
     if locked:
@@ -187,6 +182,12 @@ def _unlock(streams: CudaStreams, locked: list[torch.Tensor]) -> None:
     while locked:
         arena = locked.pop()  # mapped until it is unlocked
         _cudart().cudaHostUnregister(arena.data_ptr())
+
+
+def _forget_error(device: torch.device) -> None:
+    """CUDA hands its last error to whoever launches next, who has nothing to do with it: launch something."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 def _stream() -> Any:
