@@ -7,7 +7,8 @@ stay in the device's memory. Replaying an update draws and adds m * rank numbers
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,14 +26,24 @@ BESIDE_UP_TO = 0.05
 _FORMED_AT_ONCE = 1 << 20  # elements, in float32
 
 
+class _Columns(NamedTuple):
+    """Factors of a matrix (m, n), of one period or of several side by side: R columns."""
+
+    own: torch.Tensor  # A (m, R), float32
+    shared: torch.Tensor  # V (n, R), in the parameter's dtype
+
+    def joined(self, other: _Columns) -> _Columns:
+        """These columns, and then the other's."""
+        return _Columns(*(torch.cat(pair, dim=1) for pair in zip(self, other, strict=True)))
+
+
 @dataclass(eq=False)
 class _Sums:
     """What the updates of a parameter came to."""
 
     now: torch.Tensor  # float32, flat: A (m, rank) of the present period; of a vector its weights (n,)
     version: int = 0  # updates 0..version-1 are in it
-    own: list[torch.Tensor] = field(default_factory=list)  # A (m, rank) of each period that has ended, float32
-    shared: list[torch.Tensor] = field(default_factory=list)  # V (n, rank) of the same periods, in the parameter's dtype
+    past: _Columns | None = None  # of the periods that have ended
 
 
 class FactorStore:
@@ -88,15 +99,15 @@ class FactorStore:
             for program in self._programs(updates, sums.version, end):
                 apply_drawing(sums.now, program, self._distribution, spec.index)
             if len(spec.shape) == 2 and end % self._settings.period == 0:
-                sums.own.append(sums.now.view(spec.shape[0], -1))
-                sums.shared.append(self._shared(spec, sums.version))
+                ended = _Columns(sums.now.view(spec.shape[0], -1), self._shared(spec, sums.version))
+                sums.past = ended if sums.past is None else sums.past.joined(ended)
                 sums.now = torch.zeros_like(sums.now)
             sums.version = end
 
     def forms(self, spec: ParameterSpec) -> bool:
         """Whether a matrix has so many columns of past periods that they are to be formed into its weights for a visit."""
-        columns = len(self._sums[spec.name].own) * self._settings.rank if spec.name in self._sums else 0
-        return len(spec.shape) == 2 and columns > BESIDE_UP_TO * spec.shape[1]
+        past = self._sums[spec.name].past if spec.name in self._sums else None
+        return past is not None and past.own.shape[1] > BESIDE_UP_TO * spec.shape[1]
 
     def form(self, spec: ParameterSpec, theta: torch.Tensor, out: torch.Tensor) -> None:
         """Write a matrix as it was when the present period began, summed in float32 and rounded once.
@@ -106,10 +117,10 @@ class FactorStore:
             theta: Its base weights, flat, on the device; only read.
             out: Memory for the matrix, of its shape and dtype.
         """
-        sums = self._sums[spec.name]
-        own, shared = torch.cat(sums.own, dim=1), torch.cat(sums.shared, dim=1).float().t()
-        rows = max(1, _FORMED_AT_ONCE // spec.shape[1])
-        parts = zip(*(torch.split(matrix, rows) for matrix in (theta.view(spec.shape), own, out)), strict=True)
+        past = self._sums[spec.name].past
+        assert past is not None, "what forms has a past"
+        rows, shared = max(1, _FORMED_AT_ONCE // spec.shape[1]), past.shared.float().t()
+        parts = zip(*(torch.split(matrix, rows) for matrix in (theta.view(spec.shape), past.own, out)), strict=True)
         for base, factor, memory in parts:
             memory.copy_(torch.addmm(base.float(), factor, shared))
 
@@ -135,10 +146,9 @@ class FactorStore:
         if len(spec.shape) == 1:
             return streams
         own, shared = streams.view(len(evaluations), spec.shape[0], -1), self._shared(spec, sums.version)
-        if sums.own and not self.forms(spec):
-            past = torch.cat(sums.own, dim=1).to(spec.dtype)
-            own = torch.cat([past.expand(len(evaluations), -1, -1), own], dim=2)
-            shared = torch.cat([*sums.shared, shared], dim=1)
+        if sums.past is not None and not self.forms(spec):
+            past = sums.past.own.to(spec.dtype).expand(len(evaluations), -1, -1)
+            own, shared = torch.cat([past, own], dim=2), torch.cat([sums.past.shared, shared], dim=1)
         return Factors(own, shared)
 
     def present(self, spec: ParameterSpec, theta: torch.Tensor) -> torch.Tensor:
@@ -153,8 +163,8 @@ class FactorStore:
             return theta
         if len(spec.shape) == 1:
             return sums.now.to(theta)
-        own = torch.cat([*sums.own, sums.now.view(spec.shape[0], -1)], dim=1)
-        shared = torch.cat([*sums.shared, self._shared(spec, sums.version)], dim=1)
+        now = _Columns(sums.now.view(spec.shape[0], -1), self._shared(spec, sums.version))
+        own, shared = now if sums.past is None else sums.past.joined(now)
         whole = theta.view(spec.shape).to(self._device, torch.float32)
         return torch.addmm(whole, own, shared.float().t()).to(theta).view(-1)
 
