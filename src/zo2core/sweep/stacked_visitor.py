@@ -10,8 +10,9 @@ import torch
 
 from zo2core.beside import FactorStore, Moved, StackedModel
 from zo2core.profiling.timeline import Timeline
-from zo2core.protocols import Forward, Store, Streams
+from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import ActivationOffload
+from zo2core.sweep.stream import run_stream
 from zo2core.types import Batch, Evaluation, Lane, ParameterSpec, SegmentKind
 from zo2core.updates import Trajectory
 
@@ -126,27 +127,18 @@ class StackedVisitor:
 
     def _run(self, index: int, number: int, stack: Stack) -> None:
         """Run a segment's forward of one stack."""
-        kind, memory = self._model.layouts[index].kind, self._activations
-        last = number == len(self._stacks) - 1
-        if kind is SegmentKind.EMBEDDING:
-            running = partial(self._forward.forward_bytes, stack.batch)
-            memory.admit(number, self._forward.embed(stack.batch), running)
-            if last:
-                memory.prefetch(0)
-            return
-        activations = memory.take(number)
-        if not last or kind is SegmentKind.BLOCK:
-            memory.prefetch(0 if last else number + 1)
-        if kind is SegmentKind.BLOCK:
-            memory.put(number, self._forward.block(index - 1, activations))
-            return
+        kind, last = self._model.layouts[index].kind, number == len(self._stacks) - 1
+        head = partial(self._heads, stack)
+        outputs = run_stream(self._activations, self._forward, kind, index, number, stack.batch, head, last=last)
+        if outputs is not None:
+            for group, output in zip(stack.groups, outputs, strict=True):
+                self.outputs[group].append(output)
+
+    def _heads(self, stack: Stack, activations: Activations) -> list[torch.Tensor]:
+        """What the head gives for each stream of a stack."""
         if len(stack.groups) == 1:
-            outputs = [self._forward.head(stack.batch, activations)]
-        else:
-            outputs = self._model.heads(stack.batches, activations)
-        for group, output in zip(stack.groups, outputs, strict=True):
-            self.outputs[group].append(output)
-        memory.drop(number)
+            return [self._forward.head(stack.batch, activations)]
+        return self._model.heads(stack.batches, activations)
 
 
 def _stacks(

@@ -17,6 +17,7 @@ from zo2core.protocols import Forward, Store, Streams
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.landing import Landing
 from zo2core.sweep.perturber import Perturber
+from zo2core.sweep.stream import run_stream
 from zo2core.types import Batch, BlockLayout, Evaluation, Lane, SegmentKind
 
 
@@ -102,18 +103,8 @@ class SegmentVisitor:
 
     def _run(self, index: int, stream: int, group: int) -> None:
         """Run a segment's forward of one stream."""
-        kind, batch, memory = self._layouts[index].kind, self._batches[stream], self._activations
-        last = stream == len(self._batches) - 1
-        if kind is SegmentKind.EMBEDDING:
-            memory.admit(stream, self._forward.embed(batch), partial(self._forward.forward_bytes, batch))
-            if last:
-                memory.prefetch(0)
-            return
-        activations = memory.take(stream)
-        if not last or kind is SegmentKind.BLOCK:
-            memory.prefetch(0 if last else stream + 1)
-        if kind is SegmentKind.BLOCK:
-            memory.put(stream, self._forward.block(index - 1, activations))
-        else:
-            self.outputs[group].append(self._forward.head(batch, activations))
-            memory.drop(stream)
+        batch, kind = self._batches[stream], self._layouts[index].kind
+        head, last = partial(self._forward.head, batch), stream == len(self._batches) - 1
+        output = run_stream(self._activations, self._forward, kind, index, stream, batch, head, last=last)
+        if output is not None:
+            self.outputs[group].append(output)

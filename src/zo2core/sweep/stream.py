@@ -1,0 +1,55 @@
+"""One stream's way through a segment: its activations come from where they waited, and go back there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from zo2core.protocols import Activations, Forward
+from zo2core.sweep.activation_offload import ActivationOffload
+from zo2core.types import Batch, SegmentKind
+
+Output = TypeVar("Output")
+
+
+def run_stream(
+    memory: ActivationOffload,
+    forward: Forward,
+    kind: SegmentKind,
+    index: int,
+    stream: int,
+    batch: Batch,
+    head: Callable[[Activations], Output],
+    *,
+    last: bool,
+) -> Output | None:
+    """Run a segment's forward of one stream.
+
+    Args:
+        memory: Holds the streams' activations between segments.
+        forward: Runs embedding and blocks.
+        kind: The segment's.
+        index: The segment's position in visiting order.
+        stream: Its number in the sweep.
+        batch: The stream's.
+        head: Runs what comes after the blocks.
+        last: Whether the sweep has no stream after it.
+
+    Returns:
+        What the head gave; None at other segments.
+    """
+    if kind is SegmentKind.EMBEDDING:
+        memory.admit(stream, forward.embed(batch), partial(forward.forward_bytes, batch))
+        if last:
+            memory.prefetch(0)
+        return None
+    activations = memory.take(stream)
+    if not last or kind is SegmentKind.BLOCK:
+        memory.prefetch(0 if last else stream + 1)
+    if kind is SegmentKind.BLOCK:
+        memory.put(stream, forward.block(index - 1, activations))
+        return None
+    output = head(activations)
+    memory.drop(stream)
+    return output
