@@ -77,10 +77,7 @@ def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
         return [batch]
     micro_batches = []
     for start in range(0, len(labels), rows):
-        micro_batch = {
-            key: value[start : start + rows] if value.dim() > 0 and len(value) == len(labels) else value
-            for key, value in batch.items()
-        }
+        micro_batch = _rows_of(batch, start, start + rows)
         if labelled_tokens(micro_batch):
             micro_batches.append(_without_padding(micro_batch))
     return micro_batches or [batch]
@@ -110,13 +107,7 @@ def deal_rows(batch: object, groups: int) -> list[Batch]:
         )
     require_tensors(batch)
     share = rows // groups
-    return [
-        {
-            key: value[start : start + share] if value.dim() > 0 and len(value) == rows else value
-            for key, value in batch.items()
-        }
-        for start in range(0, rows, share)
-    ]
+    return [_rows_of(batch, start, start + share) for start in range(0, rows, share)]
 
 
 def combined_loss(losses: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
@@ -133,6 +124,12 @@ def combined_loss(losses: Sequence[torch.Tensor], tokens: Sequence[int]) -> torc
         return losses[0]
     summed = torch.stack([loss.double() * count for loss, count in zip(losses, tokens, strict=True)]).sum()
     return (summed / sum(tokens)).to(losses[0].dtype)
+
+
+def _rows_of(batch: Batch, start: int, stop: int) -> dict[str, torch.Tensor]:
+    """A range of a batch's rows, with what all rows share."""
+    count = len(batch["labels"])
+    return {key: value[start:stop] if value.dim() > 0 and len(value) == count else value for key, value in batch.items()}
 
 
 def _without_padding(micro_batch: Batch) -> Batch:
