@@ -87,7 +87,6 @@ class Replayer:
         self._landing = parts.landing
         parts.opened.callback(self._recorder.flush)
         self._use = ExclusiveUse(type(self).__name__)
-        self._work = parts.work_buffer.parameters()
 
     @property
     def version(self) -> int:
@@ -237,7 +236,7 @@ class Replayer:
                 parts.factors,
                 trajectory,
                 groups,
-                work=self._work,
+                buffer=parts.work_buffer,
                 activations=parts.activations,
                 streams=parts.device.streams,
                 timeline=parts.timeline,

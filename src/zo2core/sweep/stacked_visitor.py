@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.stream import run_stream
+from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Batch, Evaluation, Lane, ParameterSpec, SegmentKind
 from zo2core.updates import Trajectory
 
@@ -34,7 +35,7 @@ class StackedVisitor:
         factors: Of all parameters.
         trajectory: To which version, and by which scale evaluations move.
         groups: The evaluations to make, each with the batches to run at it, as of ``SegmentVisitor``.
-        work: The work buffer as each segment's parameters: where weights are formed.
+        buffer: Where weights are formed.
         activations: The stacks' memory between segments; one sweep at a time may use it.
         streams: The device's queues of work.
         timeline: Takes down what is done when.
@@ -48,7 +49,7 @@ class StackedVisitor:
         trajectory: Trajectory,
         groups: Sequence[tuple[Evaluation | None, Sequence[Batch]]],
         *,
-        work: Sequence[Mapping[str, torch.Tensor]],
+        buffer: WorkBuffer,
         activations: ActivationOffload,
         streams: Streams,
         timeline: Timeline,
@@ -57,7 +58,7 @@ class StackedVisitor:
         self._forward = forward
         self._factors = factors
         self._trajectory = trajectory
-        self._work = work
+        self._buffer = buffer
         self._evaluations = [evaluation for evaluation, _ in groups]
         if forward is model:
             self._stacks = list(_stacks(model, groups, factors.most_streams))
@@ -121,7 +122,8 @@ class StackedVisitor:
         """The tensor that modules read a parameter from: its bytes themselves, or what was formed of them for this visit."""
         if not self._factors.forms(spec):
             return theta.view(spec.shape)
-        formed = self._work[index][spec.name]
+        [memory] = [view.work for view in self._buffer.segments[index] if view.spec.name == spec.name]
+        formed = memory.view(spec.shape)
         self._factors.form(spec, theta, formed)
         return formed
 
