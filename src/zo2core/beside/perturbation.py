@@ -151,13 +151,11 @@ def _require_estimator(estimator: ZOEstimator) -> None:
         raise _refusal(
             "perturb_in_place", "True", "False beside the activations, where no weight walks", "pass perturb_in_place=False"
         )
-    innermost: Any = estimator
-    while hasattr(innermost, "estimator"):
-        innermost = innermost.estimator
-    if getattr(innermost, "weight_decay", 0.0):
+    weight_decay = estimator.options.get("weight_decay")
+    if weight_decay:
         raise _refusal(
             "weight_decay",
-            str(innermost.weight_decay),
+            str(weight_decay),
             "0 beside the activations, where weights are only read",
             "pass weight_decay=0.0",
         )
