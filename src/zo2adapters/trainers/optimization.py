@@ -119,7 +119,7 @@ class Optimization:
                         option, found=str(value), expected="--rank beside it", remedy="give a rank, or leave it out"
                     )
             return
-        # The engine refuses the rest, by the names that it has here. Of these two it would not know that they were asked for.
+        # The engine refuses the rest, by the names that it has here. It is not told that these two were asked for.
         for option, asked in (("exact_mezo", self.exact_mezo), ("noise", self.noise is Noise.MEZO)):
             if asked:
                 raise OptionError(
