@@ -31,6 +31,8 @@ from transformers import (
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.beside import BesideModules
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     FZOO,
     BatchError,
@@ -42,6 +44,7 @@ from zo2core import (
     HostPlan,
     InWeights,
     JournalError,
+    Lane,
     MemoryPolicy,
     MeZOSGD,
     Moved,
@@ -242,6 +245,31 @@ def test_a_run_is_the_stacked_loop(
             engine.close()
 
 
+def test_the_sums_of_several_periods_are_the_stacked_loops(tmp_path: Path) -> None:
+    """As above, without drawing: seven steps in periods of two, from host memory to a device and nothing back."""
+    base, batch = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4)), make_batch(40, [7, 4])
+    loop = StackedLoop(load_whole(base), 2, 2, Distribution.RADEMACHER)
+    with (
+        closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))) as device,
+        ZOEngine(
+            open_checkpoint(base, loss_chunk=None),
+            MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
+            noise=PhiloxNoise(Distribution.RADEMACHER),
+            device=device,
+            memory=MemoryPolicy(device=DevicePlan((), 1 << 40, 0, 1 << 28)),
+            perturbation=BesideActivations(rank=2, period=2),
+        ) as engine,
+    ):
+        for seed in range(7):
+            result = engine.step(batch, seed=seed)
+            assert list(result.losses) == loop.step(batch, seed)
+            assert result.lanes[Lane.UPLOAD].nbytes > 0
+            assert result.lanes[Lane.OFFLOAD].nbytes == 0
+        weights = loop.weights()
+        for name, tensor in engine.parameters_now():
+            assert_same_bits(name, tensor, weights[name])
+
+
 def dense(whole: PreTrainedModel, moved: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> float:
     with torch.inference_mode():
         loss: float = torch.func.functional_call(whole, dict(moved), kwargs=dict(batch)).loss.item()
@@ -301,15 +329,15 @@ def test_updates_are_lr_times_the_projected_gradient_along_z(tmp_path: Path) -> 
             assert z.var().item() == pytest.approx(1.0, abs=0.7), "of unit variance, as dense directions are"
 
 
-def test_a_row_has_a_direction_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_a_row_has_a_direction_of_its_own(chunk: int | None, tmp_path: Path) -> None:
     base, batch = save_model(tmp_path / "base", small_config("opt")), make_batch(40, [7, 4, 6, 5])
     for q in (1, 2, 4):
         estimator = PerRowRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=q)
         losses, weights = [], []
         for perturbation in (BesideActivations(rank=2), InWeights()):
-            with ZOEngine(
-                open_checkpoint(base), estimator, noise=PhiloxNoise(Distribution.GAUSSIAN), perturbation=perturbation
-            ) as engine:
+            model, noise = open_checkpoint(base, loss_chunk=chunk), PhiloxNoise(Distribution.GAUSSIAN)
+            with ZOEngine(model, estimator, noise=noise, perturbation=perturbation) as engine:
                 seeds = list(dict.fromkeys(evaluation.seed for evaluation in engine.ask()))
                 losses.append(engine.step(batch).losses)
                 weights.append(dict(engine_weights(engine)))
@@ -336,6 +364,7 @@ def test_nothing_is_written_and_a_journal_is_enough(tmp_path: Path) -> None:
         journal=tmp_path / "run" / "journal.jsonl",
         memory=MemoryPolicy(host=HostPlan((), 1 << 40, 2, keep_noise=False)),
         write_back=WriteBackPolicy(directory=tmp_path / "run"),
+        seed=5,
         perturbation=BesideActivations(rank=2, period=3),
     ) as engine:
         for _ in range(7):
@@ -503,6 +532,16 @@ def test_a_run_stacks_all_of_a_step_and_its_branch_keeps_its_rank(
         main(["train", *branch, "--rank", "4"])
     assert "--rank" in capsys.readouterr().err
     assert not (tmp_path / "branch").exists()
+
+
+def test_memory_is_reserved_for_what_is_stacked(tmp_path: Path) -> None:
+    reserved = []
+    for stack in (1, 2, None):
+        optimization = Optimization(lr=1e-2, rank=2, queries=2, stack=stack)
+        (tmp_path / str(stack)).mkdir()
+        with closing(Trainer(small_run(tmp_path / str(stack), optimization=optimization))) as trainer:
+            reserved.append(trainer.engine._parts.activation_bytes)
+    assert reserved[0] < reserved[1] < reserved[2]
 
 
 class Breaking:
