@@ -24,10 +24,13 @@ from zo2core import (
     FZOO,
     MEAZO,
     Batch,
+    BesideActivations,
     DataError,
     Distribution,
+    InWeights,
     MeZOSGD,
     NonFiniteLossError,
+    PerRowRGE,
     PhiloxNoise,
     ZOEngine,
     ZOEstimator,
@@ -197,12 +200,15 @@ class ZerothOrder:
     estimator: Callable[[float], ZOEstimator]  # from the learning rate
     lrs: tuple[float, ...] = (5e-6, 1e-5, 2e-5, 4e-5)
     forwards: int = 2
+    rank: int | None = None  # of directions beside the activations; None: dense ones, in the weights
 
     def learner(self, model: Path, *, lr: float, seed: int, journal: Path) -> Learner:
         """Open the model, and go on where the journal ends."""
         opened = open_checkpoint(model, **self.opening)
         noise = None if self.noise is None else PhiloxNoise(self.noise)
-        return ZerothOrderLearner(opened, ZOEngine(opened, self.estimator(lr), noise=noise, journal=journal, seed=seed))
+        perturbation = InWeights() if self.rank is None else BesideActivations(rank=self.rank)
+        engine = ZOEngine(opened, self.estimator(lr), noise=noise, perturbation=perturbation, journal=journal, seed=seed)
+        return ZerothOrderLearner(opened, engine)
 
 
 class AdamWLearner:
@@ -281,17 +287,26 @@ def meazo(lr: float) -> ZOEstimator:
     return MEAZO(lr=lr, zo_eps=ZO_EPS, perturb_in_place=False)
 
 
-RADEMACHER = Distribution.RADEMACHER
+def per_row(lr: float) -> ZOEstimator:
+    """Two-point steps in which each row of the batch has a direction of its own."""
+    return PerRowRGE(q=16, lr=lr, zo_eps=ZO_EPS, perturb_in_place=False)
+
+
+RADEMACHER, GAUSSIAN = Distribution.RADEMACHER, Distribution.GAUSSIAN
 FZOO_LRS, MEAZO_LRS = (1e-3, 3e-3, 6e-3, 1.2e-2), (3e-4, 1e-3, 2e-3, 4e-3)
+PER_ROW_LRS = (1e-5, 2e-5, 4e-5, 8e-5)
 IN_FLOAT32 = {"dtype": "float32", "loss_chunk": 64}
+IN_BFLOAT16 = {"dtype": "bfloat16", "loss_chunk": 64}
 IN_MIXED = {"precision": "mixed", "dtype": "bfloat16"}  # stored in float32; not the dtype that a probe finds faster here
 VARIANTS: tuple[Variant, ...] = (
     ZerothOrder(name="mezo-float32", opening={"dtype": "float32"}, noise=None, estimator=mezo),
     ZerothOrder(name="rademacher-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=two_point),
-    ZerothOrder(
-        name="rademacher-bfloat16", opening={"dtype": "bfloat16", "loss_chunk": 64}, noise=RADEMACHER, estimator=two_point
-    ),
+    ZerothOrder(name="rademacher-bfloat16", opening=IN_BFLOAT16, noise=RADEMACHER, estimator=two_point),
     ZerothOrder(name="rademacher-mixed", opening=IN_MIXED, noise=RADEMACHER, estimator=two_point),
+    ZerothOrder(name="rank-8-bfloat16", opening=IN_BFLOAT16, noise=GAUSSIAN, estimator=two_point, rank=8),
+    ZerothOrder(
+        name="per-row-rank-8-bfloat16", opening=IN_BFLOAT16, noise=GAUSSIAN, estimator=per_row, rank=8, lrs=PER_ROW_LRS
+    ),
     # The steps of these two are divided, so that learning rates are lengths: a weight moves by lr, in FZOO by lr / sqrt(8).
     ZerothOrder(name="fzoo-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=fzoo, lrs=FZOO_LRS, forwards=9),
     ZerothOrder(name="meazo-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=meazo, lrs=MEAZO_LRS),
