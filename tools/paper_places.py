@@ -181,8 +181,9 @@ class Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def hold(self, tensor: torch.Tensor, *, counts: bool = True) -> None:
         """Count a tensor's storage until it is freed, once, or (with counts=False) never."""
         storage = tensor.untyped_storage()
-        address, nbytes = storage.data_ptr(), storage.nbytes() if counts else 0
-        if address == 0 or address in self._known:
+        # A storage of the meta device has no address, but is one object as long as it lives.
+        address, nbytes = storage.data_ptr() or storage._cdata, storage.nbytes() if counts else 0
+        if (nbytes == 0 and counts) or address in self._known:
             return
         self._known[address] = nbytes
         weakref.finalize(storage, self._freed, address)
@@ -196,7 +197,7 @@ class Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation and count its results."""
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+            if isinstance(tensor, torch.Tensor) and tensor.device.type in ("cpu", "meta"):
                 self.hold(tensor)
         return out
 

@@ -1,0 +1,145 @@
+"""Figure 3 of the ZO2 paper: what a device holds while AdamW, SGD, MeZO and this engine train, by one counter of bytes.
+
+    python tools/bench_memory.py
+    python tools/bench_memory.py --geometries opt-6.7b opt-13b --dtype float32 --tokens 1024 --output memory.json
+
+Every operation's results are counted as long as they live, with the weights and buffers they start from. The whole-model
+sides run in torch's ``meta`` device, which has shapes and no bytes, so that they are counted at true size wherever this
+runs. The engine runs in earnest, behind a bus played by threads, at the true width of its blocks but with few of them
+(``--blocks``): its device holds slots, embedding, head and activations, whatever the number of blocks, and the count is
+made with two numbers of blocks to show it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_paper import A100_MEMORY, batch_of
+from make_checkpoint import geometries
+from paper_models import scaled
+from paper_places import LR, Bus, Usage
+from paper_tables import Variant
+from paper_variants import NOISES
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from zo2adapters.models.checkpoint import DTYPES
+from zo2core.types import Batch
+
+BUS, HOST_MEMORY, DEVICE_MEMORY = 1e12, 10**10, 80 * 10**9  # bytes a second; bytes
+EPS = 1e-3
+
+
+def first_order(optimizer: Callable[..., torch.optim.Optimizer]) -> Callable[[PreTrainedModel, Batch], Callable[[], None]]:
+    """A trainer with gradients, kept between steps as torch's examples do."""
+
+    def trainer(model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
+        rule = optimizer(model.parameters(), lr=LR)
+
+        def step() -> None:
+            model(**batch).loss.backward()
+            rule.step()
+            rule.zero_grad()
+
+        return step
+
+    return trainer
+
+
+def mezo(model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
+    """MeZO's loop: one parameter's z at a time, no gradients."""
+
+    def move(scale: float) -> None:
+        for parameter in model.parameters():
+            z = torch.normal(mean=0, std=1, size=parameter.size(), device=parameter.device, dtype=parameter.dtype)
+            parameter.data = parameter.data + scale * z * EPS
+
+    @torch.no_grad()
+    def step() -> None:
+        move(1)
+        model(**batch)
+        move(-2)
+        model(**batch)
+        move(1)
+        move(LR)
+
+    return step
+
+
+WHOLE = {"AdamW": first_order(torch.optim.AdamW), "SGD": first_order(torch.optim.SGD), "MeZO": mezo}
+
+
+def whole(config: PretrainedConfig, dtype: torch.dtype, tokens: int, trainer: Any) -> int:
+    """Most bytes of the second step of a whole model, in which all of an optimizer's state is there."""
+    usage = Usage()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    model.config.use_cache = False
+    batch = {name: value.to("meta") for name, value in batch_of(config.vocab_size, 1, tokens, torch.device("cpu")).items()}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        usage.hold(tensor)
+        del tensor
+    step = trainer(model, batch)
+    with usage:
+        step()
+        usage.peak = usage.now
+        step()
+    return usage.peak
+
+
+def engine(config: PretrainedConfig, dtype: torch.dtype, tokens: int, blocks: int) -> int:
+    """Most bytes of the engine's device in a step with updates to replay."""
+    few = deepcopy(config)
+    few.num_hidden_layers = blocks
+    place = Bus(HOST_MEMORY, DEVICE_MEMORY, BUS)
+    model = place.model(few, dtype)
+    offloaded = place.offload(model, Variant.FULL, NOISES["philox-rademacher"])
+    assert offloaded is not None
+    batch = batch_of(config.vocab_size, 1, tokens, place.torch_device)
+    with offloaded.parts, offloaded.engine as running:
+        running.step(batch)
+        return place.peak_bytes(lambda: running.step(batch), batch.values())
+
+
+def measured(name: str, dtype: torch.dtype, tokens: int, blocks: int) -> dict[str, Any]:
+    """One group of bars."""
+    config = scaled(geometries()[name], 1, tokens)
+    sides: dict[str, Any] = {side: whole(config, dtype, tokens, trainer) for side, trainer in WHOLE.items()}
+    gc.collect()
+    sides["this engine"], more = (engine(config, dtype, tokens, number) for number in (blocks, blocks + 1))
+    return {"model": name, "bytes": sides, "engine's bytes with a block more": more}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometries", nargs="+", choices=list(geometries()), default=["opt-6.7b", "opt-13b"])
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--tokens", type=int, default=2048, help="of the one row")
+    parser.add_argument("--blocks", type=int, default=5, help="of the engine's model")
+    parser.add_argument("--output", type=Path, default=None)
+    options = parser.parse_args()
+    rows = [measured(name, DTYPES[options.dtype], options.tokens, options.blocks) for name in options.geometries]
+    print(f"| GB, {options.dtype}, 1 x {options.tokens} tokens | " + " | ".join([*WHOLE, "this engine"]) + " |")
+    print("|---" * (len(WHOLE) + 2) + "|")
+    for row in rows:
+        cells = [f"{nbytes / 1e9:.1f}" + " X" * (nbytes > A100_MEMORY) for nbytes in row["bytes"].values()]
+        print(f"| {row['model']} | " + " | ".join(cells) + " |")
+    print("X: more than the 80 GB of the paper's GPU")
+    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
+    kept = {"dtype": options.dtype, "tokens": options.tokens, "rows": rows, "machine": machine}
+    print(json.dumps(kept))
+    if options.output is not None:
+        options.output.write_text(json.dumps(kept) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
