@@ -1,6 +1,7 @@
 """Estimators and noises on the demo's task, at equal numbers of forwards: what each learns, and how fast.
 
     python tools/compare_estimators.py --output tools/results/compare_estimators
+    python tools/compare_estimators.py --precisions --output tools/results/compare_precisions
 
 One base model and one task for all (the demo's); each variant runs with several seeds, which decide the directions and the
 order of rows. A variant of MeZO with q directions a step takes a q-th of the steps, at q times the learning rate: every
@@ -17,16 +18,16 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zo2adapters import open_checkpoint
+from zo2adapters import Precision, open_checkpoint
 from zo2adapters.commands.demo import accuracy
 from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.demo_task import read_rows
@@ -65,6 +66,7 @@ class EstimatorVariant:
     lr: float | None = None  # the demo's, times the queries
     rank: int | None = None  # of directions beside the activations; None: in the weights
     per_row: bool = False  # a direction for each row, or group of rows where there are several queries
+    opening: Mapping[str, Any] = field(default_factory=dict)  # what ``open_checkpoint`` is asked for
 
     @property
     def forwards(self) -> int:
@@ -98,6 +100,33 @@ def rademacher() -> NoiseGenerator:
     return PhiloxNoise(Distribution.RADEMACHER)
 
 
+def in_precision(name: str, lr: float, **opening: Any) -> EstimatorVariant:
+    """The default's estimator with other dtypes."""
+    return EstimatorVariant(f"{name}, lr {lr:g}", rademacher, perturb_in_place=False, lr=lr, opening=opening)
+
+
+def mixed(carried: torch.dtype | None = None, *, back: bool = False) -> Precision:
+    """Stored in float32, computed in bfloat16."""
+    return Precision(stored=torch.float32, computed=torch.bfloat16, carried=carried, carried_back=back)
+
+
+SMALL_LR = 1e-5  # at which most updates are lost in bfloat16
+PRECISIONS = [
+    *(
+        in_precision(name, lr, **opening)
+        for lr in (SMALL_LR, LR)
+        for name, opening in (
+            ("float32", {"dtype": "float32"}),
+            ("bfloat16", {"dtype": "bfloat16"}),
+            ("mixed", {"precision": mixed()}),
+        )
+    ),
+    *(
+        in_precision(f"mixed, {name} carried{' both ways' if back else ''}", LR, precision=mixed(carried, back=back))
+        for name, carried in (("bfloat16", torch.bfloat16), ("float8", torch.float8_e4m3fn))
+        for back in (False, True)
+    ),
+]
 VARIANTS = [
     EstimatorVariant("exact MeZO", lambda: None, perturb_in_place=True),
     EstimatorVariant("Philox Gaussian", gaussian, perturb_in_place=False),
@@ -119,9 +148,12 @@ VARIANTS = [
 ]
 
 
+ALL = [*VARIANTS, *PRECISIONS]
+
+
 def run(task: DemoTask, place: int, *, seed: int, forwards: int) -> dict[str, Any]:
     """Train once with the variant of a place in the list; return the curve over forwards, and the speed."""
-    variant = VARIANTS[place]
+    variant = ALL[place]
     tokenizer, rows = load_tokenizer(task.model), read_rows(task.evaluation)
     data = read_dataset(task.train, tokenizer, sequence_length=256)
     steps = forwards // variant.forwards
@@ -129,7 +161,7 @@ def run(task: DemoTask, place: int, *, seed: int, forwards: int) -> dict[str, An
     pad = pad_token_id(tokenizer)
     curve: list[dict[str, float]] = []
     seconds = 0.0
-    model = open_checkpoint(task.model)
+    model = open_checkpoint(task.model, **variant.opening)
     perturbation = InWeights() if variant.rank is None else BesideActivations(rank=variant.rank)
     estimator = variant.estimator(steps)
     with ZOEngine(model, estimator, noise=variant.noise(), seed=seed, perturbation=perturbation) as engine:
@@ -201,12 +233,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forwards", type=int, default=2 * RECIPE.steps)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--variants", help="names, separated by semicolons; by default all")
+    parser.add_argument("--variants", help="names, separated by semicolons; by default all estimators")
+    parser.add_argument("--precisions", action="store_true", help="compare dtypes instead")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each")
     parser.add_argument("--output", type=Path, default=None, help="path without suffix, for .json and .png")
     options = parser.parse_args()
-    names = [variant.name for variant in VARIANTS]
-    chosen = names if options.variants is None else options.variants.split(";")
+    names = [variant.name for variant in ALL]
+    default = [variant.name for variant in (PRECISIONS if options.precisions else VARIANTS)]
+    chosen = default if options.variants is None else options.variants.split(";")
     if unknown := [name for name in chosen if name not in names]:
         parser.error(f"--variants: {unknown[0]!r} is none of {'; '.join(names)}")
     places = [names.index(name) for name in chosen]
