@@ -1,0 +1,112 @@
+"""Two ways to open checkpoints, a step of each in turn: dtypes of files, precisions, or logits for labelled tokens only.
+
+    python tools/bench_openings.py opt-1.3b opt-1.3b-bf16 --precision mixed mixed
+    python tools/bench_openings.py opt-1.3b opt-1.3b-bf16 --precision mixed mixed --buckets 3
+    python tools/bench_openings.py task/model task/model --loss-chunk auto none --rows 16 --tokens 40 --labelled 2
+
+Prints a table and JSON: seconds a step, the ratio between neighbours, and the most bytes that the operations of a step hold
+at a time beside weights and buffers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench_overlap import machine, spread
+from paper_places import Usage
+
+from zo2adapters import open_checkpoint
+from zo2adapters.trainers.verification import random_batch
+from zo2core import Distribution, HostPlan, MemoryPolicy, MeZOSGD, PhiloxNoise, ZOEngine
+from zo2core.sweep.microbatch import IGNORE_INDEX
+from zo2core.types import Batch
+
+WARM_UP = 2
+
+
+def peak_bytes(engine: ZOEngine, batch: Batch) -> int:
+    """What one step's operations hold at a time, beside what is still there when a step is over."""
+    usage = Usage()
+    with usage:
+        engine.step(batch)
+        usage.peak = usage.now
+        engine.step(batch)
+    return usage.peak - usage.now
+
+
+def bench(sides: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """Both sides in turn."""
+    seconds: list[list[float]] = [[] for _ in sides]
+    host = HostPlan((), 1 << 40, buckets=options.buckets, keep_noise=False)
+    with ExitStack() as opened:
+        engines = []
+        for side in sides:
+            model = open_checkpoint(**side)
+            engines.append(
+                opened.enter_context(
+                    ZOEngine(
+                        model,
+                        MeZOSGD(lr=1e-7, zo_eps=1e-3, perturb_in_place=False),
+                        noise=PhiloxNoise(Distribution.RADEMACHER),
+                        memory=MemoryPolicy(host=host),
+                    )
+                )
+            )
+        batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
+        if options.labelled is not None:
+            batch["labels"][:, : -options.labelled] = IGNORE_INDEX
+        for number in range(WARM_UP + options.steps):
+            for engine, spans in zip(engines, seconds, strict=True):
+                result = engine.step(batch)
+                if number >= WARM_UP:
+                    spans.append(result.seconds)
+        peaks = [peak_bytes(engine, batch) for engine in engines]
+    return {
+        "seconds": [spread(spans) for spans in seconds],
+        "first_to_second": spread([first / second for first, second in zip(*seconds, strict=True)]),
+        "operations_bytes": peaks,
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directories", type=Path, nargs=2)
+    parser.add_argument("--precision", choices=["exact", "mixed"], nargs=2, default=["mixed", "mixed"])
+    parser.add_argument("--dtype", nargs=2, default=None)
+    parser.add_argument("--loss-chunk", nargs=2, default=["auto", "auto"], help="auto, none or a number")
+    parser.add_argument("--buckets", type=int, default=None, help="blocks in host memory; by default all stay there")
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--labelled", type=int, default=None, help="tokens at each row's end; by default all")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--output", type=Path, help="write JSON here")
+    options = parser.parse_args()
+    chunks = {"auto": "auto", "none": None}
+    sides: list[dict[str, Any]] = [
+        {"path": path, "precision": precision, "loss_chunk": chunks[chunk] if chunk in chunks else int(chunk)}
+        for path, precision, chunk in zip(options.directories, options.precision, options.loss_chunk, strict=True)
+    ]
+    for side, dtype in zip(sides, options.dtype or (), strict=False):
+        side["dtype"] = dtype
+    measured = {"sides": sides, **bench(sides, options), "machine": machine()}
+    measured |= {key: getattr(options, key) for key in ("buckets", "rows", "tokens", "labelled", "steps")}
+    for side, seconds, nbytes in zip(sides, measured["seconds"], measured["operations_bytes"], strict=True):
+        told = f"{side['path'].name} {side['precision']} {side['loss_chunk']}"
+        print(f"{told:40s}{seconds['median']:8.3f} s [{seconds['min']:.3f} - {seconds['max']:.3f}]{nbytes / 1e6:10.1f} MB")
+    ratio = measured["first_to_second"]
+    print(f"first to second {ratio['median']:.3f} [{ratio['min']:.3f} - {ratio['max']:.3f}]")
+    text = json.dumps(measured, default=str)
+    if options.output is None:
+        print(text)
+    else:
+        options.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
