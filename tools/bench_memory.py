@@ -81,7 +81,8 @@ def whole(config: PretrainedConfig, dtype: torch.dtype, tokens: int, trainer: An
     """Most bytes of the second step of a whole model, in which all of an optimizer's state is there."""
     usage = Usage()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        make: Any = AutoModelForCausalLM.from_config
+        model = make(config, dtype=dtype, attn_implementation="sdpa")
     model.config.use_cache = False
     batch = {name: value.to("meta") for name, value in batch_of(config.vocab_size, 1, tokens, torch.device("cpu")).items()}
     for tensor in [*model.parameters(), *model.buffers()]:

@@ -60,6 +60,7 @@ from zo2core.journal import branch_journal as branch_journal
 from zo2core.journal import copy_journal as copy_journal
 from zo2core.kernels import Distribution as Distribution
 from zo2core.kernels.carrying import carried_layout as carried_layout
+from zo2core.kernels.encoding import encode as encode
 from zo2core.noise import PhiloxNoise as PhiloxNoise
 from zo2core.noise import SequentialNoise as SequentialNoise
 from zo2core.planning.autotune import evaluation_seconds as evaluation_seconds
@@ -121,12 +122,17 @@ from zo2core.types import COMPUTE as COMPUTE
 from zo2core.types import Batch as Batch
 from zo2core.types import BlockLayout as BlockLayout
 from zo2core.types import Bucket as Bucket
+from zo2core.types import Encoding as Encoding
 from zo2core.types import Evaluation as Evaluation
 from zo2core.types import EvaluationResult as EvaluationResult
+from zo2core.types import Float8Blocks as Float8Blocks
+from zo2core.types import Int8Rows as Int8Rows
 from zo2core.types import Lane as Lane
 from zo2core.types import LaneUse as LaneUse
+from zo2core.types import NF4Blocks as NF4Blocks
 from zo2core.types import ParameterSpec as ParameterSpec
 from zo2core.types import SavedForm as SavedForm
+from zo2core.types import SavedPart as SavedPart
 from zo2core.types import SegmentKind as SegmentKind
 from zo2core.types import StepResult as StepResult
 from zo2core.types import Update as Update

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from zo2adapters.models.precision import autocast_dtype
-from zo2core import BlockLayout, ParameterSpec, SegmentKind, UnsupportedModelError
+from zo2core import BlockLayout, Encoding, ParameterSpec, SegmentKind, UnsupportedModelError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,7 @@ def segment_layouts(
     carried: torch.dtype | None = None,
     *,
     carried_back: bool = False,
+    encodings: Mapping[str, Encoding] = MappingProxyType({}),
 ) -> tuple[BlockLayout, ...]:
     """Assign every parameter of a model to a segment.
 
@@ -45,10 +47,11 @@ def segment_layouts(
         carried: The dtype in which the layers' matrices are carried; None: as they are stored. Vectors are few and matter
             much: they always are.
         carried_back: Whether they come back in it, too.
+        encodings: By parameter: in which it is stored; others are stored in their dtype.
 
     Raises:
-        UnsupportedModelError: naming a parameter that lies under no declared part, or a tie between other parts than
-            embedding and head.
+        UnsupportedModelError: naming a parameter that lies under no declared part, a tie between other parts than
+            embedding and head, or a weight of one of these two that is encoded.
     """
     blocks = len(_layers(model, architecture))
     owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
@@ -64,6 +67,14 @@ def segment_layouts(
                 expected="ties between embedding and head only",
                 remedy="this architecture needs an adapter of its own",
             )
+        if name in encodings and {0, blocks + 1} & set(users):
+            raise UnsupportedModelError(
+                f"{architecture.model_type}: {name}",
+                found=f"a weight of embedding or head in {encodings[name].name}",
+                expected="quantised weights in the layers only",
+                remedy="quantise the checkpoint with embedding and head left as they are",
+            )
+        spec = replace(spec, encoding=encodings.get(name))
         if carried is not None and len(spec.shape) > 1 and not {0, blocks + 1} & set(users):
             spec = replace(spec, carried_dtype=carried, carried_back=carried_back)
         for user, place in zip(users, (owned, borrowed), strict=False):

@@ -29,7 +29,8 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.llama import LLAMA
 from zo2adapters.models.matching import load_buffers, match_tensors, require_dtype
 from zo2adapters.models.opt import OPT
-from zo2adapters.models.precision import Precision, choose_precision
+from zo2adapters.models.precision import Precision, choose_precision, exact_where_encoded
+from zo2adapters.models.quantized import EncodedTensor, Quantization, encodings_of, without_encodings
 from zo2adapters.models.qwen import QWEN2, QWEN3
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core import (
@@ -92,10 +93,10 @@ def open_checkpoint(
             checkpoint has to hold its weights. Labels are what that class takes.
 
     Returns:
-        The model, cut into segments. Nothing but headers was read.
+        The model, cut into segments. Nothing but headers was read, and the few bytes that say how matrices are encoded.
 
     Raises:
-        UnsupportedModelError: for an unknown architecture, quantised weights or pickled shards.
+        UnsupportedModelError: for an unknown architecture, an unknown quantisation or pickled shards.
         CheckpointError: if files are missing or malformed, or tensors do not match the config.
         OptionError: for an unknown dtype or precision, for dtypes that do not go together, or a ``loss_chunk`` out of its
             range.
@@ -108,10 +109,13 @@ def open_checkpoint(
     if kind is not CAUSAL_LM and loss_chunk not in (None, "auto"):
         raise OptionError("loss_chunk", found=f"{loss_chunk} for {head}", expected="none", remedy="leave it out")
     directory = resolve_directory(path)
-    config = _read_config(directory)
+    config, quantization = _read_config(directory)
     _refuse_pickled(directory)
-    entries = find_tensors(directory)
+    entries, encoded = find_tensors(directory), dict[str, EncodedTensor]()
     own = _dtype("auto", config, entries)
+    if quantization is not None:
+        entries, encoded = without_encodings(entries, quantization, own)
+        precision = exact_where_encoded(precision, carried)
     given = dtype != "auto"
     chosen = choose_precision(precision, _dtype(dtype, config, entries), given=given, carried=carried)
     skeleton = _build(directory, config, chosen.stored, kind)
@@ -130,8 +134,10 @@ def open_checkpoint(
     matched = match_tensors(directory, entries, skeleton, architecture)
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None:
         require_dtype(matched.parameters, skeleton, chosen.stored)
-    weights = SafetensorsReader(matched.parameters)
-    parts = {name: weights.parts(name) for name in matched.kept_otherwise(skeleton.base_model_prefix)}
+    pieces, encodings = encodings_of(matched.parameters, encoded)
+    weights = SafetensorsReader(pieces)
+    kept = matched.kept_otherwise(skeleton.base_model_prefix)
+    parts = {name: tuple(piece.saved_part for piece in some) for name, some in kept.items()}
     exported = own if chosen.autocast is not None else chosen.stored
     rounds = chosen.autocast is not None or export_dtype != "auto"  # else some may be kept in another dtype
     if export_dtype != "auto":
@@ -144,6 +150,7 @@ def open_checkpoint(
         "carried": None if chosen.carried is chosen.stored else chosen.carried,
         "carried_back": chosen.carried_back,
         "export_dtype": exported if rounds else None,
+        "encodings": encodings,
     }
     if kind is not CAUSAL_LM:
         return HFHeadModel(kind, *parts_of_it, **options)
@@ -177,7 +184,8 @@ def resolve_directory(path: Path | str) -> Path:
     )
 
 
-def _read_config(directory: Path) -> PretrainedConfig:
+def _read_config(directory: Path) -> tuple[PretrainedConfig, Quantization | None]:
+    """The config without its quantization, and that."""
     if not (directory / "config.json").exists():
         raise CheckpointError(
             directory,
@@ -196,14 +204,11 @@ def _read_config(directory: Path) -> PretrainedConfig:
             expected="a causal language model that transformers itself knows",
             remedy="use a checkpoint of a known architecture; remote code is never run",
         ) from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(
-            directory / "config.json",
-            found="quantization_config",
-            expected="weights in float32, bfloat16 or float16",
-            remedy="use the unquantised checkpoint",
-        )
-    return config
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is None:
+        return config, None
+    del config.quantization_config
+    return config, Quantization.of(directory / "config.json", quantization)
 
 
 def _refuse_oversized(path: Path) -> None:
@@ -280,6 +285,7 @@ def _companions(directory: Path, skeleton: PreTrainedModel, dtype: torch.dtype) 
         warnings.warn(remote_code_note(changed), ZO2Warning, stacklevel=3)
     config = without_remote_code(json.loads((directory / "config.json").read_bytes()))
     config.pop("torch_dtype", None)
+    config.pop("quantization_config", None)  # exported weights are decoded
     config["dtype"] = str(dtype).removeprefix("torch.")
     config["architectures"] = [type(skeleton).__name__]
     files["config.json"] = json.dumps(config, indent=2).encode() + b"\n"

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,6 +26,7 @@ from zo2adapters.models.architecture import Architecture, segment_aliases, segme
 from zo2adapters.models.beside import BesideModules, tell_shape
 from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.chunked_loss import chunked_loss
+from zo2adapters.models.decisive_config import decisive_config
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.prepared_batch import (
     PreparedBatch,
@@ -41,13 +40,7 @@ from zo2adapters.models.prepared_batch import (
 )
 from zo2adapters.models.stacked_loss import stacked_losses, whole_losses
 from zo2adapters.models.stubs import CallRecorder, CutError, Stub
-from zo2core import Batch, Moved, SavedForm, TensorReader
-
-_NEUTRAL = {  # keys of a config that no forward of a causal language model reads, or that parameters and batches say
-    *("_name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"),
-    *("id2label", "label2id", "num_labels", "problem_type", "use_cache", "initializer_range", "init_std"),
-    *("return_dict", "output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id"),
-}
+from zo2core import Batch, Encoding, Moved, SavedForm, TensorReader
 
 
 class Activations(NamedTuple):
@@ -72,6 +65,7 @@ class HFBlockModel:
         carried_back: Whether they come back in it, too.
         export_dtype: To which exported weights are rounded; None: they are written as they are stored.
         targets: Entries of a batch that the loss alone reads.
+        encodings: By parameter: in which it is stored, to be read only; others are stored in their dtype.
 
     Raises:
         UnsupportedModelError: if the architecture's declaration does not fit the model.
@@ -91,9 +85,12 @@ class HFBlockModel:
         carried_back: bool = False,
         export_dtype: torch.dtype | None = None,
         targets: Sequence[str] = ("labels",),
+        encodings: Mapping[str, Encoding] | None = None,
     ) -> None:
         self.config = skeleton.config
-        self.layouts = segment_layouts(skeleton, architecture, autocast, carried, carried_back=carried_back)
+        self.layouts = segment_layouts(
+            skeleton, architecture, autocast, carried, carried_back=carried_back, encodings=encodings or {}
+        )
         self.autocast = autocast
         self.carried = carried
         self.carried_back = carried_back
@@ -122,15 +119,12 @@ class HFBlockModel:
     @property
     def description(self) -> Mapping[str, Any]:
         """What of the config decides the forwards, with transformers' defaults, and the attention that it chose."""
-        config = json.loads(self.config.to_json_string(use_diff=False))
-        decisive = {key: _finite(value) for key, value in config.items() if key not in _NEUTRAL and value is not None}
-        attention = {"attention": self._skeleton.config._attn_implementation}
         back = self.carried if self.carried_back else None
         dtypes = {"autocast": self.autocast, "carried": self.carried, "carried_back": back}
         named = {key: str(dtype).removeprefix("torch.") for key, dtype in dtypes.items() if dtype is not None}
         constants = self.saved_form.constants
         buffers = {"buffers": hashlib.sha256(save(dict(constants))).hexdigest()} if constants else {}
-        return {**decisive, **attention, **named, **buffers}
+        return {**decisive_config(self.config), **named, **buffers}
 
     @property
     def skeleton(self) -> PreTrainedModel:
@@ -139,6 +133,11 @@ class HFBlockModel:
         Its weights are nowhere, or where an engine works at the moment; ``CalledForward`` is how it is called.
         """
         return self._skeleton
+
+    def is_linear(self, name: str) -> bool:
+        """Whether a parameter is the matrix of an ``nn.Linear``."""
+        path, _, leaf = name.rpartition(".")
+        return leaf == "weight" and type(self._modules[path]) is nn.Linear
 
     def bind(self, index: int, parameters: Mapping[str, torch.Tensor]) -> None:
         """Make these views a segment's parameters, under each name that they have there. See the contract."""
@@ -288,12 +287,3 @@ class HFBlockModel:
             is_padded=is_padded(batch),
             position_rows=None if positions is None else len(positions),
         )
-
-
-def _finite(value: Any) -> Any:
-    """A JSON value in which infinity and NaN, which JSON lacks, are words."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

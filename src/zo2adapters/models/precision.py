@@ -113,6 +113,23 @@ def choose_precision(precision: Precision | str, dtype: torch.dtype, *, given: b
     return replace(chosen, carried=_CARRIED[name], carried_back=carried.endswith(_BACK))
 
 
+def exact_where_encoded(precision: Precision | str, carried: str) -> Precision | str:
+    """The precision of a checkpoint whose matrices are stored in 8 or 4 bits: they are decoded to one dtype.
+
+    Raises:
+        OptionError: if another was asked for.
+    """
+    if carried != "stored" or precision not in ("auto", "exact"):
+        option, found = ("carried", carried) if carried != "stored" else ("precision", str(precision))
+        raise OptionError(
+            option,
+            found=f"{found} for quantised weights",
+            expected="exact precision: matrices travel as they are stored, and are decoded to one dtype",
+            remedy="leave it out, and pass a dtype to compute in another one",
+        )
+    return "exact"
+
+
 def _by_name(precision: Precision | str, dtype: torch.dtype, *, given: bool) -> Precision:
     """The precision by its name, for a dtype.
 

@@ -12,7 +12,13 @@ from typing import NamedTuple
 
 import torch
 
-from zo2core.beside.perturbation import BesideActivations, InWeights, Perturbation, require_beside
+from zo2core.beside.perturbation import (
+    BesideActivations,
+    InWeights,
+    Perturbation,
+    require_beside,
+    require_in_weights,
+)
 from zo2core.beside.stacked_model import Factors, Moved
 from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing, fill
@@ -81,7 +87,7 @@ class FactorStore:
 
         Args:
             spec: The parameter.
-            theta: Its base weights, flat, on the device; only read.
+            theta: Its base weights as they are stored, flat, on the device; only read.
             updates: All of the run.
             version: That many of them are applied.
         """
@@ -114,8 +120,8 @@ class FactorStore:
 
         Args:
             spec: A parameter that ``forms``.
-            theta: Its base weights, flat, on the device; only read.
-            out: Memory for the matrix, of its shape and dtype.
+            theta: Its base weights in its dtype, flat, on the device; only read.
+            out: Memory for the matrix, of its shape and dtype; may be ``theta``'s.
         """
         past = self._sums[spec.name].past
         assert past is not None, "what forms has a past"
@@ -156,7 +162,7 @@ class FactorStore:
 
         Args:
             spec: As of ``moved``.
-            theta: Its base weights, flat, on any device; only read.
+            theta: Its base weights in its dtype, flat, on any device; only read.
         """
         sums = self._sums_of(spec, theta)
         if sums.version == 0:
@@ -226,9 +232,10 @@ def open_factors(
         write_back_every: How often it was asked to write back.
 
     Raises:
-        OptionError, UnsupportedModelError: as ``require_beside`` says.
+        OptionError, UnsupportedModelError: as ``require_beside`` and ``require_in_weights`` say.
     """
     if isinstance(perturbation, InWeights):
+        require_in_weights(model, estimator)
         return None
     require_beside(model, estimator, noise, replay=replay, write_back_every=write_back_every)
     assert isinstance(noise, CounterNoise), "other noise was refused"

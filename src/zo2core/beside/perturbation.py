@@ -106,6 +106,23 @@ def choose_perturbation(perturbation: Perturbation | None, journal: Journal) -> 
     return recorded
 
 
+def require_in_weights(model: BlockModel, estimator: ZOEstimator | None) -> None:
+    """Refuse to perturb weights that are only read, before anything is.
+
+    Raises:
+        OptionError: naming one that is encoded, for a run that takes steps.
+    """
+    specs = [spec for layout in model.layouts for spec in layout.parameters if spec.encoding is not None]
+    if estimator is not None and specs:
+        assert specs[0].encoding is not None
+        raise _refusal(
+            "perturbation",
+            f"directions in the weights, of which {specs[0].name} is stored in {specs[0].encoding.name}",
+            "directions beside the activations: quantised weights are only read",
+            "pass perturbation=BesideActivations(rank=8), or --rank 8",
+        )
+
+
 def require_beside(
     model: BlockModel, estimator: ZOEstimator | None, noise: NoiseGenerator, *, replay: str, write_back_every: object
 ) -> None:

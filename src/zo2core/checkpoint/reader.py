@@ -55,6 +55,10 @@ class TensorEntry(NamedTuple):
         """The floating-point dtype, or None if the tensor is not of such a dtype (integers, booleans, 8-bit floats)."""
         return _FLOATS.get(self.dtype)
 
+    def as_bytes(self) -> TensorEntry:
+        """The same place, of a tensor of bytes."""
+        return self._replace(dtype="U8", shape=(self.nbytes,))
+
 
 class Piece(NamedTuple):
     """A run of a tensor's elements that is part of a parameter."""
@@ -67,6 +71,11 @@ class Piece(NamedTuple):
     def whole(cls, entry: TensorEntry) -> Piece:
         """All of a tensor."""
         return cls(entry, 0, math.prod(entry.shape))
+
+    @property
+    def saved_part(self) -> SavedPart:
+        """The same run, for whoever writes it."""
+        return SavedPart(self.entry.name, self.entry.shape, self.start, self.numel)
 
 
 def parse_header(path: Path) -> dict[str, TensorEntry]:
@@ -248,7 +257,7 @@ class SafetensorsReader:
 
     Args:
         entries: Parameter name to the tensor's place on disk, or to the pieces of tensors that make up the parameter, in the
-            order of its elements. All of a parameter's tensors have one dtype.
+            order of its elements. All of a parameter's tensors have one dtype; those of an encoded one are bytes.
     """
 
     def __init__(self, entries: Mapping[str, TensorEntry | Sequence[Piece]]) -> None:
@@ -277,8 +286,9 @@ class SafetensorsReader:
         None if it is converted as it is read, or does not begin at a multiple of its item size.
         """
         entry, start, _ = self._pieces[spec.name][0]
-        offset = (entry.start + start * spec.dtype.itemsize) % PAGE
-        return offset if entry.torch_dtype == spec.dtype and offset % spec.dtype.itemsize == 0 else None
+        offset = (entry.start + start * spec.stored_dtype.itemsize) % PAGE
+        as_stored = entry.dtype == "U8" if spec.encoding is not None else entry.torch_dtype == spec.dtype
+        return offset if as_stored and offset % spec.stored_dtype.itemsize == 0 else None
 
     def itemsize(self, parameter: str) -> int:
         """Bytes of an element in a parameter's shard."""
@@ -288,10 +298,6 @@ class SafetensorsReader:
     def origin(self, parameter: str) -> str:
         """The path of a parameter's shard, or of the first one of several."""
         return str(self._pieces[parameter][0].entry.path)
-
-    def parts(self, parameter: str) -> tuple[SavedPart, ...]:
-        """The tensors' runs that make up a parameter, in the order of its elements."""
-        return tuple(SavedPart(entry.name, entry.shape, *run) for entry, *run in self._pieces[parameter])
 
     def samples(self, entry: TensorEntry) -> list[bytearray]:
         """Read some bytes of a tensor's beginning, middle and end.
@@ -333,7 +339,7 @@ class SafetensorsReader:
         assert done == out.numel(), f"{parameter} ends at element {start + done}"  # else memory would stay as it was
 
     def _read_run(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
-        dtype = check_float(entry)
+        dtype = torch.uint8 if out.dtype is torch.uint8 and entry.dtype == "U8" else check_float(entry)
         if dtype == out.dtype:
             self._read(entry, start * dtype.itemsize, byte_view(out))
             return

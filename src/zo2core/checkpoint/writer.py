@@ -29,6 +29,7 @@ MAX_SHARD = 5_000_000_000  # bytes; what the hub's tools expect
 _COPIED = 1 << 20  # bytes, or elements, at a time
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}  # of constants
+_NAMES |= {torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}  # of encoded matrices
 
 
 def require_unused(directory: Path) -> None:

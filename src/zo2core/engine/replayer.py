@@ -14,6 +14,7 @@ from zo2core.beside import StackedModel
 from zo2core.build import Parts, build
 from zo2core.checkpoint import require_unused, write_checkpoint
 from zo2core.journal import Journal
+from zo2core.kernels.encoding import decoded
 from zo2core.planning import DevicePlan, HostPlan, MemoryPolicy, Replay
 from zo2core.profiling import Trace, TraceRecorder
 from zo2core.protocols import BlockModel, Device, Forward, NoiseGenerator, Objective
@@ -168,7 +169,8 @@ class Replayer:
                 for index, layout in enumerate(self._model.layouts):
                     with self._parts.scheduler.replayed(visitor, index) as bucket:
                         for spec, view in zip(layout.parameters, bucket.views, strict=True):
-                            present = view if factors is None else factors.present(spec, view)
+                            weights = view if spec.encoding is None else decoded(spec, view)
+                            present = weights if factors is None else factors.present(spec, weights)
                             yield spec.name, present.view(spec.shape)
             finally:
                 self._parts.noise.retain(visitor.seeds)
@@ -185,7 +187,7 @@ class Replayer:
         """
         self._use.require_open()
         require_unused(Path(directory))
-        model, specs = self._model, [spec for layout in self._model.layouts for spec in layout.parameters]
+        model, specs = self._model, [spec.decoded for layout in self._model.layouts for spec in layout.parameters]
         form = saved_form(model)
         with closing(self.parameters_now()) as tensors:  # lets go of its bucket, also when writing fails
             write_checkpoint(Path(directory), specs, tensors, model.companions, dtype=model.export_dtype, form=form)

@@ -97,11 +97,12 @@ def differences(theirs: Header, ours: Header) -> tuple[str, str] | None:
 
 
 def digest(parameters: Iterable[ParameterSpec]) -> str:
-    """Identifies a model's parameters: names, shapes, dtypes, places, which of them decay, and how they are carried."""
+    """Identifies a model's parameters: names, shapes, dtypes, places, decay, how they are carried and encoded."""
     listed: list[list[object]] = []
     for spec in parameters:
         carried = [str(spec.carried_dtype), spec.carried_back] if spec.is_carried else []  # older journals have none
-        listed.append([spec.name, list(spec.shape), str(spec.dtype), spec.index, spec.decays, *carried])
+        encoded = [] if spec.encoding is None else [repr(spec.encoding)]
+        listed.append([spec.name, list(spec.shape), str(spec.dtype), spec.index, spec.decays, *carried, *encoded])
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 

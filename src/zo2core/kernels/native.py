@@ -1,4 +1,4 @@
-"""The compiled kernels of native.c and twister.c, through ctypes: CPU tensors of 32 and 16 bits.
+"""The compiled kernels of native.c, twister.c and decode.c, through ctypes: CPU tensors of 32 and 16 bits.
 
 The library is built when the package is installed, and only then. Where that was not possible everything runs on the
 reference, with the same bits.
@@ -20,7 +20,7 @@ from zo2core.errors import ZO2Warning
 from zo2core.kernels.table import row, table
 from zo2core.types import Distribution, Perturb, Program
 
-_REVISION = 3  # of native.c and twister.c
+_REVISION = 4  # of native.c, twister.c and decode.c
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DISTRIBUTIONS = {Distribution.GAUSSIAN: 0, Distribution.RADEMACHER: 1}
 _CPU = torch.device("cpu")
@@ -95,6 +95,12 @@ def _declare(loaded: ctypes.CDLL) -> None:
         (loaded.zo2core_twister_skip, (pointer, ctypes.c_int, u64)),
     ):
         function.argtypes, function.restype = arguments, None
+    into = (number, pointer, pointer, pointer)
+    loaded.zo2core_decode_int8.argtypes = (*into, real, u64, u64)
+    loaded.zo2core_decode_float8.argtypes = (*into, u64, u64, u64, u64, u64)
+    loaded.zo2core_decode_nf4.argtypes = (*into, pointer, u64, u64)
+    for decoder in (loaded.zo2core_decode_int8, loaded.zo2core_decode_float8, loaded.zo2core_decode_nf4):
+        decoder.restype = None
 
 
 def takes(*tensors: torch.Tensor) -> bool:
@@ -200,3 +206,38 @@ def _results(
         0 if rounded is None else DTYPES[rounded.dtype],
         None if rounded is None else rounded.data_ptr(),
     )
+
+
+def decodes(stored: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether the compiled kernels are there and decode these bytes into this memory."""
+    return library() is not None and stored.device.type == "cpu" and stored.is_contiguous() and rounds_to(out)
+
+
+def decode_int8(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, unit: float, rows: int, columns: int) -> None:
+    """Decode rows of signed bytes; float32 ``scales``, one a row."""
+    loaded = library()
+    assert loaded is not None
+    loaded.zo2core_decode_int8(*_decoded(out, codes, scales), unit, rows, columns)
+
+
+def decode_float8(
+    out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, rows: int, columns: int, block: tuple[int, int]
+) -> None:
+    """Decode e4m3 numbers; float32 ``scales``, one a block of so many rows and columns."""
+    loaded = library()
+    assert loaded is not None
+    loaded.zo2core_decode_float8(*_decoded(out, codes, scales), 0, rows, columns, *block)
+
+
+def decode_nf4(out: torch.Tensor, codes: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block: int) -> None:
+    """Decode pairs of codes; float32 ``scales``, one a block of so many weights."""
+    loaded = library()
+    assert loaded is not None
+    dtype, into, from_, scales_at = _decoded(out, codes, scales)
+    loaded.zo2core_decode_nf4(dtype, into, from_, table.data_ptr(), scales_at, block, out.numel())
+
+
+def _decoded(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> tuple[int, int, int, int]:
+    assert scales.dtype is torch.float32
+    assert scales.is_contiguous()
+    return DTYPES[out.dtype], out.data_ptr(), codes.data_ptr(), scales.data_ptr()

@@ -120,8 +120,8 @@ def read_bytes_per_second(weights: TensorReader, layouts: Sequence[BlockLayout])
     specs = [spec for layout in layouts if not layout.resident for spec in layout.parameters]
     chunks: list[tuple[ParameterSpec, int]] = []
     for spec in sorted(specs, key=lambda spec: -spec.numel):
-        step = CHUNK // spec.dtype.itemsize
-        chunks += [(spec, start) for start in range(0, spec.numel - step + 1, step)]
+        step = CHUNK // spec.stored_dtype.itemsize
+        chunks += [(spec, start) for start in range(0, spec.stored_numel - step + 1, step)]
         if len(chunks) >= _READ_CHUNKS:
             break
     chunks = chunks[:_READ_CHUNKS]
@@ -129,7 +129,7 @@ def read_bytes_per_second(weights: TensorReader, layouts: Sequence[BlockLayout])
         return math.inf
 
     def read(spec: ParameterSpec, start: int) -> None:
-        weights.read_into(spec.name, torch.empty(CHUNK // spec.dtype.itemsize, dtype=spec.dtype), start)
+        weights.read_into(spec.name, torch.empty(CHUNK // spec.stored_dtype.itemsize, dtype=spec.stored_dtype), start)
 
     with ThreadPoolExecutor(READERS) as pool:
         began = time.perf_counter()

@@ -154,9 +154,9 @@ class _CutReader:
     def digest(self, layout: BlockLayout, pool: ThreadPoolExecutor, progress: Callable[[int], object] | None) -> str:
         """Read a segment; as ``SegmentDigest`` has it."""
         reads = [
-            (pool.submit(self._checksums, spec, start), min(_CUTS * CUT, spec.nbytes - start * spec.dtype.itemsize))
+            (pool.submit(self._checksums, spec, start), min(_CUTS * CUT, spec.nbytes - start * spec.stored_dtype.itemsize))
             for spec in layout.parameters
-            for start in range(0, spec.numel, _CUTS * _cut_length(spec.dtype))
+            for start in range(0, spec.stored_numel, _CUTS * _cut_length(spec.stored_dtype))
         ]
         checksums: list[int] = []
         try:
@@ -173,10 +173,11 @@ class _CutReader:
         """Read the next few cuts of a parameter; return their checksums."""
         if not hasattr(self._memory, "pages"):
             self._memory.pages = torch.frombuffer(anonymous_memory(_CUTS * CUT + PAGE), dtype=torch.uint8)
-        length = _cut_length(spec.dtype)
-        count = min(_CUTS * length, spec.numel - start)
+        dtype = spec.stored_dtype
+        length = _cut_length(dtype)
+        count = min(_CUTS * length, spec.stored_numel - start)
         askew = self._weights.page_offset(spec) or 0  # as on disk: most bytes are then read in place
-        piece = self._memory.pages[askew : askew + count * spec.dtype.itemsize].view(spec.dtype)
+        piece = self._memory.pages[askew : askew + count * dtype.itemsize].view(dtype)
         self._weights.read_into(spec.name, piece, start)
         return [piece_checksum(byte_view(piece[first : first + length])) for first in range(0, count, length)]
 

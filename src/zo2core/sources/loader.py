@@ -165,8 +165,8 @@ class SegmentLoader:
 
         reads: list[_Read] = []
         for parameter, (spec, view) in enumerate(zip(layout.parameters, views, strict=True)):
-            step, past = CHUNK // spec.dtype.itemsize, view.data_ptr() % PAGE // spec.dtype.itemsize
-            cuts = [0, *range(step - past, spec.numel, step), spec.numel]  # where pages begin
+            step, past = CHUNK // view.itemsize, view.data_ptr() % PAGE // view.itemsize
+            cuts = [0, *range(step - past, view.numel(), step), view.numel()]  # where pages begin
             itemsize = self._weights.itemsize(spec.name)
             reads += [((stop - start) * itemsize, partial(read, parameter, start, stop)) for start, stop in pairwise(cuts)]
         return Loading(self._submit(segment, reads), 0, check)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from zo2core.beside import FactorStore, Moved, StackedModel
+from zo2core.kernels.encoding import decode
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import ActivationOffload
@@ -120,11 +121,15 @@ class StackedVisitor:
 
     def _shown(self, index: int, spec: ParameterSpec, theta: torch.Tensor) -> torch.Tensor:
         """The tensor that modules read a parameter from: its bytes themselves, or what was formed of them for this visit."""
-        if not self._factors.forms(spec):
+        if spec.encoding is None and not self._factors.forms(spec):
             return theta.view(spec.shape)
         [memory] = [view.work for view in self._buffer.segments[index] if view.spec.name == spec.name]
+        if spec.encoding is not None:
+            decode(spec, theta, memory)
+            theta = memory
         formed = memory.view(spec.shape)
-        self._factors.form(spec, theta, formed)
+        if self._factors.forms(spec):
+            self._factors.form(spec, theta, formed)
         return formed
 
     def _run(self, index: int, number: int, stack: Stack) -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from zo2core.kernels import encoding
 from zo2core.kernels.carrying import CarryingMemory, carrying_bytes, decode, encode, scales_places
 from zo2core.noise.sizes import SCRATCH, noise_bytes
 from zo2core.protocols import CounterNoise, Device, NoiseGenerator, Store, Stores
@@ -132,7 +133,9 @@ class WorkBuffer:
         self.widen(index, stores)
         for view in self.segments[index]:
             target, rounded = view.targets()
-            if not view.spec.is_carried:
+            if view.spec.encoding is not None:
+                encoding.decode(view.spec, stores[view.owner][view.position], target)
+            elif not view.spec.is_carried:
                 target.copy_(stores[view.owner][view.position])
             if rounded is not None:
                 rounded.copy_(target)

@@ -1,5 +1,6 @@
 """The values that pass between the parts."""
 
+from zo2core.types.encodings import EncodedPart, Encoding, Float8Blocks, Int8Rows, NF4Blocks, encoded_bytes
 from zo2core.types.lanes import COMPUTE, Event, Lane, LaneUse, bound_seconds
 from zo2core.types.layouts import (
     ALIGNMENT,
@@ -32,11 +33,16 @@ __all__ = [
     "Bucket",
     "Descend",
     "Distribution",
+    "EncodedPart",
+    "Encoding",
     "Evaluation",
     "EvaluationResult",
     "Event",
+    "Float8Blocks",
+    "Int8Rows",
     "Lane",
     "LaneUse",
+    "NF4Blocks",
     "ParameterSpec",
     "Perturb",
     "Program",
@@ -49,6 +55,7 @@ __all__ = [
     "aligned",
     "bound_seconds",
     "divide_tied",
+    "encoded_bytes",
     "flat_views",
     "packed_bytes",
     "saved_form",

@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from zo2core.types.encodings import Encoding, encoded_bytes
+
 # Note: Alignment. Parameters start at multiples of a cache line inside a bucket and inside the work buffer, as torch's own
 # allocator would place them: matrix kernels may choose another path, and other roundings, for unaligned weights.
 ALIGNMENT = 64  # bytes
@@ -26,12 +28,13 @@ class ParameterSpec:
 
     name: str  # as in the model's named_parameters()
     shape: tuple[int, ...]
-    dtype: torch.dtype  # in which the weight is stored, and all its noise and arithmetic are
+    dtype: torch.dtype  # in which all the weight's noise and arithmetic are, and it is stored unless it is encoded
     index: int  # position in named_parameters(): the order in which MeZO draws z
     decays: bool  # weight decay applies
     forward_dtype: torch.dtype | None = None  # to which the forward's copy is rounded, once; None: as stored
     carried_dtype: torch.dtype | None = None  # to which the weight is rounded before it is perturbed; None: it is not
     carried_back: bool = False  # every update is rounded to it, too: what the store holds is what a device gave back
+    encoding: Encoding | None = None  # in which the weight is stored, to be read only; None: it is stored in its dtype
 
     @property
     def numel(self) -> int:
@@ -39,9 +42,19 @@ class ParameterSpec:
         return math.prod(self.shape)
 
     @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of the elements that are stored: of what is encoded, bytes."""
+        return self.dtype if self.encoding is None else torch.uint8
+
+    @property
+    def stored_numel(self) -> int:
+        """Number of elements that are stored."""
+        return self.numel if self.encoding is None else encoded_bytes(self.encoding, self.shape)
+
+    @property
     def nbytes(self) -> int:
-        """Size in bytes, without alignment."""
-        return self.numel * self.dtype.itemsize
+        """Stored size in bytes, without alignment."""
+        return self.stored_numel * self.stored_dtype.itemsize
 
     @property
     def is_rounded(self) -> bool:
@@ -55,7 +68,12 @@ class ParameterSpec:
 
     def in_forward(self) -> ParameterSpec:
         """The forward's copy, as a parameter of its own."""
-        return self if self.forward_dtype is None else replace(self, dtype=self.forward_dtype)
+        return self.decoded if self.forward_dtype is None else replace(self.decoded, dtype=self.forward_dtype)
+
+    @property
+    def decoded(self) -> ParameterSpec:
+        """The parameter as it is after decoding."""
+        return self if self.encoding is None else replace(self, encoding=None)
 
 
 class SavedPart(NamedTuple):
@@ -144,14 +162,14 @@ class BlockLayout:
         if self.offsets is None:
             return tuple(flat_views(self.parameters, buffer))
         pairs = zip(self.offsets, self.parameters, strict=True)
-        return tuple(buffer[at : at + spec.nbytes].view(spec.dtype) for at, spec in pairs)
+        return tuple(buffer[at : at + spec.nbytes].view(spec.stored_dtype) for at, spec in pairs)
 
 
 def flat_views(specs: Sequence[ParameterSpec], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a flat typed view of a uint8 buffer for each parameter, one after the other, each aligned."""
     offset = 0
     for spec in specs:
-        yield buffer[offset : offset + spec.nbytes].view(spec.dtype)
+        yield buffer[offset : offset + spec.nbytes].view(spec.stored_dtype)
         offset += aligned(spec.nbytes)
 
 

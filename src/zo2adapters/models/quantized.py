@@ -1,0 +1,259 @@
+"""Checkpoints whose matrices are stored in 8 or 4 bits, as transformers writes them.
+
+Formats: bitsandbytes of 8 bits (``weight`` in int8, ``SCB`` beside it) and 4 bits (nf4: ``weight`` with ``weight.absmax``,
+``weight.quant_map``, a JSON object in bytes, and nested ones where scales are quantised, too), and fine-grained FP8
+(``weight`` in e4m3, ``weight_scale_inv``). What ``config.json`` says of them is believed only as far as the tensors agree.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from zo2core import (
+    CheckpointError,
+    Encoding,
+    Float8Blocks,
+    Int8Rows,
+    NF4Blocks,
+    Piece,
+    TensorEntry,
+    UnsupportedModelError,
+)
+
+NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
+SUFFIXES = {  # of the tensors of a layer, by the encoding's name and the part's role
+    "int8": {"codes": "weight", "scales": "SCB"},
+    "fp8": {"codes": "weight", "scales": "weight_scale_inv"},
+    "nf4": {
+        "codes": "weight",
+        "scales": "weight.absmax",
+        "table": "weight.quant_map",
+        "nested scales": "weight.nested_absmax",
+        "nested table": "weight.nested_quant_map",
+    },
+}
+INT8_FORMAT = "weight_format"  # of bitsandbytes: a number; 0 is rows as they are
+_NAMES = {torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.bfloat16: "BF16"}
+_PLAIN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_LARGEST_STATE = 4096  # bytes of JSON
+
+
+class EncodedTensor(NamedTuple):
+    """A matrix of a checkpoint that is stored in several tensors."""
+
+    encoding: Encoding
+    shape: tuple[int, ...]  # of the matrix
+    parts: tuple[TensorEntry, ...]  # in the encoding's order
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """The bytes that are read."""
+        return tuple(Piece.whole(part.as_bytes()) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How ``config.json`` says that a checkpoint is quantised.
+
+    Args:
+        where: The file, for messages.
+        method: Name of the encoding, of ``SUFFIXES``.
+        block: Of ``fp8``: rows and columns a scale.
+    """
+
+    where: Path
+    method: str
+    block: tuple[int, int] = (128, 128)
+
+    @classmethod
+    def of(cls, where: Path, config: Any) -> Quantization:
+        """Read a config's ``quantization_config``.
+
+        Raises:
+            UnsupportedModelError: for a way of quantising that is not known.
+        """
+        values = config if isinstance(config, Mapping) else config.to_dict()
+        method = values.get("quant_method")
+        if method == "bitsandbytes" and values.get("load_in_8bit"):
+            return cls(where, "int8")
+        if method == "bitsandbytes" and values.get("bnb_4bit_quant_type") == "nf4":
+            return cls(where, "nf4")
+        block: Any = values.get("weight_block_size")
+        if method == "fp8" and _is_block(block):
+            return cls(where, "fp8", tuple(block))
+        kind = f" of type {values.get('bnb_4bit_quant_type')}" if method == "bitsandbytes" else ""
+        kind += f" in blocks of {block}" if method == "fp8" else ""
+        raise UnsupportedModelError(
+            where,
+            found=f"quantization_config: {method}{kind}",
+            expected="bitsandbytes of 8 bits or of 4 bits as nf4, or fp8 in blocks",
+            remedy="use the unquantised checkpoint, or quantise it: zo2 convert --quantize int8|nf4|fp8",
+        )
+
+    def encoded(self, entries: Mapping[str, TensorEntry]) -> dict[str, EncodedTensor]:
+        """Find the matrices that are stored so, by the names of their codes.
+
+        Raises:
+            CheckpointError: if a part is missing, or of another size or dtype than the others ask for.
+        """
+        marks = {"int8": "SCB", "fp8": "weight_scale_inv", "nf4": NF4_STATE}
+        mark = f".{marks[self.method]}"
+        layers = [name.removesuffix(mark) for name in entries if name.endswith(mark)]
+        return {f"{layer}.weight": self._tensor(entries, layer) for layer in sorted(layers)}
+
+    def parts(self, layer: str) -> set[str]:
+        """The names of all tensors beside its codes that a layer may have."""
+        names = {f"{layer}.{suffix}" for suffix in SUFFIXES[self.method].values()}
+        return (names | {f"{layer}.{INT8_FORMAT}", f"{layer}.{NF4_STATE}"}) - {f"{layer}.weight"}
+
+    def _tensor(self, entries: Mapping[str, TensorEntry], layer: str) -> EncodedTensor:
+        encoding, shape = self._encoding(entries, layer)
+        suffixes = SUFFIXES[self.method]
+        found: list[TensorEntry] = []
+        for part in encoding.parts(shape):
+            entry = self._entry(entries, f"{layer}.{suffixes[part.role]}")
+            if entry.nbytes != part.nbytes or entry.dtype != _NAMES[part.dtype]:
+                raise CheckpointError(
+                    f"{entry.path}: {entry.name}",
+                    found=f"{entry.dtype} of shape {list(entry.shape)}",
+                    expected=f"{_NAMES[part.dtype]} of {part.nbytes} bytes, for {layer}.weight in {encoding.name}",
+                    remedy="get the checkpoint's files again",
+                )
+            found.append(entry)
+        return EncodedTensor(encoding, shape, tuple(found))
+
+    def _encoding(self, entries: Mapping[str, TensorEntry], layer: str) -> tuple[Encoding, tuple[int, ...]]:
+        """The encoding of a layer's matrix, and the shape that the matrix has."""
+        if self.method == "nf4":
+            return _nf4(self._entry(entries, f"{layer}.{NF4_STATE}"))
+        codes = self._entry(entries, f"{layer}.weight")
+        if len(codes.shape) != 2:
+            raise CheckpointError(
+                f"{codes.path}: {codes.name}",
+                found=f"shape {list(codes.shape)}",
+                expected=f"a matrix in {self.method}",
+                remedy="get the checkpoint's files again",
+            )
+        if self.method == "fp8":
+            scales = self._entry(entries, f"{layer}.weight_scale_inv")
+            wide = torch.bfloat16 if scales.dtype == "BF16" else torch.float32
+            return Float8Blocks(self.block, wide), codes.shape
+        order = entries.get(f"{layer}.{INT8_FORMAT}")
+        if order is not None and (order.nbytes != 1 or any(_read(order))):
+            raise CheckpointError(
+                f"{order.path}: {order.name}",
+                found="rows in another order",
+                expected="0: rows as they are",
+                remedy="quantise the model again with a recent bitsandbytes, or use the unquantised checkpoint",
+            )
+        return Int8Rows(), codes.shape
+
+    def _entry(self, entries: Mapping[str, TensorEntry], name: str) -> TensorEntry:
+        if name not in entries:
+            raise CheckpointError(
+                self.where.parent,
+                found=f"no tensor {name}",
+                expected=f"all tensors of a matrix in {self.method}, as config.json says",
+                remedy="get all shards, and the config.json that belongs to them",
+            )
+        return entries[name]
+
+
+def without_encodings(
+    entries: Mapping[str, TensorEntry], quantization: Quantization, dtype: torch.dtype
+) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
+    """A checkpoint's tensors as if none were encoded, and those that are.
+
+    Args:
+        entries: The checkpoint's tensors by their names.
+        quantization: What its config says.
+        dtype: That encoded matrices are said to have.
+
+    Raises:
+        CheckpointError: as ``Quantization.encoded``.
+        UnsupportedModelError: if nothing is encoded.
+    """
+    encoded = quantization.encoded(entries)
+    if not encoded:
+        raise UnsupportedModelError(
+            quantization.where,
+            found=f"quantization_config of {quantization.method}, and no tensor that is",
+            expected="the tensors that belong to this config",
+            remedy="take quantization_config out of config.json if the weights are not quantised",
+        )
+    parts = {part for name in encoded for part in quantization.parts(name.removesuffix(".weight"))}
+    plain = {name: entry for name, entry in entries.items() if name not in parts}
+    for name in encoded:
+        plain[name] = entries[name]._replace(dtype=_PLAIN[dtype], shape=encoded[name].shape)
+    return plain, encoded
+
+
+def encodings_of(
+    parameters: Mapping[str, Sequence[Piece]], encoded: Mapping[str, EncodedTensor]
+) -> tuple[dict[str, tuple[Piece, ...]], dict[str, Encoding]]:
+    """The pieces of all parameters as they are read, and the encodings of those that have one.
+
+    Raises:
+        UnsupportedModelError: for a parameter that is made of several matrices that are encoded, or of a part of one.
+    """
+    pieces, encodings = {name: tuple(some) for name, some in parameters.items()}, dict[str, Encoding]()
+    for name, some in parameters.items():
+        for piece in some:
+            if piece.entry.name not in encoded:
+                continue
+            if len(some) > 1 or piece != Piece.whole(piece.entry):
+                raise UnsupportedModelError(
+                    f"{piece.entry.path}: {piece.entry.name}",
+                    found=f"a quantised part of {name}",
+                    expected="quantised matrices that are each a parameter of the model",
+                    remedy="use the unquantised checkpoint",
+                )
+            encodings[name] = encoded[piece.entry.name].encoding
+            pieces[name] = encoded[piece.entry.name].pieces()
+    return pieces, encodings
+
+
+def _nf4(entry: TensorEntry) -> tuple[NF4Blocks, tuple[int, ...]]:
+    """What the JSON object beside a matrix says of it."""
+    try:
+        state = json.loads(_read(entry))
+        shape, block, nested = tuple(state["shape"]), state["blocksize"], state.get("nested_blocksize")
+        offset = float(state["nested_offset"]) if nested is not None else 0.0
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _malformed(entry, f"no usable state ({type(error).__name__})") from error
+    if not (_are_sizes(shape, 2) and _are_sizes((block, 2 if nested is None else nested), 2)):
+        raise _malformed(entry, f"shape {shape}, blocks of {block} and {nested}")
+    if state.get("quant_type") != "nf4" or block % 2 or not math.isfinite(offset):
+        raise _malformed(entry, f"type {state.get('quant_type')}, blocks of {block}, an offset of {offset}")
+    return NF4Blocks(block, nested, offset), shape
+
+
+def _read(entry: TensorEntry) -> bytes:
+    """The bytes of a small tensor."""
+    if entry.nbytes > _LARGEST_STATE or entry.dtype != "U8":
+        raise _malformed(entry, f"{entry.dtype} of {entry.nbytes} bytes")
+    try:
+        with safe_open(entry.path, framework="pt") as file:
+            return bytes(file.get_tensor(entry.name).view(-1).tolist())
+    except (OSError, KeyError, SafetensorError) as error:
+        raise _malformed(entry, str(error)) from error
+
+
+def _malformed(entry: TensorEntry, found: str) -> CheckpointError:
+    expected = "what bitsandbytes writes beside a matrix in nf4 or int8"
+    return CheckpointError(f"{entry.path}: {entry.name}", found=found, expected=expected, remedy="get the shard again")
+
+
+def _are_sizes(values: Sequence[object], count: int) -> bool:
+    return len(values) == count and all(type(value) is int and 0 < value < 2**31 for value in values)
+
+
+def _is_block(block: object) -> bool:
+    return isinstance(block, (list, tuple)) and _are_sizes(block, 2)

@@ -1,0 +1,153 @@
+"""Write a checkpoint anew with the matrices of its layers in 8 or 4 bits, one tensor at a time.
+
+What comes out is in the formats of ``quantized.py``; transformers loads it as well, with bitsandbytes for int8 and nf4.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from zo2adapters.models.checkpoint import open_checkpoint
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.quantized import INT8_FORMAT, NF4_STATE, SUFFIXES
+from zo2core import (
+    Encoding,
+    Float8Blocks,
+    Int8Rows,
+    NF4Blocks,
+    OptionError,
+    ParameterSpec,
+    SavedForm,
+    SavedPart,
+    UnsupportedModelError,
+    encode,
+    require_unused,
+    write_checkpoint,
+)
+
+ENCODINGS: Mapping[str, Encoding] = MappingProxyType({"int8": Int8Rows(), "nf4": NF4Blocks(), "fp8": Float8Blocks()})
+_STATE_BYTES = 512  # of nf4's JSON object, filled up with spaces: sizes are known before the numbers in it are
+
+
+def quantize(model: Path | str, directory: Path, method: str, *, report: Callable[[str], object] = print) -> None:
+    """Write a model directory whose layers' linear weights are encoded; what else there is stays as it is.
+
+    Args:
+        model: A directory with safetensors weights, or a hub id.
+        directory: To write; must not exist, or be empty. It appears whole or not at all.
+        method: "int8", "nf4" or "fp8".
+        report: Told of each segment before it is read.
+
+    Raises:
+        OptionError: for an unknown method.
+        UnsupportedModelError: if the weights are encoded already, or no linear layer is among the layers.
+        CheckpointError, UnsupportedModelError: as ``open_checkpoint``.
+        OutputError: if the directory is in use or cannot be written.
+    """
+    if method not in ENCODINGS:
+        raise OptionError("quantize", found=method, expected=f"one of {', '.join(ENCODINGS)}", remedy="choose one of these")
+    require_unused(directory)
+    opened = open_checkpoint(model)
+    with closing(opened.weights):
+        chosen = _linear_weights(opened, Path(model))
+        specs = [part for spec in _parameters(opened) for part in _written(spec, chosen.get(spec.name), method)]
+        kept = {name: parts for name, parts in opened.saved_form.parts.items() if name not in chosen}
+        config = json.loads(_bytes(opened.companions["config.json"]))
+        config["quantization_config"] = _description(method, config["dtype"])
+        companions = {**opened.companions, "config.json": json.dumps(config, indent=2).encode() + b"\n"}
+        form = SavedForm(kept, opened.saved_form.constants)
+        write_checkpoint(directory, specs, _tensors(opened, chosen, method, report), companions, form=form)
+
+
+def _parameters(model: HFBlockModel) -> list[ParameterSpec]:
+    return [spec for layout in model.layouts for spec in layout.parameters]
+
+
+def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, str]:
+    """The parameters to encode, each with the name that its layer has in the checkpoint."""
+    chosen: dict[str, str] = {}
+    for layout in model.layouts:
+        for spec in layout.parameters:
+            if spec.encoding is not None:
+                found, remedy = f"{spec.name} in {spec.encoding.name}", "use it as it is, or begin with the unquantised one"
+                raise UnsupportedModelError(where, found=found, expected="weights as they were trained", remedy=remedy)
+            [first, *others] = model.saved_form.parts_of(spec)
+            is_whole = first == SavedPart(first.tensor, spec.shape, 0, spec.numel) and not others
+            if not layout.resident and model.is_linear(spec.name) and is_whole and first.tensor.endswith(".weight"):
+                chosen[spec.name] = first.tensor.removesuffix(".weight")
+    if not chosen:
+        raise UnsupportedModelError(
+            where, found="no linear layer of its own tensor", expected="some to encode", remedy="use the model as it is"
+        )
+    return chosen
+
+
+def _written(spec: ParameterSpec, layer: str | None, method: str) -> Iterator[ParameterSpec]:
+    """The tensors that hold a parameter."""
+    if layer is None:
+        yield spec
+        return
+    for part in ENCODINGS[method].parts(spec.shape):
+        shape = (*part.shape, 1) if method == "nf4" and part.role == "codes" else part.shape
+        yield ParameterSpec(f"{layer}.{SUFFIXES[method][part.role]}", shape, part.dtype, spec.index, decays=False)
+    if method == "nf4":
+        yield ParameterSpec(f"{layer}.{NF4_STATE}", (_STATE_BYTES,), torch.uint8, spec.index, decays=False)
+    if method == "int8":
+        yield ParameterSpec(f"{layer}.{INT8_FORMAT}", (), torch.uint8, spec.index, decays=False)
+
+
+def _tensors(
+    model: HFBlockModel, chosen: Mapping[str, str], method: str, report: Callable[[str], object]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors, by the names that ``_written`` gives them."""
+    for number, layout in enumerate(model.layouts, start=1):
+        report(f"{layout.name} ({number} of {len(model.layouts)})")
+        for spec in layout.parameters:
+            weights = torch.empty(spec.numel, dtype=spec.dtype)
+            model.weights.read_into(spec.name, weights)
+            if spec.name not in chosen:
+                yield spec.name, weights
+                continue
+            layer = chosen[spec.name]
+            encoding, parts = encode(weights.view(spec.shape), ENCODINGS[method])
+            for role, tensor in parts.items():
+                yield f"{layer}.{SUFFIXES[method][role]}", tensor.contiguous()
+            if isinstance(encoding, NF4Blocks):
+                yield f"{layer}.{NF4_STATE}", _state(encoding, spec)
+            if method == "int8":
+                yield f"{layer}.{INT8_FORMAT}", torch.zeros((), dtype=torch.uint8)
+
+
+def _state(encoding: NF4Blocks, spec: ParameterSpec) -> torch.Tensor:
+    """What bitsandbytes keeps beside a matrix: a JSON object, as bytes."""
+    values = {"quant_type": "nf4", "blocksize": encoding.block, "dtype": str(spec.dtype).removeprefix("torch.")}
+    values |= {"shape": list(spec.shape), "nested_blocksize": encoding.nested_block, "nested_dtype": "float32"}
+    values["nested_offset"] = encoding.offset
+    return torch.tensor(list(json.dumps(values).encode().ljust(_STATE_BYTES)), dtype=torch.uint8)
+
+
+def _description(method: str, dtype: str) -> dict[str, Any]:
+    """What ``config.json`` says of the weights, in transformers' words."""
+    if method == "fp8":
+        block = ENCODINGS["fp8"]
+        assert isinstance(block, Float8Blocks)
+        return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block.block)}
+    four = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": dtype,
+        "bnb_4bit_quant_storage": "uint8",
+    }
+    return {"quant_method": "bitsandbytes", **({"load_in_8bit": True} if method == "int8" else four)}
+
+
+def _bytes(content: Path | bytes) -> bytes:
+    return content if isinstance(content, bytes) else content.read_bytes()

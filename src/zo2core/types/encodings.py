@@ -1,0 +1,95 @@
+"""How a matrix is stored in 8 or 4 bits a weight: what lies behind what in memory. How it is decoded, kernels say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+FP8 = torch.float8_e4m3fn
+
+
+class EncodedPart(NamedTuple):
+    """One of the tensors that a matrix is stored as."""
+
+    role: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes. Parts lie one after the other, without alignment, as they do in a checkpoint."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Int8Rows:
+    """A signed byte a weight, a float32 a row: ``code * scale / 127`` (LLM.int8(), arXiv 2208.07339, without outliers)."""
+
+    name: str = field(default="int8", init=False)
+
+    def parts(self, shape: Sequence[int]) -> tuple[EncodedPart, ...]:
+        """What a matrix of (rows, columns) is stored as."""
+        rows, columns = shape
+        return EncodedPart("codes", torch.int8, (rows, columns)), EncodedPart("scales", torch.float32, (rows,))
+
+
+@dataclass(frozen=True)
+class Float8Blocks:
+    """An e4m3 number a weight and a scale for each block: ``code * scale``, as released FP8 checkpoints have it.
+
+    Args:
+        block: Rows and columns of a block; those at the edges may have fewer.
+        scale_dtype: Of the scales, float32 or bfloat16.
+    """
+
+    block: tuple[int, int] = (128, 128)
+    scale_dtype: torch.dtype = torch.float32
+    name: str = field(default="fp8", init=False)
+
+    def parts(self, shape: Sequence[int]) -> tuple[EncodedPart, ...]:
+        """What a matrix of (rows, columns) is stored as."""
+        rows, columns = shape
+        blocks = -(-rows // self.block[0]), -(-columns // self.block[1])
+        return EncodedPart("codes", FP8, (rows, columns)), EncodedPart("scales", self.scale_dtype, blocks)
+
+
+@dataclass(frozen=True)
+class NF4Blocks:
+    """Four bits a weight, the first of two in the higher ones, and a scale a block (QLoRA, arXiv 2305.14314).
+
+    A weight is ``table[code] * scale``. Double quantised, a scale is ``nested_table[code] * nested_scale + offset``.
+
+    Args:
+        block: Weights a scale, counted through the flattened matrix.
+        nested_block: Scales a nested scale; None: scales are float32 themselves.
+        offset: Added to every scale that is double quantised.
+    """
+
+    block: int = 64
+    nested_block: int | None = 256
+    offset: float = 0.0
+    name: str = field(default="nf4", init=False)
+
+    def parts(self, shape: Sequence[int]) -> tuple[EncodedPart, ...]:
+        """What a matrix of (rows, columns) is stored as."""
+        numel = math.prod(shape)
+        blocks = -(-numel // self.block)
+        codes = EncodedPart("codes", torch.uint8, (-(-numel // 2),))
+        table = EncodedPart("table", torch.float32, (16,))
+        if self.nested_block is None:
+            return codes, EncodedPart("scales", torch.float32, (blocks,)), table
+        nested = EncodedPart("nested scales", torch.float32, (-(-blocks // self.nested_block),))
+        nested_table = EncodedPart("nested table", torch.float32, (256,))
+        return codes, EncodedPart("scales", torch.uint8, (blocks,)), table, nested, nested_table
+
+
+Encoding: TypeAlias = Int8Rows | Float8Blocks | NF4Blocks
+
+
+def encoded_bytes(encoding: Encoding, shape: Sequence[int]) -> int:
+    """Bytes that a matrix takes."""
+    return sum(part.nbytes for part in encoding.parts(shape))
