@@ -6,10 +6,10 @@ What comes out is in the formats of ``quantized.py``; transformers loads it as w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ from zo2core import (
     write_checkpoint,
 )
 
-ENCODINGS: Mapping[str, Encoding] = MappingProxyType({"int8": Int8Rows(), "nf4": NF4Blocks(), "fp8": Float8Blocks()})
+METHODS = ("int8", "nf4", "fp8")
+_LARGEST_BLOCK = 128  # rows and columns of fp8's blocks, as released checkpoints have them
 _STATE_BYTES = 512  # of nf4's JSON object, filled up with spaces: sizes are known before the numbers in it are
 
 
@@ -51,23 +52,32 @@ def quantize(model: Path | str, directory: Path, method: str, *, report: Callabl
         CheckpointError, UnsupportedModelError: as ``open_checkpoint``.
         OutputError: if the directory is in use or cannot be written.
     """
-    if method not in ENCODINGS:
-        raise OptionError("quantize", found=method, expected=f"one of {', '.join(ENCODINGS)}", remedy="choose one of these")
+    if method not in METHODS:
+        raise OptionError("quantize", found=method, expected=f"one of {', '.join(METHODS)}", remedy="choose one of these")
     require_unused(directory)
     opened = open_checkpoint(model)
     with closing(opened.weights):
         chosen = _linear_weights(opened, Path(model))
-        specs = [part for spec in _parameters(opened) for part in _written(spec, chosen.get(spec.name), method)]
+        parameters = [spec for layout in opened.layouts for spec in layout.parameters]
+        encoding = _encoding(method, [spec.shape for spec in parameters if spec.name in chosen])
+        specs = [part for spec in parameters for part in _written(spec, chosen.get(spec.name), encoding)]
         kept = {name: parts for name, parts in opened.saved_form.parts.items() if name not in chosen}
         config = json.loads(_bytes(opened.companions["config.json"]))
-        config["quantization_config"] = _description(method, config["dtype"])
+        config["quantization_config"] = _description(encoding, config["dtype"])
         companions = {**opened.companions, "config.json": json.dumps(config, indent=2).encode() + b"\n"}
         form = SavedForm(kept, opened.saved_form.constants)
-        write_checkpoint(directory, specs, _tensors(opened, chosen, method, report), companions, form=form)
+        write_checkpoint(directory, specs, _tensors(opened, chosen, encoding, report), companions, form=form)
 
 
-def _parameters(model: HFBlockModel) -> list[ParameterSpec]:
-    return [spec for layout in model.layouts for spec in layout.parameters]
+def _encoding(method: str, shapes: Sequence[tuple[int, ...]]) -> Encoding:
+    """How matrices of these shapes are encoded: in fp8, in blocks of which each has a whole number.
+
+    Where a matrix ended in a part of a block, kernels and transformers would not agree where blocks begin.
+    """
+    if method == "fp8":
+        rows, columns = (math.gcd(_LARGEST_BLOCK, *sizes) for sizes in zip(*shapes, strict=True))
+        return Float8Blocks((rows, columns))
+    return Int8Rows() if method == "int8" else NF4Blocks()
 
 
 def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, str]:
@@ -89,22 +99,23 @@ def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, str]:
     return chosen
 
 
-def _written(spec: ParameterSpec, layer: str | None, method: str) -> Iterator[ParameterSpec]:
+def _written(spec: ParameterSpec, layer: str | None, encoding: Encoding) -> Iterator[ParameterSpec]:
     """The tensors that hold a parameter."""
     if layer is None:
         yield spec
         return
-    for part in ENCODINGS[method].parts(spec.shape):
-        shape = (*part.shape, 1) if method == "nf4" and part.role == "codes" else part.shape
-        yield ParameterSpec(f"{layer}.{SUFFIXES[method][part.role]}", shape, part.dtype, spec.index, decays=False)
-    if method == "nf4":
+    is_nf4 = isinstance(encoding, NF4Blocks)
+    for part in encoding.parts(spec.shape):
+        shape = (*part.shape, 1) if is_nf4 and part.role == "codes" else part.shape
+        yield ParameterSpec(f"{layer}.{SUFFIXES[encoding.name][part.role]}", shape, part.dtype, spec.index, decays=False)
+    if is_nf4:
         yield ParameterSpec(f"{layer}.{NF4_STATE}", (_STATE_BYTES,), torch.uint8, spec.index, decays=False)
-    if method == "int8":
+    if isinstance(encoding, Int8Rows):
         yield ParameterSpec(f"{layer}.{INT8_FORMAT}", (), torch.uint8, spec.index, decays=False)
 
 
 def _tensors(
-    model: HFBlockModel, chosen: Mapping[str, str], method: str, report: Callable[[str], object]
+    model: HFBlockModel, chosen: Mapping[str, str], encoding: Encoding, report: Callable[[str], object]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors, by the names that ``_written`` gives them."""
     for number, layout in enumerate(model.layouts, start=1):
@@ -116,12 +127,12 @@ def _tensors(
                 yield spec.name, weights
                 continue
             layer = chosen[spec.name]
-            encoding, parts = encode(weights.view(spec.shape), ENCODINGS[method])
+            fitted, parts = encode(weights.view(spec.shape), encoding)
             for role, tensor in parts.items():
-                yield f"{layer}.{SUFFIXES[method][role]}", tensor.contiguous()
-            if isinstance(encoding, NF4Blocks):
-                yield f"{layer}.{NF4_STATE}", _state(encoding, spec)
-            if method == "int8":
+                yield f"{layer}.{SUFFIXES[encoding.name][role]}", tensor.contiguous()
+            if isinstance(fitted, NF4Blocks):
+                yield f"{layer}.{NF4_STATE}", _state(fitted, spec)
+            if isinstance(encoding, Int8Rows):
                 yield f"{layer}.{INT8_FORMAT}", torch.zeros((), dtype=torch.uint8)
 
 
@@ -133,12 +144,10 @@ def _state(encoding: NF4Blocks, spec: ParameterSpec) -> torch.Tensor:
     return torch.tensor(list(json.dumps(values).encode().ljust(_STATE_BYTES)), dtype=torch.uint8)
 
 
-def _description(method: str, dtype: str) -> dict[str, Any]:
+def _description(encoding: Encoding, dtype: str) -> dict[str, Any]:
     """What ``config.json`` says of the weights, in transformers' words."""
-    if method == "fp8":
-        block = ENCODINGS["fp8"]
-        assert isinstance(block, Float8Blocks)
-        return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block.block)}
+    if isinstance(encoding, Float8Blocks):
+        return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(encoding.block)}
     four = {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
@@ -146,7 +155,7 @@ def _description(method: str, dtype: str) -> dict[str, Any]:
         "bnb_4bit_compute_dtype": dtype,
         "bnb_4bit_quant_storage": "uint8",
     }
-    return {"quant_method": "bitsandbytes", **({"load_in_8bit": True} if method == "int8" else four)}
+    return {"quant_method": "bitsandbytes", **({"load_in_8bit": True} if isinstance(encoding, Int8Rows) else four)}
 
 
 def _bytes(content: Path | bytes) -> bytes:
