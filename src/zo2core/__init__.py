@@ -6,6 +6,8 @@ from zo2core.beside import InWeights as InWeights
 from zo2core.beside import Moved as Moved
 from zo2core.beside import Perturbation as Perturbation
 from zo2core.beside import StackedModel as StackedModel
+from zo2core.beside import factor_bytes as factor_bytes
+from zo2core.beside import require_perturbation as require_perturbation
 from zo2core.checkpoint import Piece as Piece
 from zo2core.checkpoint import SafetensorsReader as SafetensorsReader
 from zo2core.checkpoint import TensorEntry as TensorEntry
@@ -60,6 +62,7 @@ from zo2core.journal import branch_journal as branch_journal
 from zo2core.journal import copy_journal as copy_journal
 from zo2core.kernels import Distribution as Distribution
 from zo2core.kernels.carrying import carried_layout as carried_layout
+from zo2core.kernels.encoding import decoded as decoded
 from zo2core.kernels.encoding import encode as encode
 from zo2core.noise import PhiloxNoise as PhiloxNoise
 from zo2core.noise import SequentialNoise as SequentialNoise

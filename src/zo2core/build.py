@@ -6,20 +6,28 @@ refused half-way leaves nothing open, and an engine that was made closes exactly
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zo2core.beside import BesideActivations, FactorStore, InWeights, Perturbation, choose_perturbation, open_factors
+from zo2core.beside import (
+    BesideActivations,
+    FactorStore,
+    InWeights,
+    Perturbation,
+    choose_perturbation,
+    factor_bytes,
+    open_factors,
+)
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError
 from zo2core.estimators import direction_seeds, require_distribution
 from zo2core.journal import Journal, digest, json_object
 from zo2core.noise import PhiloxNoise, choose_noise
 from zo2core.planning.carrying import Replay, choose_carrying, require_drawable
-from zo2core.planning.device_plan import DevicePlan, plan_device_memory
+from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.host_plan import HostPlan, plan_host
 from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
@@ -39,7 +47,7 @@ from zo2core.sweep.host_replay import CarryingScheduler, HostReplay
 from zo2core.sweep.landing import Landing
 from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.work_buffer import WorkBuffer
-from zo2core.types import BlockLayout, Distribution
+from zo2core.types import Distribution
 from zo2core.updates import seeds_of
 
 
@@ -131,9 +139,10 @@ def build(
             require_distribution(estimator, of_choice)
         carrying = choose_carrying(replay, layouts, of_choice, in_place=device.in_place)
         directions, carries = _most_directions(estimator, journal), carrying is not None
-        device_plan = _plan_device(
-            layouts, of_choice, device, memory, directions, overlap=overlap, walks=walks, carries=carries
-        )
+        held = factor_bytes(where, layouts, len(journal.updates))
+        on_host = device.torch_device.type == "cpu"
+        needs: Any = {"walks": walks, "probes": directions, "carries": carries, "factors": 0 if on_host else held}
+        device_plan = memory.plan_device(layouts, of_choice, device, overlap=overlap, **needs)
         room = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
         waiting = memory.activation_bytes if room < memory.activation_bytes else 0
         streamed = laid_out_as_on_disk(layouts, model.weights)
@@ -144,10 +153,11 @@ def build(
                 streamed,
                 memory=host_plan,
                 activation_bytes=memory.activation_bytes if device.in_place else waiting,
-                compute_on_host=device.torch_device.type == "cpu",
+                compute_on_host=on_host,
                 may_keep_noise=not isinstance(of_choice, CounterNoise),
                 walks=walks,
                 staging=0 if carrying is None else staging_bytes(layouts),
+                factors=held if on_host else 0,
             )
         if noise is None:
             of_choice = choose_noise(recorded, layouts, device.torch_device, memory=max(host_plan.spare, 0))
@@ -347,48 +357,6 @@ def _require_same_segments(model: BlockModel, source: BlockSource) -> None:
             expected=f"the {len(ours)} segments of the model",
             remedy="build the source from model.layouts and model.weights",
         )
-
-
-def _plan_device(
-    layouts: Sequence[BlockLayout],
-    noise: NoiseGenerator,
-    device: Device,
-    memory: MemoryPolicy,
-    probes: int,
-    *,
-    overlap: bool,
-    walks: bool,
-    carries: bool,
-) -> DevicePlan | None:
-    if device.in_place and memory.least_activations is not None:
-        raise OptionError(
-            "memory.least_activations",
-            found=f"{memory.least_activations!r} on a device that computes in host memory",
-            expected="a GPU, where activations can wait in host memory",
-            remedy="leave it out",
-        )
-    if device.in_place or not overlap:
-        if memory.device != "auto":
-            raise OptionError(
-                "memory.device",
-                found=repr(memory.device),
-                expected="a GPU, and transfers that overlap, where it is given",
-                remedy="leave it out; memory.host bounds what the CPU takes",
-            )
-        return None
-    if isinstance(memory.device, DevicePlan):
-        return memory.device
-    return plan_device_memory(
-        layouts,
-        noise,
-        memory=memory.device,
-        free=device.free_memory(),
-        activation_bytes=memory.activation_bytes,
-        least_activation_bytes=memory.least_activation_bytes,
-        walks=walks,
-        probes=probes,
-        carries=carries,
-    )
 
 
 def _most_directions(estimator: ZOEstimator | None, journal: Journal) -> int:

@@ -10,7 +10,7 @@ from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.optimization import MOST_QUERIES, Noise, Optimization
 from zo2adapters.trainers.options import CarriedName, DtypeName, PrecisionName, precision_of_run
-from zo2core import Replay, SequentialNoise, WriteBackPolicy, choose_carrying
+from zo2core import Replay, SequentialNoise, WriteBackPolicy, choose_carrying, require_perturbation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,10 @@ class Plan:
     """What turns losses into steps, as for training."""
     queries: int = 1
     """Directions a step, as for training."""
+    rank: int | None = None
+    """Rank of directions beside the activations, as for training."""
+    period: int = 100
+    """Steps for which a factor of --rank stays, as for training."""
     batching: Batching = field(default_factory=Batching)
 
     def run(self) -> None:
@@ -60,13 +64,19 @@ class Plan:
 
         require_between("queries", self.queries, 1, MOST_QUERIES)
         optimization = Optimization(
-            noise=self.noise, exact_mezo=self.exact_mezo, estimator=self.estimator, queries=self.queries
+            noise=self.noise,
+            exact_mezo=self.exact_mezo,
+            estimator=self.estimator,
+            queries=self.queries,
+            rank=self.rank,
+            period=self.period,
         )
         optimization.require_consistent()
         self.batching.require_valid()
         directory = resolve_directory(self.model)
         on_cpu = self.device_memory is None
-        precision = precision_of_run(self.precision, exact_mezo=self.exact_mezo, on_cpu=on_cpu)
+        exact = self.exact_mezo or self.rank is not None
+        precision = precision_of_run(self.precision, exact_mezo=exact, on_cpu=on_cpu)
         model = open_checkpoint(
             directory,
             architecture=self.architecture,
@@ -77,6 +87,8 @@ class Plan:
         )
         tokens = self.batching.length_for(model)
         noise = optimization.generator(model.layouts)
+        drawn = noise or SequentialNoise(model.layouts)
+        require_perturbation(optimization.perturbation, model, optimization.estimator_of(1), drawn, replay=self.replay)
         if self.device_memory is not None:
             on_device = plan_device_run(
                 model,
@@ -91,10 +103,11 @@ class Plan:
                 evaluations=optimization.evaluations,
                 write_limit_tb=self.write_limit_tb,
                 replay=self.replay,
+                perturbation=optimization.perturbation,
             )
             print(on_device.to_json() if self.json else on_device.table())
             return
-        choose_carrying(self.replay, model.layouts, noise or SequentialNoise(model.layouts), in_place=True)  # or refuses it
+        choose_carrying(self.replay, model.layouts, drawn, in_place=True)  # or refuses it
         planned = plan_run(
             model,
             memory=self.memory,
@@ -106,5 +119,6 @@ class Plan:
             queries=self.queries,
             evaluations=optimization.evaluations,
             write_limit_tb=self.write_limit_tb,
+            perturbation=optimization.perturbation,
         )
         print(planned.to_json() if self.json else planned.table())

@@ -13,11 +13,14 @@ from zo2core import (
     CounterNoise,
     DevicePlan,
     HostPlan,
+    InWeights,
     NoiseGenerator,
+    Perturbation,
     Replay,
     SequentialNoise,
     carried_layout,
     choose_carrying,
+    factor_bytes,
     interval_within,
     laid_out_as_on_disk,
     parse_size,
@@ -54,11 +57,13 @@ class DeviceRunPlan:
 
     def table(self) -> str:
         """Give people a table."""
-        back = f"{self.returned_bytes / 1e9:.2f} GB" if self.returned_bytes else "nothing: the host replays"
+        back = f"{self.returned_bytes / 1e9:.2f} GB" if self.returned_bytes else "nothing"
+        written = f"at most {self.terabytes_per_1000_steps:.2f} TB; a run measures what is worth it"
+        written = written if self.terabytes_per_1000_steps else "nothing"
         rows = [
             ("blocks that stay", f"{self.device_plan.kept} of {self.blocks}"),
             ("read from disk a step", f"{self.read_bytes / 1e9:.2f} GB"),
-            ("written in 1,000 steps", f"at most {self.terabytes_per_1000_steps:.2f} TB; a run measures what is worth it"),
+            ("written in 1,000 steps", written),
             ("uploaded a step", f"{self.moved_bytes / 1e9:.2f} GB"),
             ("offloaded beside it", back),
             ("activations that wait", f"{self.waiting_bytes / 1e9:.2f} GB in host memory, moved at every block"),
@@ -83,6 +88,7 @@ def plan_device_run(
     evaluations: int | None = None,
     write_limit_tb: float | None = None,
     replay: Replay = "auto",
+    perturbation: Perturbation = InWeights(),  # noqa: B008 - frozen
 ) -> DeviceRunPlan:
     """Plan a run on a GPU that need not be here. Nothing is loaded or measured.
 
@@ -99,6 +105,7 @@ def plan_device_run(
         evaluations: Forwards of a batch in a step; None: two a direction.
         write_limit_tb: Most terabytes that 1,000 steps may write; None: no limit.
         replay: Who replays.
+        perturbation: Where directions live. Factors are those of a run that begins: each period adds as many.
 
     Raises:
         MemoryBudgetError: if the host, or the device, is too small for any arrangement.
@@ -120,6 +127,7 @@ def plan_device_run(
         walks=not isinstance(drawn, CounterNoise),
         probes=queries,
         carries=carrying is not None,
+        factors=factor_bytes(perturbation, layouts),
     )
     running = rows if micro_rows is None else min(rows, micro_rows)
     own, streams = expected_held_bytes(config, running, tokens), evaluations * -(-rows // running)
@@ -137,17 +145,17 @@ def plan_device_run(
         read = _share(blocks, len(blocks) - device_plan.kept - max(host_plan.buckets - MOST_USEFUL_BUCKETS, 0))
     moving = [(layout if carrying is None else carried_layout(layout)).nbytes for layout in used if not layout.resident]
     moved = _share(moving, len(blocks) - device_plan.kept)
+    is_changed = isinstance(perturbation, InWeights)  # else weights are only read
+    every = 1 if write_limit_tb is None else interval_within(used, write_limit_tb)
     return DeviceRunPlan(
         host_plan=host_plan,
         device_plan=device_plan,
         blocks=len(blocks),
         read_bytes=read,
         moved_bytes=moved,
-        returned_bytes=moved if carrying is None or carrying.comes_back else 0,
+        returned_bytes=moved if is_changed and (carrying is None or carrying.comes_back) else 0,
         waiting_bytes=waiting,
-        terabytes_per_1000_steps=terabytes_written(
-            used, 1 if write_limit_tb is None else interval_within(used, write_limit_tb)
-        ),
+        terabytes_per_1000_steps=terabytes_written(used, every) if is_changed else 0.0,
         bus=parse_size(bus, option="bus"),
     )
 

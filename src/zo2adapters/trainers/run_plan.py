@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,13 +15,19 @@ from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2core import (
+    BesideActivations,
+    BlockLayout,
     CounterNoise,
     HostDevice,
     HostPlan,
+    InWeights,
     NoiseGenerator,
+    Perturbation,
     SequentialNoise,
     aligned,
+    decoded,
     evaluation_seconds,
+    factor_bytes,
     flat_views,
     interval_within,
     laid_out_as_on_disk,
@@ -48,7 +55,7 @@ class RunPlan:
 
     host_plan: HostPlan
     model_bytes: int
-    write_back_every: int
+    write_back_every: int | None  # None: no weight changes, and nothing is written
     scratch_bytes: int  # on disk, once everything was written back
     read_bytes: int  # a step
     written_bytes: int  # a step, on average
@@ -72,7 +79,7 @@ class RunPlan:
         where = "all in memory" if buckets is None else f"streamed from disk through {buckets} buckets"
         rows = [
             ("blocks", where),
-            ("written back", f"every {self.write_back_every} steps"),
+            ("written back", "never" if self.write_back_every is None else f"every {self.write_back_every} steps"),
             ("scratch on disk, at most", f"{self.scratch_bytes / 1e9:.2f} GB"),
             ("read a step", f"{self.read_bytes / 1e9:.2f} GB"),
             ("written a step", f"{self.written_bytes / 1e9:.2f} GB"),
@@ -98,6 +105,7 @@ def plan_run(
     queries: int = 1,
     evaluations: int | None = None,
     write_limit_tb: float | None = None,
+    perturbation: Perturbation = InWeights(),  # noqa: B008 - frozen
 ) -> RunPlan:
     """Plan a run on the CPU. Nothing is loaded; the probes take a few seconds.
 
@@ -112,6 +120,7 @@ def plan_run(
         queries: Directions a step.
         evaluations: Forwards of a batch in a step; None: two a direction.
         write_limit_tb: Most terabytes that 1,000 steps may write; None: no limit.
+        perturbation: Where directions live. Factors are those of a run that begins: each period adds as many.
 
     Raises:
         MemoryBudgetError: if no arrangement fits.
@@ -131,15 +140,31 @@ def plan_run(
         activation_bytes=activations,
         may_keep_noise=not isinstance(drawn, CounterNoise),
         walks=not isinstance(drawn, CounterNoise),
+        factors=factor_bytes(perturbation, model.layouts),
     )
     host_plan = with_kept_memory(host_plan, activations)
     layouts = model.layouts if host_plan.buckets is None else on_disk  # as they will lie in buckets
     model_bytes = sum(layout.nbytes for layout in layouts)
     replay = replay_seconds(drawn, layouts, in_place=not isinstance(drawn, CounterNoise))
-    write_rate = write_bytes_per_second(scratch)
     streamed = host_plan.buckets is not None
     read = streamed_bytes(layouts, host_plan.buckets)
     read_seconds = read / read_bytes_per_second(model.weights, layouts) if read else 0.0
+    forwards = evaluations * measured_forward_seconds(model, rows, tokens)
+    if isinstance(perturbation, BesideActivations):
+        drawing = replay * _factor_share(layouts, perturbation.rank) * (evaluations + queries)
+        return RunPlan(
+            host_plan=host_plan,
+            model_bytes=model_bytes,
+            write_back_every=None,
+            scratch_bytes=0,
+            read_bytes=read,
+            written_bytes=0,
+            terabytes_per_1000_steps=0.0,
+            forward_seconds=forwards,
+            update_seconds=drawing + decoding_seconds(layouts),
+            disk_seconds=read_seconds,
+        )
+    write_rate = write_bytes_per_second(scratch)
     # As the engine chooses, which does not know what forwards take.
     write_seconds = terabytes_written(layouts, 1, steps=1) * 1e12 / write_rate
     every = write_back_interval(replay, write_seconds, step=max(read_seconds, replay), resident=not streamed)
@@ -161,10 +186,31 @@ def plan_run(
         read_bytes=read,
         written_bytes=written,
         terabytes_per_1000_steps=terabytes_written(layouts, every),
-        forward_seconds=evaluations * measured_forward_seconds(model, rows, tokens),
+        forward_seconds=forwards,
         update_seconds=update,
         disk_seconds=disk_seconds,
     )
+
+
+def decoding_seconds(layouts: Sequence[BlockLayout]) -> float:
+    """Measure the seconds in which all matrices that are encoded are decoded, from the largest one."""
+    encoded = [spec for layout in layouts for spec in layout.parameters if spec.encoding is not None]
+    if not encoded:
+        return 0.0
+    largest = max(encoded, key=lambda spec: spec.numel)
+    stored, best = torch.zeros(largest.nbytes, dtype=torch.uint8), math.inf
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        decoded(largest, stored)
+        best = min(best, time.perf_counter() - began)
+    return best / largest.numel * sum(spec.numel for spec in encoded)
+
+
+def _factor_share(layouts: Sequence[BlockLayout], rank: int) -> float:
+    """Numbers drawn for a direction of low rank, as a share of those of a dense one."""
+    specs = [spec for layout in layouts for spec in layout.parameters]
+    drawn = sum(spec.shape[0] * rank if len(spec.shape) == 2 else spec.numel for spec in specs)
+    return drawn / sum(spec.numel for spec in specs)
 
 
 def measured_forward_seconds(model: HFBlockModel, rows: int, tokens: int) -> float:

@@ -1,11 +1,13 @@
 """Directions of low rank beside the activations: weights are only read."""
 
 from zo2core.beside.factor_store import FactorStore as FactorStore
+from zo2core.beside.factor_store import factor_bytes as factor_bytes
 from zo2core.beside.factor_store import open_factors as open_factors
 from zo2core.beside.perturbation import BesideActivations as BesideActivations
 from zo2core.beside.perturbation import InWeights as InWeights
 from zo2core.beside.perturbation import Perturbation as Perturbation
 from zo2core.beside.perturbation import choose_perturbation as choose_perturbation
+from zo2core.beside.perturbation import require_perturbation as require_perturbation
 from zo2core.beside.stacked_model import Factors as Factors
 from zo2core.beside.stacked_model import Moved as Moved
 from zo2core.beside.stacked_model import StackedModel as StackedModel

@@ -16,14 +16,13 @@ from zo2core.beside.perturbation import (
     BesideActivations,
     InWeights,
     Perturbation,
-    require_beside,
-    require_in_weights,
+    require_perturbation,
 )
 from zo2core.beside.stacked_model import Factors, Moved
 from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing, fill
 from zo2core.protocols import SEEDS_IN_TURN, BlockModel, CounterNoise, NoiseGenerator, ZOEstimator
-from zo2core.types import Distribution, Evaluation, ParameterSpec, Perturb, Program, Update
+from zo2core.types import BlockLayout, Distribution, Evaluation, ParameterSpec, Perturb, Program, Update
 from zo2core.updates import compile_updates, rounds
 
 # Columns of past periods, as a share of a matrix's inputs, up to which they are taken beside the activations at each visit:
@@ -206,6 +205,23 @@ class FactorStore:
         return self._moves[evaluation]
 
 
+def factor_bytes(perturbation: Perturbation, layouts: Sequence[BlockLayout], updates: int = 0) -> int:
+    """Bytes of a run's factors: of the periods that have ended, and of the present one.
+
+    Args:
+        perturbation: The run's; directions in the weights have no factors.
+        layouts: Of the model.
+        updates: Steps that were taken.
+    """
+    if isinstance(perturbation, InWeights):
+        return 0
+    periods, specs = updates // perturbation.period + 1, [spec for layout in layouts for spec in layout.parameters]
+    matrices = [spec for spec in specs if len(spec.shape) == 2]
+    columns = sum(4 * spec.shape[0] + spec.dtype.itemsize * spec.shape[1] for spec in matrices)
+    vectors = sum(4 * spec.numel for spec in specs if len(spec.shape) == 1)
+    return columns * perturbation.rank * periods + vectors
+
+
 def open_factors(
     perturbation: Perturbation,
     model: BlockModel,
@@ -232,12 +248,11 @@ def open_factors(
         write_back_every: How often it was asked to write back.
 
     Raises:
-        OptionError, UnsupportedModelError: as ``require_beside`` and ``require_in_weights`` say.
+        OptionError, UnsupportedModelError: as ``require_perturbation`` says.
     """
+    require_perturbation(perturbation, model, estimator, noise, replay=replay, write_back_every=write_back_every)
     if isinstance(perturbation, InWeights):
-        require_in_weights(model, estimator)
         return None
-    require_beside(model, estimator, noise, replay=replay, write_back_every=write_back_every)
     assert isinstance(noise, CounterNoise), "other noise was refused"
     recorded = None if journal.header is None else journal.header.get("seed")
     run_seed = recorded if estimator is None and isinstance(recorded, int) else seed

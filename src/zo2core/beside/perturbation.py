@@ -106,12 +106,37 @@ def choose_perturbation(perturbation: Perturbation | None, journal: Journal) -> 
     return recorded
 
 
-def require_in_weights(model: BlockModel, estimator: ZOEstimator | None) -> None:
-    """Refuse to perturb weights that are only read, before anything is.
+def require_perturbation(
+    perturbation: Perturbation,
+    model: BlockModel,
+    estimator: ZOEstimator | None,
+    noise: NoiseGenerator,
+    *,
+    replay: str = "auto",
+    write_back_every: object = None,
+) -> None:
+    """Refuse what directions cannot do where they live, before anything is read.
+
+    Args:
+        perturbation: Where they live.
+        model: Whose parameters they move.
+        estimator: None for a run that takes no steps.
+        noise: What draws them.
+        replay: Who was asked to replay.
+        write_back_every: How often it was asked to write back.
 
     Raises:
-        OptionError: naming one that is encoded, for a run that takes steps.
+        OptionError: naming what does not go together.
+        UnsupportedModelError: if the model cannot take directions so.
     """
+    if isinstance(perturbation, InWeights):
+        _require_in_weights(model, estimator)
+    else:
+        _require_beside(model, estimator, noise, replay=replay, write_back_every=write_back_every)
+
+
+def _require_in_weights(model: BlockModel, estimator: ZOEstimator | None) -> None:
+    """Refuse to perturb weights that are only read."""
     specs = [spec for layout in model.layouts for spec in layout.parameters if spec.encoding is not None]
     if estimator is not None and specs:
         assert specs[0].encoding is not None
@@ -123,15 +148,10 @@ def require_in_weights(model: BlockModel, estimator: ZOEstimator | None) -> None
         )
 
 
-def require_beside(
+def _require_beside(
     model: BlockModel, estimator: ZOEstimator | None, noise: NoiseGenerator, *, replay: str, write_back_every: object
 ) -> None:
-    """Refuse what directions beside the activations cannot do, before anything is read.
-
-    Raises:
-        OptionError: naming what does not go together.
-        UnsupportedModelError: if the model cannot take directions so.
-    """
+    """Refuse what directions beside the activations cannot do."""
     if replay == "host":
         raise _refusal("replay", "host", "auto beside the activations, where no weight is replayed", "leave it out")
     if isinstance(write_back_every, int):

@@ -39,6 +39,7 @@ def plan_device_memory(
     walks: bool = True,
     probes: int = 1,
     carries: bool = False,
+    factors: int = 0,
 ) -> DevicePlan:
     """Keep as many blocks on the device as fit.
 
@@ -52,6 +53,7 @@ def plan_device_memory(
         walks: Whether evaluations walk from one to the next, which takes memory where the forward's weights are rounded.
         probes: Directions of an update: their z are held together while it is replayed.
         carries: Whether blocks that pass through are in the slots as they are carried, and not as they are stored.
+        factors: Bytes of the factors of directions beside the activations.
 
     Raises:
         MemoryBudgetError: if the device is too small for any plan; it adds up what the smallest needs.
@@ -76,6 +78,7 @@ def plan_device_memory(
             MemoryPart(f"{kept} blocks that stay", kept * largest),
             MemoryPart("work buffer", work_bytes(layouts) + walk_bytes(layouts, walks=walks) + carrying_bytes(layouts)),
             MemoryPart("noise as it is drawn", (probes + 1) * drawn + scratch),
+            *([MemoryPart("factors of directions", factors)] if factors else []),
             MemoryPart("activations, reserved", activations),
         )
         return DevicePlan(parts, budget, kept, activations)

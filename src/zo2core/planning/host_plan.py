@@ -44,6 +44,7 @@ def plan_host(
     may_keep_noise: bool = True,
     walks: bool = True,
     staging: int = 0,
+    factors: int = 0,
 ) -> HostPlan:
     """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; noise is kept if it fits.
 
@@ -56,6 +57,7 @@ def plan_host(
         may_keep_noise: Whether there is a use for a noise buffer; counter-based noise has none.
         walks: Whether evaluations walk from one to the next, which takes memory where the forward's weights are rounded.
         staging: Bytes for blocks as they are carried to a device.
+        factors: Bytes of the factors of directions beside the activations.
 
     Raises:
         MemoryBudgetError: if not even the smallest plan fits; it adds up what that needs.
@@ -80,6 +82,7 @@ def plan_host(
             MemoryPart("work buffer", work),
             *([MemoryPart("blocks as they are carried", staging)] if staging else []),
             MemoryPart("noise buffer" if keep_noise else "noise buffer: drawn again instead", noise if keep_noise else 0),
+            *([MemoryPart("factors of directions", factors)] if factors else []),
             MemoryPart("reading buffers", READERS * STAGING),
         )
         return HostPlan(parts, budget, buckets, keep_noise)

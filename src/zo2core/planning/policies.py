@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from zo2core.errors import OptionError
-from zo2core.planning.device_plan import DevicePlan
+from zo2core.planning.device_plan import DevicePlan, plan_device_memory
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.host_plan import HostPlan
+from zo2core.protocols import Device, NoiseGenerator
+from zo2core.types import BlockLayout
 
 ACTIVATIONS = 256 << 20  # bytes reserved for activations where nobody says otherwise
 
@@ -54,6 +57,50 @@ class MemoryPolicy:
         """Bytes of a device that activations take at least; None: all of them."""
         least = self.least_activations
         return None if least is None else parse_size(least, option="memory.least_activations")
+
+    def plan_device(
+        self, layouts: Sequence[BlockLayout], noise: NoiseGenerator, device: Device, *, overlap: bool, **needs: Any
+    ) -> DevicePlan | None:
+        """The plan for a device's memory; None where it computes in host memory, or one thing is done after the other.
+
+        Args:
+            layouts: Segments in visiting order.
+            noise: Says how much of z is drawn at a time.
+            device: What is to run.
+            overlap: Whether transfers overlap with compute.
+            needs: What else takes memory there, as ``plan_device_memory`` says.
+
+        Raises:
+            OptionError: if a size was given that nothing would heed.
+            MemoryBudgetError: if the device is too small for any plan.
+        """
+        if device.in_place and self.least_activations is not None:
+            raise OptionError(
+                "memory.least_activations",
+                found=f"{self.least_activations!r} on a device that computes in host memory",
+                expected="a GPU, where activations can wait in host memory",
+                remedy="leave it out",
+            )
+        if device.in_place or not overlap:
+            if self.device != "auto":
+                raise OptionError(
+                    "memory.device",
+                    found=repr(self.device),
+                    expected="a GPU, and transfers that overlap, where it is given",
+                    remedy="leave it out; memory.host bounds what the CPU takes",
+                )
+            return None
+        if isinstance(self.device, DevicePlan):
+            return self.device
+        return plan_device_memory(
+            layouts,
+            noise,
+            memory=self.device,
+            free=device.free_memory(),
+            activation_bytes=self.activation_bytes,
+            least_activation_bytes=self.least_activation_bytes,
+            **needs,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

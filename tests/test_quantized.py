@@ -1,0 +1,465 @@
+"""Matrices of 8 and 4 bits: decoded to the dequantised model's bits wherever they are, and refused where they cannot be."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import make_batch, save_model, small_config
+from runs import small_run
+from safetensors.torch import load_file, save_file
+from threaded_device import ThreadedDevice, ThreadedStreams
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from zo2adapters import Precision, open_checkpoint
+from zo2adapters.cli import main
+from zo2adapters.models.quantizer import quantize
+from zo2core import (
+    BesideActivations,
+    CheckpointError,
+    Distribution,
+    Encoding,
+    Float8Blocks,
+    HostPlan,
+    Int8Rows,
+    Lane,
+    MemoryPolicy,
+    MeZOSGD,
+    NF4Blocks,
+    OptionError,
+    OutputError,
+    ParameterSpec,
+    PhiloxNoise,
+    Replayer,
+    UnsupportedModelError,
+    ZOEngine,
+    encode,
+)
+from zo2core.kernels import encoding as kernels
+from zo2core.kernels import native
+from zo2core.planning.device_plan import DevicePlan
+
+QUANTISATION: Any = BitsAndBytesConfig
+METHODS = ["int8", "nf4", "fp8"]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def assert_same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    assert ours.dtype is theirs.dtype
+    assert ours.shape == theirs.shape
+    assert torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
+
+
+def bytes_of(encoding: Encoding, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
+    return torch.cat([parts[part.role].contiguous().view(-1).view(torch.uint8) for part in encoding.parts(shape)])
+
+
+def by_hand(encoding: Encoding, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> torch.Tensor:
+    """Weight by weight, in float32, as the formats' papers and libraries have it."""
+    out = torch.empty(shape)
+    for row in range(shape[0]):
+        for column in range(shape[1]):
+            place = row * shape[1] + column
+            if isinstance(encoding, Int8Rows):
+                value = parts["codes"][row, column].float() * parts["scales"][row] * 7.874015718698502e-3
+            elif isinstance(encoding, Float8Blocks):
+                scale = parts["scales"][row // encoding.block[0], column // encoding.block[1]].float()
+                value = parts["codes"][row, column].float() * scale
+            else:
+                byte = int(parts["codes"][place // 2])
+                scale = parts["scales"][place // encoding.block]
+                if encoding.nested_block is not None:
+                    nested = parts["nested scales"][place // encoding.block // encoding.nested_block]
+                    scale = parts["nested table"][int(scale)] * nested + encoding.offset
+                value = parts["table"][byte & 15 if place % 2 else byte >> 4] * scale
+            out[row, column] = value
+    return out
+
+
+@st.composite
+def encodings(draw: st.DrawFn) -> Encoding:
+    block = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    choices: list[Encoding] = [
+        Int8Rows(),
+        Float8Blocks(block, draw(st.sampled_from(FLOATS[:2]))),
+        NF4Blocks(2 * draw(st.integers(1, 40)), draw(st.sampled_from([None, 1, 3, 256]))),
+    ]
+    return draw(st.sampled_from(choices))
+
+
+@given(
+    encoding=encodings(),
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 40)),
+    dtype=st.sampled_from(FLOATS),
+    askew=st.integers(0, 5),
+    scale=st.sampled_from([0.0, 1e-6, 0.02, 100.0]),
+    seed=st.integers(0, 9),
+    compiled=st.booleans(),
+)
+def test_decoding_is_the_formats_arithmetic_rounded_once(
+    encoding: Encoding, shape: tuple[int, int], dtype: torch.dtype, askew: int, scale: float, seed: int, *, compiled: bool
+) -> None:
+    weights = torch.empty(shape).normal_(0.0, 1.0, generator=torch.Generator().manual_seed(seed)) * scale
+    encoding, parts = encode(weights, encoding)
+    stored = torch.cat([torch.zeros(askew, dtype=torch.uint8), bytes_of(encoding, parts, shape)])[askew:]
+    spec = ParameterSpec("weight", shape, dtype, 0, decays=False, encoding=encoding)
+    assert spec.nbytes == len(stored)
+    out = torch.full(shape, 7.0, dtype=dtype)
+    with patch.object(native, "decodes", native.decodes if compiled else lambda *tensors: False):
+        kernels.decode(spec, stored, out)
+    assert_same_bits(out, by_hand(encoding, parts, shape).to(dtype))
+
+
+@pytest.mark.skipif(native.library() is None, reason="there are no compiled kernels")
+def test_the_compiled_kernels_decode_every_code_of_fp8() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).repeat(5)  # more than a chunk
+    spec = ParameterSpec("w", (1, len(codes)), torch.float32, 0, decays=False, encoding=Float8Blocks((1, 2048)))
+    out = torch.empty(spec.shape)
+    kernels.decode(spec, torch.cat([codes, torch.tensor([0.3]).view(torch.uint8)]), out)
+    expected = codes.view(torch.float8_e4m3fn).float() * 0.3
+    torch.testing.assert_close(out.view(-1), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("encoding", "error"), [(Int8Rows(), 0.012), (Float8Blocks((4, 8)), 0.03), (NF4Blocks(), 0.1)])
+def test_encoding_loses_what_its_bits_lose(encoding: Encoding, error: float) -> None:
+    weights = torch.empty(32, 96).normal_(0.0, 0.02, generator=torch.Generator().manual_seed(1))
+    encoding, parts = encode(weights, encoding)
+    spec = ParameterSpec("w", (32, 96), torch.float32, 0, decays=False, encoding=encoding)
+    decoded = kernels.decoded(spec, bytes_of(encoding, parts, (32, 96))).view(32, 96)
+    assert (decoded - weights).abs().mean() < error * weights.abs().mean()
+
+
+def make(folder: Path, method: str, model_type: str = "llama", *, width: int = 128) -> Path:
+    """A checkpoint, and the same one quantised."""
+    sizes = {"ffn_dim": width} if model_type == "opt" else {"intermediate_size": width, "num_key_value_heads": 2}
+    sizes |= {"word_embed_proj_dim": 64} if model_type == "opt" else {}
+    config = small_config(model_type, hidden_size=64, num_attention_heads=4, **sizes)
+    save_model(folder / "base", config, torch.bfloat16)
+    quantize(folder / "base", folder / method, method, report=lambda line: None)
+    return folder / method
+
+
+def engine(path: Path, folder: Path | None = None, **options: Any) -> ZOEngine:
+    dtype = options.pop("dtype", "auto")
+    estimator = MeZOSGD(lr=1e-3, zo_eps=1e-2, perturb_in_place=False)
+    if folder is not None:
+        options["journal"] = folder / "journal.jsonl"
+    options.setdefault("perturbation", BesideActivations(rank=4, period=2))
+    return ZOEngine(open_checkpoint(path, dtype=dtype), estimator, seed=3, **options)
+
+
+def trajectory(path: Path, folder: Path | None = None, *, steps: int = 5, **options: Any) -> list[float]:
+    """Losses of steps, of which those after the first period form past factors into the weights, and of the evaluation."""
+    batch = make_batch(40, [7, 5])
+    with engine(path, folder, **options) as opened:
+        losses = [loss for _ in range(steps) for loss in opened.step(batch).losses]
+        return [*losses, opened.evaluate([batch]).loss]
+
+
+def dequantised(path: Path, folder: Path, dtype: str = "auto") -> Path:
+    """The same weights as a checkpoint of floats: what the engine exports before any step."""
+    with engine(path, dtype=dtype) as opened:
+        opened.export(folder / "dequantised")
+    return folder / "dequantised"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "opt", "qwen3"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_quantised_model_trains_as_the_dequantised_one_bit_for_bit(method: str, model_type: str, tmp_path: Path) -> None:
+    path = make(tmp_path, method, model_type)
+    plain = dequantised(path, tmp_path)
+    expected = trajectory(plain)
+    assert trajectory(path) == expected
+    streamed = MemoryPolicy(host=HostPlan((), 1 << 40, buckets=1, keep_noise=False))
+    assert trajectory(path, memory=streamed) == expected
+    with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4, poison=True))) as device:
+        policy = MemoryPolicy(device=DevicePlan((), 1 << 40, kept=0, activation_bytes=1 << 28))
+        assert trajectory(path, device=device, memory=policy) == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_computing_in_another_dtype_decodes_to_it(method: str, tmp_path: Path) -> None:
+    path = make(tmp_path, method)
+    plain = dequantised(path, tmp_path, "float32")
+    assert json.loads((plain / "config.json").read_text())["dtype"] == "float32"
+    assert trajectory(path, dtype="float32") == trajectory(plain)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_evaluation_needs_no_directions_and_equals_transformers(method: str, tmp_path: Path) -> None:
+    path = make(tmp_path, method)
+    batch = make_batch(40, [7, 5])
+    whole = AutoModelForCausalLM.from_pretrained(dequantised(path, tmp_path))
+    with Replayer(open_checkpoint(path)) as opened:
+        assert opened.evaluate([batch]).loss == whole(**batch, use_cache=False).loss.item()
+
+
+def test_a_run_on_a_quantised_base_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    path = make(tmp_path, "nf4")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    parts.mkdir()
+    batch = make_batch(40, [7, 5])
+    expected = trajectory(path, whole)
+    with engine(path, parts) as opened:
+        losses = [loss for _ in range(3) for loss in opened.step(batch).losses]
+    with engine(path, parts) as opened:
+        losses += [loss for _ in range(2) for loss in opened.step(batch).losses]
+        assert [*losses, opened.evaluate([batch]).loss] == expected
+        opened.export(tmp_path / "exported")
+    assert (whole / "journal.jsonl").read_bytes() == (parts / "journal.jsonl").read_bytes()
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert "quantization_config" not in config
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")  # factors are merged, and rounded once
+    assert loaded(**batch, use_cache=False).loss.item() == pytest.approx(expected[-1], rel=5e-3)
+
+
+@pytest.mark.parametrize(("method", "least"), [("int8", 1.9), ("fp8", 1.9), ("nf4", 3.0)])
+def test_fewer_bytes_are_held_and_read(method: str, least: float, tmp_path: Path) -> None:
+    path = make(tmp_path, method, width=512)
+    block, base = open_checkpoint(path).layouts[1], open_checkpoint(tmp_path / "base").layouts[1]
+    assert base.nbytes / block.nbytes > least
+    with engine(path, memory=MemoryPolicy(host=HostPlan((), 1 << 40, buckets=1, keep_noise=False))) as opened:
+        batch = make_batch(40, [7, 5])
+        opened.step(batch)
+        lane = opened.step(batch).lanes[Lane.READ]
+    blocks, rest = divmod(lane.nbytes, sum(spec.nbytes for spec in block.parameters))
+    assert 0 < blocks <= 3  # one may be the next step's
+    assert rest == 0
+
+
+def test_a_changed_code_is_noticed(tmp_path: Path) -> None:
+    path = make(tmp_path, "int8", width=512)  # most bytes of a matrix are no samples of the fingerprint
+    trajectory(path, tmp_path)
+    shard = path / "model.safetensors"
+    tensors = load_file(shard)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][130, 17] += 1
+    save_file(tensors, shard, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="digest"), engine(path, tmp_path) as opened:
+        opened.step(make_batch(40, [7, 5]))
+
+
+def edit(path: Path, **changes: Any) -> None:
+    """Change tensors of a checkpoint's only shard; None takes one away."""
+    tensors = load_file(path / "model.safetensors")
+    for name, value in changes.items():
+        del tensors[name]
+        if value is not None:
+            tensors[name] = value
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def described(path: Path, **changes: Any) -> None:
+    """Change what the config says of the quantisation."""
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (path / "config.json").write_text(json.dumps(config))
+
+
+LAYER = "model.layers.0.mlp.up_proj"
+STATE = f"{LAYER}.weight.quant_state.bitsandbytes__nf4"
+
+
+def state(**changes: Any) -> torch.Tensor:
+    values = {"quant_type": "nf4", "blocksize": 64, "shape": [128, 64], "nested_blocksize": 256, "nested_offset": 0.1}
+    return torch.tensor(list(json.dumps(values | changes).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "value", "found"),
+    [
+        ("int8", f"{LAYER}.SCB", torch.zeros(3), "F32 of shape"),
+        ("int8", f"{LAYER}.SCB", torch.zeros(128, dtype=torch.float16), "F16 of shape"),
+        ("int8", f"{LAYER}.SCB", None, "tensor|int8"),
+        ("int8", f"{LAYER}.weight_format", torch.tensor(1, dtype=torch.uint8), "rows in another order"),
+        ("int8", f"{LAYER}.weight", torch.zeros(3, dtype=torch.int8), "shape"),
+        ("int8", f"{LAYER}.weight", torch.zeros(128, 64, dtype=torch.uint8), "U8"),
+        ("int8", f"{LAYER}.weight", torch.zeros(64, 64, dtype=torch.int8), "F32 of shape"),
+        ("fp8", f"{LAYER}.weight_scale_inv", torch.zeros(7, 3), "F32 of shape"),
+        ("fp8", f"{LAYER}.weight", torch.zeros(128, 64, dtype=torch.float8_e5m2), "F8_E5M2"),
+        ("nf4", f"{LAYER}.weight.nested_absmax", None, "no tensor"),
+        ("nf4", f"{LAYER}.weight.absmax", torch.zeros(128), "F32 of shape"),
+        ("nf4", STATE, state(quant_type="fp4"), "type fp4"),
+        ("nf4", STATE, state(blocksize=63), "blocks of 63"),
+        ("nf4", STATE, state(blocksize=10**12), "blocks of 10"),
+        ("nf4", STATE, state(shape=[128]), "shape"),
+        ("nf4", STATE, state(shape=[64, 128]), "shape"),
+        ("nf4", STATE, state(nested_offset=float("nan")), "offset of nan"),
+        ("nf4", STATE, torch.zeros(9, dtype=torch.uint8), "no usable state"),
+        ("nf4", STATE, torch.zeros(9999, dtype=torch.uint8), "9999 bytes"),
+    ],
+)
+def test_tensors_that_do_not_fit_each_other_are_refused(
+    method: str, name: str, value: torch.Tensor | None, found: str, tmp_path: Path
+) -> None:
+    path = make(tmp_path, method)
+    edit(path, **{name: value})
+    with pytest.raises(CheckpointError, match=found):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"quant_method": "gptq"}, "gptq"),
+        ({"quant_method": "awq"}, "awq"),
+        ({"load_in_8bit": False, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "fp4"),
+        ({"quant_method": "fp8", "weight_block_size": None}, "blocks of None"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "blocks of"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "no tensor that is"),
+    ],
+)
+def test_an_unknown_quantisation_is_refused(changes: Mapping[str, Any], found: str, tmp_path: Path) -> None:
+    path = make(tmp_path, "int8")
+    described(path, **changes)
+    with pytest.raises(UnsupportedModelError, match=found):
+        open_checkpoint(path)
+
+
+def test_a_shard_that_is_cut_short_is_refused(tmp_path: Path) -> None:
+    path = make(tmp_path, "nf4")
+    shard = path / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match="bytes of data"):
+        open_checkpoint(path)
+
+
+def test_quantised_embeddings_are_refused(tmp_path: Path) -> None:
+    path = make(tmp_path, "int8")
+    tensors = load_file(path / "model.safetensors")
+    scale = {"lm_head.SCB": torch.ones(40)}
+    weight = {"lm_head.weight": torch.zeros(40, 64, dtype=torch.int8)}
+    save_file({**tensors, **weight, **scale}, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    with pytest.raises(UnsupportedModelError, match=r"lm_head.weight.*embedding or head in int8"):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [
+        ({"precision": "mixed"}, "precision"),
+        ({"precision": Precision(stored=torch.float32, computed=torch.bfloat16)}, "precision"),
+        ({"carried": "bfloat16"}, "carried"),
+    ],
+)
+def test_other_precisions_than_one_dtype_are_refused(options: Mapping[str, Any], option: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=f"^{option}: .*quantised"):
+        open_checkpoint(make(tmp_path, "int8"), **options)
+
+
+def test_directions_in_quantised_weights_are_refused(tmp_path: Path) -> None:
+    model = open_checkpoint(make(tmp_path, "int8"))
+    noise = PhiloxNoise(Distribution.RADEMACHER)
+    with pytest.raises(OptionError, match=r"perturbation: .*stored in int8.*BesideActivations"):
+        ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-2), noise=noise)
+
+
+def test_what_is_quantised_is_not_quantised_again(tmp_path: Path) -> None:
+    path = make(tmp_path, "int8")
+    with pytest.raises(UnsupportedModelError, match="in int8"):
+        quantize(path, tmp_path / "again", "nf4")
+    assert not (tmp_path / "again").exists()
+    with pytest.raises(OutputError, match="something at this path"):
+        quantize(tmp_path / "base", path, "nf4")
+    with pytest.raises(OptionError, match="int4"):
+        quantize(tmp_path / "base", tmp_path / "again", "int4")
+
+
+def test_a_quantised_base_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = small_run(tmp_path, dtype=torch.bfloat16)
+    quantised, run = tmp_path / "nf4", tmp_path / "run"
+    main(["convert", "--model", options.model, "--output", str(quantised), "--quantize", "nf4"])
+    assert "block 1 (3 of 5)" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "base")
+    train = ["train", "--model", str(quantised), "--data", str(options.data), "--output", str(run), "--steps", "4"]
+    with pytest.raises(SystemExit):
+        main([*train, "--lr", "1e-3"])
+    assert "--rank" in capsys.readouterr().err
+    main([*train, "--lr", "1e-3", "--rank", "2", "--period", "2"])
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", str(quantised)])
+    assert "--rank" in capsys.readouterr().err
+    main(["plan", "--model", str(quantised), "--rank", "2"])
+    said = capsys.readouterr().out
+    assert "factors of directions" in said
+    assert re.search(r"written back +never", said)
+    main(["plan", "--model", str(quantised), "--rank", "2", "--device-memory", "2GB"])
+    assert re.search(r"offloaded beside it +nothing", capsys.readouterr().out)
+    main(["evaluate", "--run", str(run), "--data", str(options.data)])
+    main(["evaluate", "--model", str(quantised), "--data", str(options.data)])
+    main(["export", "--run", str(run), "--output", str(tmp_path / "merged")])
+    capsys.readouterr()
+    assert open_checkpoint(tmp_path / "merged").layouts[1].parameters[0].dtype is torch.bfloat16
+
+
+def read_by(path: Path) -> dict[str, torch.Tensor]:
+    """The weights that an engine has of a checkpoint."""
+    with closing(Replayer(open_checkpoint(path))) as opened:
+        return {name: value.clone() for name, value in opened.parameters_now()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_transformers_reads_what_was_written(method: str, tmp_path: Path) -> None:
+    if method != "fp8":
+        pytest.importorskip("bitsandbytes")
+    path = make(tmp_path, method)
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    if method == "fp8":  # on a CPU transformers dequantises it
+        assert {name: tensor.dtype for name, tensor in loaded.named_parameters()}[f"{LAYER}.weight"] is torch.bfloat16
+    theirs = dict(loaded.named_parameters())
+    for name, value in read_by(path).items():
+        assert_same_bits(value, as_floats(loaded, name, theirs[name]))
+
+
+def as_floats(model: Any, name: str, weight: Any) -> torch.Tensor:
+    """A parameter of transformers' model, by bitsandbytes' own functions where it is encoded."""
+    if weight.dtype not in (torch.uint8, torch.int8):
+        plain: torch.Tensor = weight.detach()
+        return plain
+    functional: Any = pytest.importorskip("bitsandbytes.functional")
+    if weight.dtype is torch.uint8:
+        decoded: torch.Tensor = functional.dequantize_4bit(weight.data, weight.quant_state)
+    else:
+        decoded = functional.int8_vectorwise_dequant(weight.data, weight.SCB).to(model.dtype)
+    return decoded
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_what_bitsandbytes_writes_in_nf4_is_read(tmp_path: Path, *, nested: bool) -> None:
+    pytest.importorskip("bitsandbytes")
+    make(tmp_path, "int8")
+    quantisation = QUANTISATION(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype="bfloat16"
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=quantisation)
+    loaded.save_pretrained(tmp_path / "theirs")
+    theirs = dict(loaded.named_parameters())
+    ours = read_by(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert_same_bits(value, as_floats(loaded, name, theirs[name]))
+
+
+def test_what_bitsandbytes_writes_in_8_bits_is_read(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    make(tmp_path, "nf4")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", quantization_config=QUANTISATION(load_in_8bit=True), dtype=torch.float16
+    )
+    loaded.save_pretrained(tmp_path / "theirs")
+    theirs = dict(loaded.named_parameters())
+    for name, value in read_by(tmp_path / "theirs").items():
+        assert_same_bits(value, as_floats(loaded, name, theirs[name]))
