@@ -1,28 +1,42 @@
-"""Two ways to open checkpoints, a step of each in turn: dtypes of files, precisions, or logits for labelled tokens only.
+"""Two ways to open checkpoints, a step of each in turn: files' dtypes, precisions, encodings, or logits for labels only.
 
     python tools/bench_openings.py opt-1.3b opt-1.3b-bf16 --precision mixed mixed
     python tools/bench_openings.py opt-1.3b opt-1.3b-bf16 --precision mixed mixed --buckets 3
     python tools/bench_openings.py task/model task/model --loss-chunk auto none --rows 16 --tokens 40 --labelled 2
+    python tools/bench_openings.py opt-1.3b-bf16 opt-1.3b-nf4 --precision exact exact --rank 2 --buckets 3 --rate 1GB
 
-Prints a table and JSON: seconds a step, the ratio between neighbours, and the most bytes that the operations of a step hold
-at a time beside weights and buffers.
+``--rate`` slows both sides' reads down to what a slower disk gives. Prints a table and JSON: seconds a step, the ratio
+between neighbours, the bytes read, and the most bytes that a step's operations hold at a time beside weights and buffers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from bench_overlap import machine, spread
+from bench_queries import SlowReader
 from paper_places import Usage
 
 from zo2adapters import open_checkpoint
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Distribution, HostPlan, MemoryPolicy, MeZOSGD, PhiloxNoise, ZOEngine
+from zo2core import (
+    BesideActivations,
+    Distribution,
+    HostPlan,
+    InWeights,
+    Lane,
+    MemoryPolicy,
+    MeZOSGD,
+    PhiloxNoise,
+    ZOEngine,
+    parse_size,
+)
 from zo2core.sweep.microbatch import IGNORE_INDEX
 from zo2core.types import Batch
 
@@ -42,11 +56,14 @@ def peak_bytes(engine: ZOEngine, batch: Batch) -> int:
 def bench(sides: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
     """Both sides in turn."""
     seconds: list[list[float]] = [[] for _ in sides]
+    moved: list[tuple[list[int], list[int]]] = [([], []) for _ in sides]  # bytes of steps: read, written
     host = HostPlan((), 1 << 40, buckets=options.buckets, keep_noise=False)
     with ExitStack() as opened:
         engines = []
         for side in sides:
             model = open_checkpoint(**side)
+            if options.rate is not None:
+                model.weights = SlowReader(model.weights, parse_size(options.rate))
             engines.append(
                 opened.enter_context(
                     ZOEngine(
@@ -54,6 +71,7 @@ def bench(sides: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[
                         MeZOSGD(lr=1e-7, zo_eps=1e-3, perturb_in_place=False),
                         noise=PhiloxNoise(Distribution.RADEMACHER),
                         memory=MemoryPolicy(host=host),
+                        perturbation=InWeights() if options.rank is None else BesideActivations(rank=options.rank),
                     )
                 )
             )
@@ -61,15 +79,19 @@ def bench(sides: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[
         if options.labelled is not None:
             batch["labels"][:, : -options.labelled] = IGNORE_INDEX
         for number in range(WARM_UP + options.steps):
-            for engine, spans in zip(engines, seconds, strict=True):
+            for engine, spans, (read, written) in zip(engines, seconds, moved, strict=True):
                 result = engine.step(batch)
                 if number >= WARM_UP:
                     spans.append(result.seconds)
+                    read.append(result.lanes[Lane.READ].nbytes)
+                    written.append(result.lanes[Lane.WRITE].nbytes)
         peaks = [peak_bytes(engine, batch) for engine in engines]
     return {
         "seconds": [spread(spans) for spans in seconds],
         "first_to_second": spread([first / second for first, second in zip(*seconds, strict=True)]),
         "operations_bytes": peaks,
+        "read_bytes": [statistics.median(read) for read, _ in moved],
+        "written_bytes": [sum(written) for _, written in moved],
     }
 
 
@@ -81,6 +103,8 @@ def main() -> None:
     parser.add_argument("--dtype", nargs=2, default=None)
     parser.add_argument("--loss-chunk", nargs=2, default=["auto", "auto"], help="auto, none or a number")
     parser.add_argument("--buckets", type=int, default=None, help="blocks in host memory; by default all stay there")
+    parser.add_argument("--rank", type=int, default=None, help="of directions beside the activations")
+    parser.add_argument("--rate", default=None, help="bytes a second that a slower disk would read, such as 1GB")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--labelled", type=int, default=None, help="tokens at each row's end; by default all")
@@ -95,10 +119,14 @@ def main() -> None:
     for side, dtype in zip(sides, options.dtype or (), strict=False):
         side["dtype"] = dtype
     measured = {"sides": sides, **bench(sides, options), "machine": machine()}
-    measured |= {key: getattr(options, key) for key in ("buckets", "rows", "tokens", "labelled", "steps")}
-    for side, seconds, nbytes in zip(sides, measured["seconds"], measured["operations_bytes"], strict=True):
+    measured |= {key: getattr(options, key) for key in ("buckets", "rank", "rate", "rows", "tokens", "labelled", "steps")}
+    columns = (measured[name] for name in ("seconds", "operations_bytes", "read_bytes"))
+    for side, seconds, nbytes, read in zip(sides, *columns, strict=True):
         told = f"{side['path'].name} {side['precision']} {side['loss_chunk']}"
-        print(f"{told:40s}{seconds['median']:8.3f} s [{seconds['min']:.3f} - {seconds['max']:.3f}]{nbytes / 1e6:10.1f} MB")
+        print(
+            f"{told:40s}{seconds['median']:8.3f} s [{seconds['min']:.3f} - {seconds['max']:.3f}]{nbytes / 1e6:10.1f} MB"
+            f"{read / 1e9:8.3f} GB read"
+        )
     ratio = measured["first_to_second"]
     print(f"first to second {ratio['median']:.3f} [{ratio['min']:.3f} - {ratio['max']:.3f}]")
     text = json.dumps(measured, default=str)

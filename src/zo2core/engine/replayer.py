@@ -242,6 +242,7 @@ class Replayer:
                 activations=parts.activations,
                 streams=parts.device.streams,
                 timeline=parts.timeline,
+                worker=parts.worker,
             )
         return SegmentVisitor(
             self._model.layouts,

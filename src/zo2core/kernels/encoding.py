@@ -8,7 +8,9 @@ checkpoint is made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -37,42 +39,64 @@ NF4_TABLE = (
     1.0,
 )
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+_WORTH_HELP = 1 << 18  # weights of a matrix that are worth a second thread
 _AT_ONCE = 1 << 20  # weights that the reference decodes at a time
 
 
-def decode(spec: ParameterSpec, stored: torch.Tensor, out: torch.Tensor) -> None:
+def decode(spec: ParameterSpec, stored: torch.Tensor, out: torch.Tensor, helper: Executor | None = None) -> None:
     """Write a matrix's weights, rounded once.
 
     Args:
         spec: A parameter that is encoded.
         stored: uint8, 1-D, its bytes: the encoding's parts, one after the other.
         out: Its weights' memory, 1-D or of its shape, contiguous, of any floating-point dtype, on the same device.
+        helper: Runs a part of the work beside the caller, where compiled kernels do it.
     """
     encoding, (rows, columns) = spec.encoding, spec.shape
     assert encoding is not None, "what is not encoded is read as it is"
-    parts = _Parts(encoding.parts(spec.shape), stored)
+    parts, matrix = _Parts(encoding.parts(spec.shape), stored), out.view(rows, columns)
+    scales = _block_scales(encoding, parts) if isinstance(encoding, NF4Blocks) else parts["scales"].float()
+    if not native.decodes(stored, out):
+        _decode(encoding, parts, scales, matrix)
+        return
+    run = partial(_run_native, encoding, parts, scales, matrix)
+    cut = rows // 2
+    if helper is None or spec.numel < _WORTH_HELP or (isinstance(encoding, NF4Blocks) and cut * columns % encoding.block):
+        run(0, rows)
+        return
+    rest = helper.submit(run, cut, rows)
+    try:
+        run(0, cut)
+    finally:
+        rest.result()
+
+
+def _run_native(
+    encoding: Encoding, parts: _Parts, scales: torch.Tensor, matrix: torch.Tensor, first: int, last: int
+) -> None:
+    """Decode some rows by a compiled kernel. In blocks that run through the matrix, rows begin with one."""
+    out, columns, codes = matrix[first:last], matrix.shape[1], parts.bytes("codes")
+    start = first * columns
     if isinstance(encoding, NF4Blocks):
-        scales = _block_scales(encoding, parts)
-        if native.decodes(stored, out):
-            native.decode_nf4(out, parts.bytes("codes"), parts["table"], scales, encoding.block)
-        else:
-            _decode_nf4(encoding, parts, scales, out.view(-1))
+        native.decode_nf4(out, codes[start // 2 :], parts["table"], scales[start // encoding.block :], encoding.block)
+    elif isinstance(encoding, Int8Rows):
+        native.decode_int8(out, codes[start:], scales[first:], INT8_UNIT)
+    else:
+        native.decode_float8(out, codes[start:], scales, first, encoding.block)
+
+
+def _decode(encoding: Encoding, parts: _Parts, scales: torch.Tensor, matrix: torch.Tensor) -> None:
+    """The reference."""
+    if isinstance(encoding, NF4Blocks):
+        _decode_nf4(encoding, parts, scales, matrix.view(-1))
         return
-    scales = parts["scales"].float()
-    if isinstance(encoding, Int8Rows):
-        if native.decodes(stored, out):
-            native.decode_int8(out, parts.bytes("codes"), scales, INT8_UNIT, rows, columns)
-            return
-    elif native.decodes(stored, out):
-        native.decode_float8(out, parts.bytes("codes"), scales, rows, columns, encoding.block)
-        return
-    codes, matrix = parts["codes"], out.view(rows, columns)
+    codes, (rows, columns) = parts["codes"], matrix.shape
     for first, last in _runs(rows, columns):
         if isinstance(encoding, Int8Rows):
-            decoded = codes[first:last] * scales[first:last, None] * INT8_UNIT
+            weights = codes[first:last] * scales[first:last, None] * INT8_UNIT
         else:
-            decoded = codes[first:last].float() * _spread(scales, encoding.block, first, last, columns)
-        matrix[first:last] = decoded
+            weights = codes[first:last].float() * _spread(scales, encoding.block, first, last, columns)
+        matrix[first:last] = weights
 
 
 def decoded(spec: ParameterSpec, stored: torch.Tensor) -> torch.Tensor:

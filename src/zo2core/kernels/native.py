@@ -213,20 +213,18 @@ def decodes(stored: torch.Tensor, out: torch.Tensor) -> bool:
     return library() is not None and stored.device.type == "cpu" and stored.is_contiguous() and rounds_to(out)
 
 
-def decode_int8(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, unit: float, rows: int, columns: int) -> None:
-    """Decode rows of signed bytes; float32 ``scales``, one a row."""
+def decode_int8(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, unit: float) -> None:
+    """Decode rows of signed bytes; float32 ``scales``, one a row; ``unit`` is what a code of 1 at a scale of 1 is."""
     loaded = library()
     assert loaded is not None
-    loaded.zo2core_decode_int8(*_decoded(out, codes, scales), unit, rows, columns)
+    loaded.zo2core_decode_int8(*_decoded(out, codes, scales), unit, *out.shape)
 
 
-def decode_float8(
-    out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, rows: int, columns: int, block: tuple[int, int]
-) -> None:
-    """Decode e4m3 numbers; float32 ``scales``, one a block of so many rows and columns."""
+def decode_float8(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, first: int, block: tuple[int, int]) -> None:
+    """Decode rows of e4m3 numbers, of a matrix from its ``first`` row on; float32 ``scales``, one a block of the matrix."""
     loaded = library()
     assert loaded is not None
-    loaded.zo2core_decode_float8(*_decoded(out, codes, scales), 0, rows, columns, *block)
+    loaded.zo2core_decode_float8(*_decoded(out, codes, scales), first, *out.shape, *block)
 
 
 def decode_nf4(out: torch.Tensor, codes: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block: int) -> None:

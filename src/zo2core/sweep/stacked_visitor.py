@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Executor
 from functools import partial
 from typing import NamedTuple
 
@@ -40,6 +41,7 @@ class StackedVisitor:
         activations: The stacks' memory between segments; one sweep at a time may use it.
         streams: The device's queues of work.
         timeline: Takes down what is done when.
+        worker: Helps to decode weights; None does without.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class StackedVisitor:
         activations: ActivationOffload,
         streams: Streams,
         timeline: Timeline,
+        worker: Executor | None,
     ) -> None:
         self._model = model
         self._forward = forward
@@ -68,6 +71,7 @@ class StackedVisitor:
         self._activations = activations
         self._queues = streams
         self._timeline = timeline
+        self._worker = worker
         self._stores: dict[int, Store] = {}  # of the segment being visited, and of resident ones
         places = [
             (spec, index, at) for index, layout in enumerate(model.layouts) for at, spec in enumerate(layout.parameters)
@@ -125,7 +129,7 @@ class StackedVisitor:
             return theta.view(spec.shape)
         [memory] = [view.work for view in self._buffer.segments[index] if view.spec.name == spec.name]
         if spec.encoding is not None:
-            decode(spec, theta, memory)
+            decode(spec, theta, memory, self._worker)
             theta = memory
         formed = memory.view(spec.shape)
         if self._factors.forms(spec):
