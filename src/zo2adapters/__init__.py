@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zo2adapters.models.checkpoint import open_checkpoint as open_checkpoint
     from zo2adapters.models.hf import HFBlockModel as HFBlockModel
     from zo2adapters.models.monolithic import MonolithicMeZO as MonolithicMeZO
+    from zo2adapters.models.peft_model import Adapter as Adapter
     from zo2adapters.models.precision import Precision as Precision
     from zo2adapters.tasks.generation import Sampling as Sampling
     from zo2adapters.tasks.generation import generate as generate
@@ -37,6 +38,7 @@ _MODULES = {
     "open_checkpoint": "zo2adapters.models.checkpoint",
     "HFBlockModel": "zo2adapters.models.hf",
     "MonolithicMeZO": "zo2adapters.models.monolithic",
+    "Adapter": "zo2adapters.models.peft_model",
     "Precision": "zo2adapters.models.precision",
     "Sampling": "zo2adapters.tasks.generation",
     "generate": "zo2adapters.tasks.generation",

@@ -134,7 +134,8 @@ def build(
         every = None if write_back is None else write_back.every
         asked: Any = {"replay": replay, "write_back_every": every}
         factors = open_factors(where, model, estimator, of_choice, journal, seed, device.torch_device, **asked)
-        write_back = write_back if factors is None else None
+        changes = factors is None and not any(spec.frozen for layout in layouts for spec in layout.parameters)
+        write_back = write_back if changes else None
         if estimator is not None:
             require_distribution(estimator, of_choice)
         carrying = choose_carrying(replay, layouts, of_choice, in_place=device.in_place)

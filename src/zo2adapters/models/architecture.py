@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -37,6 +37,7 @@ def segment_layouts(
     *,
     carried_back: bool = False,
     encodings: Mapping[str, Encoding] = MappingProxyType({}),
+    trained: Collection[str] | None = None,
 ) -> tuple[BlockLayout, ...]:
     """Assign every parameter of a model to a segment.
 
@@ -48,6 +49,8 @@ def segment_layouts(
             much: they always are.
         carried_back: Whether they come back in it, too.
         encodings: By parameter: in which it is stored; others are stored in their dtype.
+        trained: Parameters that are trained, all others being frozen: then those of the layers are the embedding's, which
+            stays in memory, and layers borrow them. None: all are.
 
     Raises:
         UnsupportedModelError: naming a parameter that lies under no declared part, a tie between other parts than
@@ -74,11 +77,13 @@ def segment_layouts(
                 expected="quantised weights in the layers only",
                 remedy="quantise the checkpoint with embedding and head left as they are",
             )
-        spec = replace(spec, encoding=encodings.get(name))
+        spec = replace(spec, encoding=encodings.get(name), frozen=trained is not None and name not in trained)
+        if trained is not None and name in trained and not {0, blocks + 1} & set(users):
+            users = [0, *users]
         if carried is not None and len(spec.shape) > 1 and not {0, blocks + 1} & set(users):
             spec = replace(spec, carried_dtype=carried, carried_back=carried_back)
         for user, place in zip(users, (owned, borrowed), strict=False):
-            modules = [model.get_submodule(alias.rpartition(".")[0]) for alias in aliases[user]]
+            modules = [model.get_submodule(alias.rpartition(".")[0]) for alias in aliases.get(user, ())]
             place[user].append(replace(spec, forward_dtype=autocast_dtype(modules, autocast)))
     kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * blocks, SegmentKind.HEAD]
     names = ["embedding", *(f"block {i}" for i in range(blocks)), "head"]

@@ -29,6 +29,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.llama import LLAMA
 from zo2adapters.models.matching import load_buffers, match_tensors, require_dtype
 from zo2adapters.models.opt import OPT
+from zo2adapters.models.peft_model import Adapter, AdapterReader, PeftBlockModel, by_wrapped_names, inject, peft_config
 from zo2adapters.models.precision import Precision, choose_precision, exact_where_encoded
 from zo2adapters.models.quantized import EncodedTensor, Quantization, encodings_of, without_encodings
 from zo2adapters.models.qwen import QWEN2, QWEN3
@@ -70,6 +71,7 @@ def open_checkpoint(
     architecture: Architecture | Path | None = None,
     loss_chunk: int | Literal["auto"] | None = "auto",
     head: str = CAUSAL_LM.name,
+    adapter: Adapter | None = None,
 ) -> HFBlockModel:
     """Open a model directory, or a model of the hub, for training.
 
@@ -91,6 +93,8 @@ def open_checkpoint(
         head: What the model ends in: "causal-lm", "masked-lm", "sequence-classification" (regression among it, as the config
             says), "token-classification" or "question-answering", each built by transformers' class of that name. The
             checkpoint has to hold its weights. Labels are what that class takes.
+        adapter: New parameters in peft's modules, which alone are trained, in float32; all others are only read. For causal
+            language models in exact precision.
 
     Returns:
         The model, cut into segments. Nothing but headers was read, and the few bytes that say how matrices are encoded.
@@ -108,6 +112,12 @@ def open_checkpoint(
     kind = head_of(head)
     if kind is not CAUSAL_LM and loss_chunk not in (None, "auto"):
         raise OptionError("loss_chunk", found=f"{loss_chunk} for {head}", expected="none", remedy="leave it out")
+    peft_options = None if adapter is None else peft_config(adapter)
+    if adapter is not None and (kind is not CAUSAL_LM or precision not in ("auto", "exact") or carried != "stored"):
+        option, found = ("head", head) if kind is not CAUSAL_LM else ("precision", f"{precision}, {carried} carried")
+        expected = "a causal language model in exact precision beside an adapter, whose parameters are float32 anyway"
+        raise OptionError(option, found=found, expected=expected, remedy="leave it out")
+    precision = precision if adapter is None else "exact"
     directory = resolve_directory(path)
     config, quantization = _read_config(directory)
     _refuse_pickled(directory)
@@ -135,6 +145,10 @@ def open_checkpoint(
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None:
         require_dtype(matched.parameters, skeleton, chosen.stored)
     pieces, encodings = encodings_of(matched.parameters, encoded)
+    values, trained = dict[str, torch.Tensor](), None
+    if adapter is not None and peft_options is not None:
+        values, trained = inject(skeleton, adapter, *peft_options)
+        pieces, encodings = by_wrapped_names(skeleton, pieces), by_wrapped_names(skeleton, encodings)
     weights = SafetensorsReader(pieces)
     kept = matched.kept_otherwise(skeleton.base_model_prefix)
     parts = {name: tuple(piece.saved_part for piece in some) for name, some in kept.items()}
@@ -155,7 +169,11 @@ def open_checkpoint(
     if kind is not CAUSAL_LM:
         return HFHeadModel(kind, *parts_of_it, **options)
     chunk = _loss_chunk(config, chosen) if loss_chunk == "auto" else loss_chunk
-    return HFBlockModel(*parts_of_it, loss_chunk=chunk, **options)
+    if peft_options is None:
+        return HFBlockModel(*parts_of_it, loss_chunk=chunk, **options)
+    both = AdapterReader(weights, values, "the adapter")
+    options |= {"loss_chunk": chunk, "trained": trained}
+    return PeftBlockModel(peft_options[0], skeleton, architecture, both, companions, **options)
 
 
 def resolve_directory(path: Path | str) -> Path:

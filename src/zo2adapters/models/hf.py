@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,6 +66,7 @@ class HFBlockModel:
         export_dtype: To which exported weights are rounded; None: they are written as they are stored.
         targets: Entries of a batch that the loss alone reads.
         encodings: By parameter: in which it is stored, to be read only; others are stored in their dtype.
+        trained: Parameters that are trained, all others being frozen; None: all are.
 
     Raises:
         UnsupportedModelError: if the architecture's declaration does not fit the model.
@@ -86,10 +87,17 @@ class HFBlockModel:
         export_dtype: torch.dtype | None = None,
         targets: Sequence[str] = ("labels",),
         encodings: Mapping[str, Encoding] | None = None,
+        trained: Collection[str] | None = None,
     ) -> None:
         self.config = skeleton.config
         self.layouts = segment_layouts(
-            skeleton, architecture, autocast, carried, carried_back=carried_back, encodings=encodings or {}
+            skeleton,
+            architecture,
+            autocast,
+            carried,
+            carried_back=carried_back,
+            encodings=encodings or {},
+            trained=trained,
         )
         self.autocast = autocast
         self.carried = carried
@@ -103,7 +111,8 @@ class HFBlockModel:
         self.longest_row = longest_row(skeleton)
         self._aliases = segment_aliases(skeleton, architecture)
         self._modules = dict(skeleton.named_modules())
-        self._stored = {spec.name: spec.dtype for layout in self.layouts for spec in layout.parameters}
+        specs = [spec for layout in self.layouts for spec in layout.parameters]
+        self._stored = {spec.name: spec.dtype for spec in specs if not spec.frozen}
         self._device = torch.device("cpu")  # of the modules' buffers
         self._skeleton = skeleton
         self._recorder = CallRecorder()
@@ -142,11 +151,11 @@ class HFBlockModel:
     def bind(self, index: int, parameters: Mapping[str, torch.Tensor]) -> None:
         """Make these views a segment's parameters, under each name that they have there. See the contract."""
         for name, view in parameters.items():
-            for alias in self._aliases[name][index]:
+            for alias in self._aliases[name].get(index, ()):
                 path, _, leaf = alias.rpartition(".")
                 # As in MeZO's loop, where parameters require gradients, though none is taken: kernels are chosen by that.
-                # What autocast would have cast requires none.
-                self._modules[path]._parameters[leaf] = nn.Parameter(view, view.dtype == self._stored[name])
+                # What autocast would have cast requires none, nor does what is frozen.
+                self._modules[path]._parameters[leaf] = nn.Parameter(view, view.dtype == self._stored.get(name))
         device = next(iter(parameters.values())).device
         if device != self._device:
             self._device = device
@@ -193,7 +202,7 @@ class HFBlockModel:
     def move(self, index: int, moved: Mapping[str, Moved], streams: int) -> None:
         """Hand each module what moves its parameters. See the contract."""
         assert self._beside is not None, "made ready before"
-        aliases = {alias: value for name, value in moved.items() for alias in self._aliases[name][index]}
+        aliases = {alias: value for name, value in moved.items() for alias in self._aliases[name].get(index, ())}
         self._beside.move(aliases, streams)
 
     def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:

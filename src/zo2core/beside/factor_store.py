@@ -22,7 +22,7 @@ from zo2core.beside.stacked_model import Factors, Moved
 from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing, fill
 from zo2core.protocols import SEEDS_IN_TURN, BlockModel, CounterNoise, NoiseGenerator, ZOEstimator
-from zo2core.types import BlockLayout, Distribution, Evaluation, ParameterSpec, Perturb, Program, Update
+from zo2core.types import BlockLayout, Distribution, Evaluation, ParameterSpec, Perturb, Program, Update, trained
 from zo2core.updates import compile_updates, rounds
 
 # Columns of past periods, as a share of a matrix's inputs, up to which they are taken beside the activations at each visit:
@@ -215,7 +215,7 @@ def factor_bytes(perturbation: Perturbation, layouts: Sequence[BlockLayout], upd
     """
     if isinstance(perturbation, InWeights):
         return 0
-    periods, specs = updates // perturbation.period + 1, [spec for layout in layouts for spec in layout.parameters]
+    periods, specs = updates // perturbation.period + 1, trained(layouts)
     matrices = [spec for spec in specs if len(spec.shape) == 2]
     columns = sum(4 * spec.shape[0] + spec.dtype.itemsize * spec.shape[1] for spec in matrices)
     vectors = sum(4 * spec.numel for spec in specs if len(spec.shape) == 1)

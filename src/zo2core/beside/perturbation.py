@@ -11,6 +11,7 @@ from zo2core.beside.stacked_model import StackedModel
 from zo2core.errors import JournalError, OptionError, UnsupportedModelError
 from zo2core.journal import Journal
 from zo2core.protocols import BlockModel, CounterNoise, NoiseGenerator, ZOEstimator
+from zo2core.types import trained
 
 _KIND = "beside-activations"
 _FIRST_PERIOD_SEED = 1 << 62  # seeds of directions are below it, those of periods are not
@@ -131,13 +132,14 @@ def require_perturbation(
     """
     if isinstance(perturbation, InWeights):
         _require_in_weights(model, estimator)
+        _require_as_frozen(model, replay=replay, write_back_every=write_back_every)
     else:
         _require_beside(model, estimator, noise, replay=replay, write_back_every=write_back_every)
 
 
 def _require_in_weights(model: BlockModel, estimator: ZOEstimator | None) -> None:
     """Refuse to perturb weights that are only read."""
-    specs = [spec for layout in model.layouts for spec in layout.parameters if spec.encoding is not None]
+    specs = [spec for spec in trained(model.layouts) if spec.encoding is not None]
     if estimator is not None and specs:
         assert specs[0].encoding is not None
         raise _refusal(
@@ -146,6 +148,18 @@ def _require_in_weights(model: BlockModel, estimator: ZOEstimator | None) -> Non
             "directions beside the activations: quantised weights are only read",
             "pass perturbation=BesideActivations(rank=8), or --rank 8",
         )
+
+
+def _require_as_frozen(model: BlockModel, *, replay: str, write_back_every: object) -> None:
+    """Refuse what would send back or write back segments that are only read, but for a few parameters."""
+    frozen = [spec for layout in model.layouts for spec in layout.parameters if spec.frozen]
+    for option, asked, is_asked in (
+        ("replay", replay, replay == "host"),
+        ("write_back.every", str(write_back_every), isinstance(write_back_every, int)),
+    ):
+        if frozen and is_asked:
+            expected = f"no such choice beside frozen weights such as {frozen[0].name}, which never change"
+            raise _refusal(option, asked, expected, "leave it out")
 
 
 def _require_beside(
@@ -163,7 +177,7 @@ def _require_beside(
         raise _refusal(
             "noise", noise.name, "counter-based noise beside the activations", "pass PhiloxNoise(Distribution.GAUSSIAN)"
         )
-    for spec in (spec for layout in model.layouts for spec in layout.parameters):
+    for spec in trained(model.layouts):
         if spec.is_rounded or spec.is_carried:
             raise _refusal(
                 "precision",

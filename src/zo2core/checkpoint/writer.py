@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol, runtime_checkable
 
 import torch
 
@@ -30,6 +30,22 @@ _COPIED = 1 << 20  # bytes, or elements, at a time
 _NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}  # of constants
 _NAMES |= {torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}  # of encoded matrices
+
+
+@runtime_checkable
+class WrittenOtherwise(Protocol):
+    """A model that is written in files of its own, and not as a checkpoint of all its parameters."""
+
+    def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write a directory, which must not exist or be empty; it appears whole or not at all.
+
+        Args:
+            directory: To write.
+            tensors: Every parameter's name and values; each is a view until the next is asked for.
+
+        Raises:
+            OutputError: if it cannot be written.
+        """
 
 
 def require_unused(directory: Path) -> None:

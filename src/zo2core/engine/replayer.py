@@ -12,7 +12,7 @@ import torch
 
 from zo2core.beside import StackedModel
 from zo2core.build import Parts, build
-from zo2core.checkpoint import require_unused, write_checkpoint
+from zo2core.checkpoint import WrittenOtherwise, require_unused, write_checkpoint
 from zo2core.journal import Journal
 from zo2core.kernels.encoding import decoded
 from zo2core.planning import DevicePlan, HostPlan, MemoryPolicy, Replay
@@ -170,14 +170,14 @@ class Replayer:
                     with self._parts.scheduler.replayed(visitor, index) as bucket:
                         for spec, view in zip(layout.parameters, bucket.views, strict=True):
                             weights = view if spec.encoding is None else decoded(spec, view)
-                            present = weights if factors is None else factors.present(spec, weights)
+                            present = weights if factors is None or spec.frozen else factors.present(spec, weights)
                             yield spec.name, present.view(spec.shape)
             finally:
                 self._parts.noise.retain(visitor.seeds)
                 self._recorder.flush()
 
     def export(self, directory: Path | str) -> None:
-        """Write the model at the present version: a directory that ``from_pretrained`` loads.
+        """Write the model at the present version: a directory that ``from_pretrained`` loads, or what the model writes.
 
         Args:
             directory: Must not exist, or be empty. It appears whole or not at all.
@@ -187,6 +187,10 @@ class Replayer:
         """
         self._use.require_open()
         require_unused(Path(directory))
+        if isinstance(self._model, WrittenOtherwise):
+            with closing(self.parameters_now()) as tensors:
+                self._model.write(Path(directory), tensors)
+            return
         model, specs = self._model, [spec.decoded for layout in self._model.layouts for spec in layout.parameters]
         form = saved_form(model)
         with closing(self.parameters_now()) as tensors:  # lets go of its bucket, also when writing fails

@@ -102,7 +102,8 @@ def digest(parameters: Iterable[ParameterSpec]) -> str:
     for spec in parameters:
         carried = [str(spec.carried_dtype), spec.carried_back] if spec.is_carried else []  # older journals have none
         encoded = [] if spec.encoding is None else [repr(spec.encoding)]
-        listed.append([spec.name, list(spec.shape), str(spec.dtype), spec.index, spec.decays, *carried, *encoded])
+        frozen = ["frozen"] if spec.frozen else []
+        listed.append([spec.name, list(spec.shape), str(spec.dtype), spec.index, spec.decays, *carried, *encoded, *frozen])
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import pairwise
+from operator import add
 
 import torch
 
@@ -81,13 +82,15 @@ class SequentialNoise:
 
     def __init__(self, layouts: Sequence[BlockLayout], device: torch.device | str = "cpu", *, memory: int = MEMORY) -> None:
         self._device = torch.device(device)
-        self._parameters = sorted((spec for layout in layouts for spec in layout.parameters), key=lambda spec: spec.index)
+        owned = [[spec for spec in layout.parameters if not spec.frozen] for layout in layouts]
+        borrowed = [[spec for spec in layout.borrowed if not spec.frozen] for layout in layouts]
+        self._parameters = sorted((spec for specs in owned for spec in specs), key=lambda spec: spec.index)
         self._dtypes = {spec.dtype for spec in self._parameters}
         self._places = {spec.index: place for place, spec in enumerate(self._parameters)}
-        used = [[self._places[spec.index] for spec in (*layout.parameters, *layout.borrowed)] for layout in layouts]
+        used = [[self._places[spec.index] for spec in specs] for specs in map(add, owned, borrowed)]
         visited = [place for places in used for place in sorted(places)]
         self._jumps = {after for before, after in pairwise([-1, *visited]) if after != before + 1} - {0}
-        starts = {min(self._places[spec.index] for spec in layout.parameters) for layout in layouts if layout.parameters}
+        starts = {min(self._places[spec.index] for spec in specs) for specs in owned if specs}
         self._starts = starts - self._jumps - {0}
         copies = 1 + len(self._jumps)
         self._most = memory // (STREAM + GENERATOR * (1 + copies))

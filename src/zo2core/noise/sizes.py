@@ -12,8 +12,9 @@ SCRATCH = 1 << 24  # elements of a scratch buffer, where chunks are longer: laun
 
 def drawn_bytes(layouts: Sequence[BlockLayout], noise: NoiseGenerator) -> int:
     """Bytes of the longest chunk in which a parameter's z is drawn."""
-    specs = {(spec.numel, spec.dtype): spec for layout in layouts for spec in layout.parameters}
-    return max(max(stop - start for start, stop in noise.chunks(spec)) * spec.dtype.itemsize for spec in specs.values())
+    specs = {(spec.numel, spec.dtype): spec for layout in layouts for spec in layout.parameters if not spec.frozen}
+    longest = (max(stop - start for start, stop in noise.chunks(spec)) * spec.dtype.itemsize for spec in specs.values())
+    return max(longest, default=0)
 
 
 def noise_bytes(layouts: Sequence[BlockLayout]) -> int:

@@ -19,7 +19,7 @@ from zo2core.io.direct_file import RangedFile, byte_view
 from zo2core.kernels import apply, apply_drawing
 from zo2core.protocols import CounterNoise, NoiseGenerator, TensorReader
 from zo2core.sources.loader import CHUNK, READERS
-from zo2core.types import BlockLayout, Descend, ParameterSpec, Perturb, Program
+from zo2core.types import BlockLayout, Descend, ParameterSpec, Perturb, Program, trained
 
 _BYTES = 64 << 20  # written by the disk probe
 _READ_CHUNKS = 48  # read by the checkpoint's probe
@@ -92,7 +92,7 @@ def evaluation_seconds(noise: CounterNoise, layouts: Sequence[BlockLayout]) -> t
 
 def _seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], run: Callable[..., None]) -> float:
     """Seconds of a pass over all weights, from some chunks of the largest parameter."""
-    specs = [spec for layout in layouts for spec in layout.parameters]
+    specs = trained(layouts)
     largest = max(specs, key=lambda spec: spec.numel)
     chunks = noise.chunks(largest)[:_CHUNKS]
     longest = max(stop - start for start, stop in chunks)

@@ -61,6 +61,11 @@ class CounterPerturber:
         self._moves: dict[tuple[Evaluation | None, Evaluation | None], Program] = {}
         self.seeds = {evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None}
 
+    @property
+    def version(self) -> int:
+        """The present version. See the contract."""
+        return self._trajectory.version
+
     def replay(self, index: int, stores: Stores, version: int) -> int:
         """Bring the store to the present version and, in the same pass, the work buffer to the first evaluation."""
         if self._buffer.comes_back[index]:
@@ -87,6 +92,10 @@ class CounterPerturber:
                 self.seeds.update(self._updates[update.step][False].seeds)
             self._run(index, stores, self._updates[update.step], None)
             self._buffer.carry(index, stores[index])
+
+    def show(self, index: int, stores: Stores) -> None:
+        """Bring what a segment only reads to where its forward reads it. See the contract."""
+        self._buffer.show(index, stores)
 
     def move(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
         """Bring the work buffer to an evaluation, unless the replay has done so. See the contract."""

@@ -67,6 +67,11 @@ class DrawnPerturber:
         self._drawn_tied: dict[str, int] = {}  # tied weight -> seed whose z is in the noise buffer for it
         self.seeds = {evaluation.seed for evaluation in trajectory.evaluations if evaluation is not None}
 
+    @property
+    def version(self) -> int:
+        """The present version. See the contract."""
+        return self._trajectory.version
+
     def replay(self, index: int, stores: Stores, version: int) -> int:
         """Bring a segment's store to the present version. See the contract."""
         self._drawn = None
@@ -82,6 +87,10 @@ class DrawnPerturber:
             self.finish()
             raise
         return self._trajectory.version
+
+    def show(self, index: int, stores: Stores) -> None:
+        """Bring what a segment only reads to where its forward reads it. See the contract."""
+        self._buffer.show(index, stores)
 
     def move(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
         """Bring the work buffer to an evaluation, unless the second thread has done so. See the contract."""

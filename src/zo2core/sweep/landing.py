@@ -44,15 +44,16 @@ class Landing:
             index: The segment.
             store: Its own parameters. What is only a rounded copy to compute with is passed over: the host looks at what
                 it is made from.
-            specs: Theirs, and in what they are kept from step to step; None: as they are. What is kept in 8 bits is passed
-                over: there it depends on a row's largest weight which updates land.
+            specs: Theirs, and in what they are kept from step to step; None: as they are. Frozen ones are passed over, and
+                so is what is kept in 8 bits: there it depends on a row's largest weight which updates land.
         """
         if not self._looks:
             return
         kept = [parameter.dtype for parameter in store]
         if specs is not None:
-            kept = [_kept_dtype(spec) for spec in specs]
-            if any(own.dtype not in (spec.dtype, dtype) for own, spec, dtype in zip(store, specs, kept, strict=False)):
+            pairs = [(own, spec) for own, spec in zip(store, specs, strict=False) if not spec.frozen]
+            store, kept = [own for own, _ in pairs], [_kept_dtype(spec) for _, spec in pairs]
+            if any(own.dtype not in (spec.dtype, dtype) for (own, spec), dtype in zip(pairs, kept, strict=True)):
                 return
         stride = max(1, sum(parameter.numel() for parameter in store) // SAMPLED)
         self._samples[index] = [

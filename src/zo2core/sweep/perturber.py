@@ -24,6 +24,10 @@ class Perturber(Protocol):
     def seeds(self) -> Collection[int]:
         """Directions that this sweep draws."""
 
+    @property
+    def version(self) -> int:
+        """The present version, which replaying leads to."""
+
     def replay(self, index: int, stores: Stores, version: int) -> int:
         """Bring a segment's store to the present version; its bytes are final for this sweep when this returns.
 
@@ -36,6 +40,14 @@ class Perturber(Protocol):
 
         Returns:
             The version after.
+        """
+
+    def show(self, index: int, stores: Stores) -> None:
+        """Bring what a segment only reads to where its forward reads it, once a visit.
+
+        Args:
+            index: The segment, replayed.
+            stores: As for ``replay``.
         """
 
     def move(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:

@@ -87,7 +87,8 @@ class StackedVisitor:
         """Bring the segment's factors to the present version; its weights stay as they are. See the contract."""
         self._stores[index] = store
         layout, begun = self._model.layouts[index], self._queues.mark()
-        for spec, theta in zip(layout.parameters, store, strict=True):
+        trained = ((spec, theta) for spec, theta in zip(layout.parameters, store, strict=True) if not spec.frozen)
+        for spec, theta in trained:
             self._factors.advance(spec, theta, self._trajectory.updates, self._trajectory.version)
         self._timeline.note(Lane.REPLAY, layout.name, begun, self._queues.mark())
         return version
@@ -106,6 +107,7 @@ class StackedVisitor:
             moved: dict[str, Moved] = {
                 spec.name: self._factors.moved(spec, weights[spec.name], evaluations, self._trajectory.zo_eps)
                 for spec in layout.used
+                if not spec.frozen
             }
             self._model.move(index, moved, len(evaluations))
             self._run(index, number, stack)

@@ -75,9 +75,13 @@ class SegmentVisitor:
         """Bring a segment to the present version. See the contract."""
         self._stores[index] = store
         begun = self._queues.mark()
-        version = self._perturber.replay(index, self._stores, version)
-        self._landing.sample(index, store, self._layouts[index].parameters)
-        self._timeline.note(Lane.REPLAY, self._layouts[index].name, begun, self._queues.mark())
+        layout = self._layouts[index]
+        if layout.trains:
+            version = self._perturber.replay(index, self._stores, version)
+            self._landing.sample(index, store, layout.parameters)
+        else:  # nothing is missing, and the first evaluation is made of what is borrowed
+            self._perturber.replay(index, self._stores, self._perturber.version)
+        self._timeline.note(Lane.REPLAY, layout.name, begun, self._queues.mark())
         return version
 
     @torch.inference_mode()
@@ -87,6 +91,8 @@ class SegmentVisitor:
         layout = self._layouts[index]
         before: Evaluation | None = None
         begun = self._queues.mark()
+        if self._evaluations:
+            self._perturber.show(index, self._stores)
         for group, evaluation in enumerate(self._evaluations):
             self._perturber.move(index, self._stores, before, evaluation)
             for stream in self._streams_of[group]:

@@ -85,20 +85,20 @@ class WorkBuffer:
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
         z = device.empty(noise_bytes(layouts)) if self.keeps_noise else None
 
-        def noise_views(specs: Sequence[ParameterSpec], start: int) -> list[torch.Tensor | None]:
-            return [None] * len(specs) if z is None else list(flat_views(specs, z[start:]))
+        def noise_views(specs: Sequence[ParameterSpec], start: int) -> dict[str, torch.Tensor]:
+            return {} if z is None else dict(zip((spec.name for spec in specs), flat_views(specs, z[start:]), strict=True))
 
+        tied_noise = noise_views(tied, 0)  # in one place for all segments that use it
         places = {
             spec.name: (index, position, scales)
             for index, layout in enumerate(layouts)
             for position, (spec, scales) in enumerate(zip(layout.parameters, scales_places(layout), strict=True))
         }
-        self.segments: list[tuple[ParameterView, ...]] = []  # in drawing order, of each segment
+        self.segments: list[tuple[ParameterView, ...]] = []  # of each segment, what is perturbed, in drawing order
+        self._frozen: list[tuple[ParameterView, ...]] = []  # of each segment, what is not
         for layout, unshared in zip(layouts, own, strict=True):
             used = {spec.name: spec for spec in layout.used}
-            shared = [spec for spec in tied if spec.name in used]
-            zs = [*noise_views(shared, 0), *noise_views(unshared, tied_bytes)]
-            drawn = {spec.name: z for spec, z in zip((*shared, *unshared), zs, strict=True)}
+            drawn = {**tied_noise, **noise_views(unshared, tied_bytes)}
             works = flat_views([spec.in_forward() for spec in used.values()], work)
             beside = [spec for spec in used.values() if walks_beside(spec, walks=walks)]
             walked = dict(zip((spec.name for spec in beside), flat_views(beside, walk), strict=True))
@@ -108,13 +108,15 @@ class WorkBuffer:
                     *places[spec.name],
                     perturbed,
                     walked.get(spec.name),
-                    drawn[spec.name],
-                    noise.chunks(spec),
+                    drawn.get(spec.name),
+                    [] if spec.frozen else noise.chunks(spec),
                     spec.name in tied_names,
                 )
                 for spec, perturbed in zip(used.values(), works, strict=True)
             ]
-            self.segments.append(tuple(sorted(views, key=lambda view: view.spec.index)))
+            views.sort(key=lambda view: view.spec.index)
+            self.segments.append(tuple(view for view in views if not view.spec.frozen))
+            self._frozen.append(tuple(view for view in views if view.spec.frozen))
         self._device = device
         self.comes_back = [any(spec.is_carried and spec.carried_back for spec in layout.parameters) for layout in layouts]
         self.is_carried = [any(spec.is_carried for spec in layout.used) for layout in layouts]
@@ -126,17 +128,23 @@ class WorkBuffer:
 
     def parameters(self) -> list[dict[str, torch.Tensor]]:
         """Each segment's parameters, those it borrows too: shaped views of the work buffer, by name."""
-        return [{view.spec.name: view.work.view(view.spec.shape) for view in views} for views in self.segments]
+        return [
+            {view.spec.name: view.work.view(view.spec.shape) for view in (*views, *frozen)}
+            for views, frozen in zip(self.segments, self._frozen, strict=True)
+        ]
+
+    def show(self, index: int, stores: Stores) -> None:
+        """Bring what a segment only reads into the buffer: decoded or rounded if need be, else as it is in the stores."""
+        for view in self._frozen[index]:
+            _show(view, stores)
 
     def take_over(self, index: int, stores: Stores) -> None:
         """Bring a segment's weights into the buffer as they are in the stores, or as a device is given them."""
         self.widen(index, stores)
         for view in self.segments[index]:
             target, rounded = view.targets()
-            if view.spec.encoding is not None:
-                encoding.decode(view.spec, stores[view.owner][view.position], target)
-            elif not view.spec.is_carried:
-                target.copy_(stores[view.owner][view.position])
+            if not view.spec.is_carried:
+                _show(view, stores)
             if rounded is not None:
                 rounded.copy_(target)
 
@@ -176,3 +184,12 @@ class WorkBuffer:
             nbytes = length * dtype.itemsize
             self._scratch[key] = self._device.empty(nbytes)[:nbytes].view(dtype)
         return self._scratch[key]
+
+
+def _show(view: ParameterView, stores: Stores) -> None:
+    """Bring a weight to where it is perturbed or read, as it is."""
+    stored, (target, _) = stores[view.owner][view.position], view.targets()
+    if view.spec.encoding is None:
+        target.copy_(stored)
+    else:
+        encoding.decode(view.spec, stored, target)

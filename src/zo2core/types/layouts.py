@@ -35,6 +35,7 @@ class ParameterSpec:
     carried_dtype: torch.dtype | None = None  # to which the weight is rounded before it is perturbed; None: it is not
     carried_back: bool = False  # every update is rounded to it, too: what the store holds is what a device gave back
     encoding: Encoding | None = None  # in which the weight is stored, to be read only; None: it is stored in its dtype
+    frozen: bool = False  # it has no noise, no updates and no version: it is only read
 
     @property
     def numel(self) -> int:
@@ -124,7 +125,8 @@ class BlockLayout:
     """How one segment's parameters lie in its bucket: one after the other, each aligned, unless told otherwise.
 
     Embedding and head are *resident*: their bytes stay reachable for the whole of a sweep, so that the head can borrow the
-    embedding's tied weight.
+    embedding's tied weight. Where blocks are frozen but for a few parameters, these few are the embedding's, too, and the
+    blocks borrow them: then blocks never change, and nothing has to go back.
     """
 
     name: str
@@ -149,6 +151,11 @@ class BlockLayout:
     def used(self) -> tuple[ParameterSpec, ...]:
         """All parameters of the segment's forward, its own first."""
         return (*self.parameters, *self.borrowed)
+
+    @property
+    def trains(self) -> bool:
+        """Whether one of the segment's own parameters has updates."""
+        return not all(spec.frozen for spec in self.parameters)
 
     def views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Flat typed views of the owned parameters in a buffer.
@@ -185,7 +192,7 @@ def walks_beside(spec: ParameterSpec, *, walks: bool) -> bool:
         spec: The parameter.
         walks: Whether evaluations walk from one to the next. A carried weight is widened before it is perturbed, anyway.
     """
-    return spec.is_rounded and (walks or spec.is_carried)
+    return not spec.frozen and spec.is_rounded and (walks or spec.is_carried)
 
 
 def walk_bytes(layouts: Sequence[BlockLayout], *, walks: bool) -> int:
@@ -194,9 +201,18 @@ def walk_bytes(layouts: Sequence[BlockLayout], *, walks: bool) -> int:
 
 
 def divide_tied(layouts: Sequence[BlockLayout]) -> tuple[list[ParameterSpec], list[list[ParameterSpec]]]:
-    """Tell the parameters that several segments use from those of one: the tied ones, and each segment's others."""
-    tied = {spec.name: spec for layout in layouts for spec in layout.borrowed}
-    return list(tied.values()), [[spec for spec in layout.parameters if spec.name not in tied] for layout in layouts]
+    """Tell the parameters that several segments use from those of one: the tied ones, and each segment's others.
+
+    What is frozen is neither.
+    """
+    tied = {spec.name: spec for layout in layouts for spec in layout.borrowed if not spec.frozen}
+    own = [[spec for spec in layout.parameters if spec.name not in tied and not spec.frozen] for layout in layouts]
+    return list(tied.values()), own
+
+
+def trained(layouts: Sequence[BlockLayout]) -> list[ParameterSpec]:
+    """The parameters that have updates, in visiting order."""
+    return [spec for layout in layouts for spec in layout.parameters if not spec.frozen]
 
 
 def packed_bytes(specs: Sequence[ParameterSpec]) -> int:
