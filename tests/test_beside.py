@@ -132,7 +132,8 @@ class StackedLoop:
     @torch.inference_mode()
     def losses(self, batch: Mapping[str, torch.Tensor], evaluations: list[tuple[int, float]]) -> list[torch.Tensor]:
         moved = {name: self.moved(name, evaluations) for name in self.base}
-        aliases = {alias for alias, _ in self.whole.named_parameters(remove_duplicate=False)} - set(moved)
+        every = {alias for alias, _ in self.whole.named_parameters(remove_duplicate=False)}
+        aliases = every - {name for name, _ in self.whole.named_parameters()}
         for alias in aliases:  # the head is the embedding
             moved[alias] = next(moved[name] for name in moved if "embed_tokens" in name)
         self.modules.begin(len(evaluations) * len(batch["labels"]), batch["labels"].shape[1])

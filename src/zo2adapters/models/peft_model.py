@@ -147,6 +147,7 @@ def peft_config(adapter: Adapter) -> tuple[Any, Path | None]:
         raise OptionError("adapter", found=kind, expected="LoRA, of one adapter", remedy="use a LoraConfig")
     unknown = {
         "lora_dropout": config.lora_dropout != 0,
+        "bias": config.bias != "none",
         "use_dora": bool(config.use_dora),
         "modules_to_save": bool(config.modules_to_save),
         "trainable_token_indices": bool(config.trainable_token_indices),
@@ -159,7 +160,7 @@ def peft_config(adapter: Adapter) -> tuple[Any, Path | None]:
             raise OptionError(
                 f"adapter.{option}",
                 found=str(getattr(config, option)),
-                expected="LoRA of linear layers, without dropout, whose values need no weights of the base",
+                expected="LoRA of linear layers alone, without dropout, whose first values need no weights of the base",
                 remedy="leave it out",
             )
     return config, weights
