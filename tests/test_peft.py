@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
 from parity import Plan, assert_parity, plans, storages
 from parity import Storage as Where
+from runs import small_run
 from safetensors.torch import load_file, save_file
 from test_beside import StackedLoop
 from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from zo2adapters import Adapter, open_checkpoint
+from zo2adapters.cli import main
 from zo2adapters.models.quantizer import quantize
 from zo2core import (
     BesideActivations,
@@ -288,3 +290,56 @@ def test_a_config_is_read_from_a_file(tmp_path: Path) -> None:
     assert steps(open_checkpoint(base, adapter=Adapter(config=path))) == steps(
         open_checkpoint(base, adapter=Adapter(config=lora()))
     )
+
+
+def test_an_adapter_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = small_run(tmp_path)
+    config, run = tmp_path / "lora.json", tmp_path / "run"
+    config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}))
+    train = ["train", "--model", options.model, "--data", str(options.data), "--lr", "1e-2"]
+    adapter = ["--adapter", str(config), "--adapter-frozen", "lora_A"]
+    main([*train, "--output", str(run), "--steps", "2", *adapter])
+    assert (run / "model" / "adapter_model.safetensors").exists()
+    config.write_text("{}")  # a resumed run reads it again
+    with pytest.raises(SystemExit):
+        main(["train", "--resume", str(run), "--steps", "4"])
+    config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}))
+    main(["train", "--resume", str(run), "--steps", "4"])
+    main([*train, "--output", str(tmp_path / "whole"), "--steps", "4", *adapter])
+    resumed, whole = (load_file(path / "model" / "adapter_model.safetensors") for path in (run, tmp_path / "whole"))
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    main(["export", "--run", str(run), "--output", str(tmp_path / "adapter"), "--at", "2"])
+    branch = ["train", "--resume", str(run), "--from-step", "2", "--output", str(tmp_path / "branch"), "--steps", "4"]
+    main([*branch, "--lr", "1e-2", *adapter])
+    again = load_file(tmp_path / "branch" / "model" / "adapter_model.safetensors")
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    capsys.readouterr()
+    main(["evaluate", "--run", str(run), "--data", str(options.data)])
+    of_run = capsys.readouterr().out
+    main(["evaluate", "--model", options.model, "--adapter", str(run / "model"), "--data", str(options.data)])
+    assert capsys.readouterr().out == of_run
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--adapter", "missing.json"], "missing.json"),
+        (["--adapter-frozen", "lora_A"], "--adapter-frozen"),
+        (["--adapter", "CONFIG", "--precision", "mixed"], "--precision"),
+        (["--adapter", "CONFIG", "--snapshot-every", "2"], "--adapter"),
+        (["--adapter", "CONFIG", "--write-back-every", "2"], "--write-back-every"),
+        (["--adapter", "CONFIG", "--adapter-frozen", "lora_C"], "--adapter-frozen"),
+    ],
+)
+def test_an_adapter_that_cannot_be_heeded_is_one_line(
+    more: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = small_run(tmp_path)
+    config = tmp_path / "lora.json"
+    config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}))
+    more = [str(config) if word == "CONFIG" else word for word in more]
+    with pytest.raises(SystemExit):
+        main(["train", "--model", options.model, "--data", str(options.data), "--output", str(tmp_path / "run"), *more])
+    assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"zo2: {said}")
+    assert not (tmp_path / "run").exists()

@@ -32,6 +32,10 @@ class AtStep:
     """Step of the journal to stop after; by default its last one."""
     architecture: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON file that says where the model's parts are; by default they are learned. --run knows its own."""
+    adapter: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory of an adapter on --model; --run knows its own."""
+    adapter_begun: tyro.conf.Suppress[tuple[tuple[str, ...], int]] = ((), 0)
+    """What of the run's adapter is frozen, and the seed of its first values."""
     dtype: DtypeName = "auto"
     """Dtype of the weights; with a journal, the one that the run was made with, which is also that of --run."""
     precision: PrecisionName = "auto"
@@ -86,9 +90,15 @@ class AtStep:
                 expected=f"{options.architecture or 'none'}, as in the run",
                 remedy="leave it out",
             )
+        if self.adapter is not None:
+            raise OptionError(
+                "adapter", found=str(self.adapter), expected="the run's own", remedy="leave it out, or name --model"
+            )
         return replace(
             self,
             model=options.model,
+            adapter=options.adapter,
+            adapter_begun=(options.adapter_frozen, options.seed),
             architecture=options.architecture,
             dtype=options.dtype,
             precision=precision,
@@ -112,10 +122,14 @@ class AtStep:
             export_dtype: As ``open_checkpoint`` takes it.
         """
         from zo2adapters.models.checkpoint import open_checkpoint
+        from zo2adapters.models.peft_model import Adapter
 
+        frozen, seed = self.adapter_begun
+        adapter = None if self.adapter is None else Adapter(config=self.adapter, frozen=frozen, seed=seed)
         return open_checkpoint(
             self.base(),
             architecture=self.architecture,
+            adapter=adapter,
             dtype=self.dtype,
             precision=self.precision,
             carried=self.carried,

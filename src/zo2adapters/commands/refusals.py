@@ -16,6 +16,7 @@ _POLICIES = {
     "memory.device": "device_memory",
     "memory.activations": "activation_memory",
     "memory.least_activations": "activation_memory",
+    "adapter.frozen": "adapter_frozen",
     "perturbation.rank": "rank",
     "perturbation.period": "period",
     "perturbation.stack": "stack",

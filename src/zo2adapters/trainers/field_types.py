@@ -30,6 +30,8 @@ def _fits(value: object, hint: Any) -> bool:
         return type(value) is str and value in get_args(hint)
     if get_origin(hint) in (Union, UnionType):
         return any(_fits(value, part) for part in get_args(hint))
+    if get_origin(hint) is tuple:
+        return type(value) is tuple and all(_fits(item, get_args(hint)[0]) for item in value)
     if hint is int or (hint is float and type(value) is int):
         return type(value) is int and abs(value) <= LARGEST
     if hint is float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import CheckpointError
+from zo2core import CheckpointError, decoded
 
 _CHUNK = 1 << 20  # elements read at a time
 
@@ -22,9 +22,11 @@ def require_finite_base(model: HFBlockModel, where: object) -> None:
     """
     for layout in model.layouts:
         for spec in layout.parameters:
-            for start in range(0, spec.numel, _CHUNK):
-                values = torch.empty(min(_CHUNK, spec.numel - start), dtype=spec.dtype)
+            length = _CHUNK if spec.encoding is None else max(spec.stored_numel, 1)  # what is encoded is read whole
+            for start in range(0, spec.stored_numel, length):
+                values = torch.empty(min(length, spec.stored_numel - start), dtype=spec.stored_dtype)
                 model.weights.read_into(spec.name, values, start)
+                values = values if spec.encoding is None else decoded(spec, values)
                 wrong = (~values.isfinite()).nonzero()
                 if len(wrong):
                     place = int(wrong[0])

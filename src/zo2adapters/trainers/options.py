@@ -25,6 +25,7 @@ from zo2core import (
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
+    from zo2adapters.models.peft_model import Adapter
 
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 PrecisionName: TypeAlias = Literal["auto", "exact", "mixed"]
@@ -124,6 +125,11 @@ class RunOptions:
     """Seed of the order of rows and of the directions."""
     architecture: Path | None = None
     """JSON file that says where the model's parts are; by default they are learned."""
+    adapter: Path | None = None
+    """Train peft's LoRA instead of the weights, which are then only read: adapter_config.json as peft writes it, or a
+    directory with an adapter to go on from. Exports are adapters."""
+    adapter_frozen: tuple[str, ...] = ()
+    """With --adapter: parts of parameters' names that stay as they are, such as lora_A for LoRA-FA."""
     dtype: DtypeName = "auto"
     """Dtype of the weights; auto is the checkpoint's own. In mixed precision it is the dtype that is computed with, and auto
     takes the faster of the 16-bit ones."""
@@ -161,6 +167,10 @@ class RunOptions:
             raise _in_vain("per_row", "--micro-batch-size", "whole rows of one batch")
         if self.optimization.rank is not None and self.storage.snapshot_every is not None:
             raise _in_vain("rank", "--snapshot-every", "no snapshot: no weight changes")
+        if self.adapter is not None and self.storage.snapshot_every is not None:
+            raise _in_vain("adapter", "--snapshot-every", "no snapshot: a few parameters change, which are in memory")
+        if self.adapter is None and self.adapter_frozen:
+            raise _in_vain("adapter_frozen", " ".join(self.adapter_frozen), "--adapter beside it")
         require_between("seed", self.seed, -LARGEST, LARGEST)
         self.batching.require_valid()
         self.storage.require_valid()
@@ -182,8 +192,17 @@ class TrainOptions(RunOptions):
     def precision_asked(self) -> PrecisionName:
         """The precision to open the model in."""
         on_cpu = self.storage.device == "cpu"
-        exact = self.optimization.exact_mezo or self.optimization.rank is not None  # factors are float32 anyway
+        # Factors and adapters are float32 anyway.
+        exact = self.optimization.exact_mezo or self.optimization.rank is not None or self.adapter is not None
         return precision_of_run(self.precision, exact_mezo=exact, on_cpu=on_cpu)
+
+    def adapter_asked(self) -> Adapter | None:
+        """What is trained instead of the weights."""
+        from zo2adapters.models.peft_model import Adapter
+
+        if self.adapter is None:
+            return None
+        return Adapter(config=self.adapter, frozen=self.adapter_frozen, seed=self.seed)
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
         """The same options with what was chosen for this machine written down: a resumed run has to do the same."""
@@ -234,7 +253,7 @@ class TrainOptions(RunOptions):
         del values["output"]
         if Path(self.model).is_dir():
             values["model"] = str(Path(self.model).resolve())
-        for key in ("data", "evaluation", "architecture"):
+        for key in ("data", "evaluation", "architecture", "adapter"):
             values[key] = None if values[key] is None else str(Path(values[key]).resolve())
         if (path := function_file(self.objective)) is not None:
             values["objective"] = f"{path.resolve()}:{self.objective.rpartition(':')[2]}"
@@ -258,12 +277,14 @@ class TrainOptions(RunOptions):
         values.setdefault("objective", "loss")
         optimization["estimator"] = EstimatorName(optimization.get("estimator", "mezo"))  # earlier runs had no other one
         optimization.setdefault("guard", False)  # runs of earlier versions have none
-        evaluation, architecture = values.pop("evaluation"), values.pop("architecture", None)
+        evaluation, architecture, adapter = (values.pop(key, None) for key in ("evaluation", "architecture", "adapter"))
+        values["adapter_frozen"] = tuple(values.get("adapter_frozen", ()))
         options = cls(
             output=output,
             data=Path(values.pop("data")),
             evaluation=None if evaluation is None else Path(evaluation),
             architecture=None if architecture is None else Path(architecture),
+            adapter=None if adapter is None else Path(adapter),
             optimization=Optimization(**optimization),
             batching=Batching(**values.pop("batching")),
             storage=Storage(**values.pop("storage")),
@@ -278,6 +299,7 @@ _GROUPS: dict[str, Any] = {"optimization": Optimization, "batching": Batching, "
 _LATER = {
     *("architecture", "precision", "carried", "schedule_steps", "estimator", "guard", "objective", "keep_best", "report_to"),
     *("clip_grad", "clip_median", "write_limit_tb", "rank", "period", "stack", "per_row"),
+    *("adapter", "adapter_frozen"),
 }
 """Options that runs of earlier versions have not written down."""
 

@@ -80,6 +80,7 @@ class Trainer:
         model = self._model = open_checkpoint(
             directory,
             architecture=options.architecture,
+            adapter=options.adapter_asked(),
             dtype=options.dtype,
             precision=options.precision_asked(),
             carried=options.carried,

@@ -146,7 +146,7 @@ def _require_in_weights(model: BlockModel, estimator: ZOEstimator | None) -> Non
             "perturbation",
             f"directions in the weights, of which {specs[0].name} is stored in {specs[0].encoding.name}",
             "directions beside the activations: quantised weights are only read",
-            "pass perturbation=BesideActivations(rank=8), or --rank 8",
+            "pass perturbation=BesideActivations(rank=8), or --rank 8; or train an adapter",
         )
 
 
