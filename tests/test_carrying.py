@@ -44,7 +44,7 @@ from zo2core import (
     WriteBackPolicy,
     ZOEngine,
 )
-from zo2core.kernels import fill
+from zo2core.kernels import fill, native
 from zo2core.kernels.carrying import FP8, carried_layout, decode, encode
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_plan import HostPlan
@@ -560,3 +560,47 @@ def test_options_that_do_not_go_together_are_one_line(
     [line] = capsys.readouterr().err.strip().splitlines()
     assert said in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(native.library() is None, reason="there are no compiled kernels")
+@given(
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 70),
+    scale=st.sampled_from([0.0, 1e-38, 2.0**-93, 1e-3, 1.0, 448.0, 1e30]),
+    seed=st.integers(0, 99),
+    spoiled=st.sampled_from([None, math.nan, math.inf, -math.inf]),
+)
+def test_compiled_kernels_round_to_8_bits_as_torch_does(
+    rows: int, columns: int, scale: float, seed: int, spoiled: float | None
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    theta = torch.empty(rows * columns).normal_(generator=generator) * scale
+    theta *= 2.0 ** -torch.randint(0, 24, theta.shape, generator=generator).float()
+    if spoiled is not None:
+        theta[-1] = spoiled
+    bits: list[list[bytes]] = []
+    for compiled in (True, False):
+        carried, scales, out = torch.empty_like(theta, dtype=FP8), torch.empty(rows), torch.empty_like(theta)
+        with pytest.MonkeyPatch.context() as patch:
+            if not compiled:
+                patch.setattr(native, "encode_float8", lambda *tensors, **limits: False)
+                patch.setattr(native, "decodes", lambda *tensors: False)
+            encode(theta, carried, scales)
+            decode(carried, scales, out)
+        bits.append(
+            [bytes(tensor.view(torch.uint8).tolist()) for tensor in (carried, scales, out[: -1 if spoiled else None])]
+        )
+    assert bits[0] == bits[1]
+
+
+@pytest.mark.skipif(native.library() is None, reason="there are no compiled kernels")
+def test_every_number_between_two_of_8_bits_goes_to_the_nearer_one() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    numbers = codes[codes.isfinite()].sort().values
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    infinity = torch.tensor(math.inf)
+    theta = torch.cat([numbers, middles, torch.nextafter(middles, infinity), torch.nextafter(middles, -infinity)])
+    carried, scales = torch.empty_like(theta, dtype=FP8), torch.empty(1)
+    encode(theta, carried, scales)
+    assert scales.item() == 1.0
+    assert torch.equal(carried.view(torch.uint8), theta.to(FP8).view(torch.uint8))

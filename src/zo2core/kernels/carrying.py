@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from zo2core.kernels import native
 from zo2core.types import BlockLayout, ParameterSpec, aligned
 
 FP8 = torch.float8_e4m3fn
@@ -50,6 +51,8 @@ def encode(theta: torch.Tensor, carried: torch.Tensor, scales: torch.Tensor | No
     if scales is None:
         carried.copy_(theta)
         return
+    if native.encode_float8(theta, carried, scales, largest_code=_LARGEST_FP8, least_scale=_LEAST_SCALE):
+        return
     rows = theta.view(len(scales), -1)
     torch.linalg.vector_norm(rows, ord=torch.inf, dim=1, out=scales)
     half_to_one, exponent = torch.frexp(scales.div_(_LARGEST_FP8).clamp_(min=_LEAST_SCALE))
@@ -68,6 +71,9 @@ def decode(carried: torch.Tensor, scales: torch.Tensor | None, out: torch.Tensor
         scales: As there.
         out: 1-D, as long, in the dtype in which the weight is stored.
     """
+    if scales is not None and native.decodes(carried, out):
+        native.decode_float8(out.view(len(scales), -1), carried, scales, 0, (1, max(out.numel() // len(scales), 1)))
+        return
     out.copy_(carried)
     if scales is not None:
         out.view(len(scales), -1).mul_(scales[:, None])

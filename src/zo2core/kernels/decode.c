@@ -1,5 +1,6 @@
-/* Weights of 8 and 4 bits, decoded: multiplied as floats, rounded once. encoding.py is the reference, and gives the same bits;
- * native.c says what that asks of the compiler. Codes and scales may lie at any address, as they do in a checkpoint. */
+/* Weights of 8 and 4 bits, decoded: multiplied as floats, rounded once; and encoded, where blocks are carried in 8 bits.
+ * encoding.py and carrying.py are the reference, and give the same bits; native.c says what that asks of the compiler. Codes
+ * and scales may lie at any address, as they do in a checkpoint. */
 
 #include "floats.h"
 
@@ -9,6 +10,15 @@ INLINE float float_at(const void *floats, uint64_t place) {
     float x;
     memcpy(&x, (const char *)floats + 4 * place, sizeof x);
     return x;
+}
+
+/* The nearest number of e4m3, of two the even one, to one that is not above its largest. */
+INLINE uint8_t to_e4m3(float x) {
+    const uint32_t u = bits(x), magnitude = u & 0x7fffffff;
+    const uint32_t normal = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
+    const uint32_t small = bits(number(magnitude) + 0x1p14f) & 0xff; /* floats from 2^14 on are 2^-9 apart */
+    const uint32_t near = magnitude < 0x3c800000 ? small : normal;   /* 2^-6 */
+    return (uint8_t)((magnitude > 0x7f800000 ? 0x7f : near) | (u >> 24 & 0x80));
 }
 
 INLINE float from_e4m3(uint8_t code) {
@@ -130,4 +140,28 @@ CLONES PUBLIC void zo2core_decode_nf4(
         put(dtype, out, done, x, length);
         done += length;
     }
+}
+
+/* Rows of floats, each divided by the smallest power of 2 at which its largest magnitude is not above e4m3's. Returns whether
+ * all are finite; others are the reference's to do. */
+CLONES PUBLIC int zo2core_encode_float8(
+    uint8_t *codes, float *scales, const float *weights, float largest_code, float least_scale, uint64_t rows,
+    uint64_t columns) {
+    for (uint64_t row = 0; row < rows; row++) {
+        const float *restrict from = weights + row * columns;
+        uint8_t *restrict to = codes + row * columns;
+        uint32_t largest = 0;
+        for (size_t i = 0; i < columns; i++) {
+            const uint32_t magnitude = bits(from[i]) & 0x7fffffff;
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        if (largest >= 0x7f800000) return 0;
+        float scale = number(largest) / largest_code;
+        if (scale < least_scale) scale = least_scale;
+        scale = number((bits(scale) + 0x7fffff) & 0x7f800000); /* up to a power of 2: no mantissa */
+        const float inverse = 1.0f / scale;                    /* exact, and so is what it multiplies */
+        for (size_t i = 0; i < columns; i++) to[i] = to_e4m3(from[i] * inverse);
+        scales[row] = scale;
+    }
+    return 1;
 }

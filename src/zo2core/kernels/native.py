@@ -20,7 +20,7 @@ from zo2core.errors import ZO2Warning
 from zo2core.kernels.table import row, table
 from zo2core.types import Distribution, Perturb, Program
 
-_REVISION = 4  # of native.c, twister.c and decode.c
+_REVISION = 5  # of native.c, twister.c and decode.c
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DISTRIBUTIONS = {Distribution.GAUSSIAN: 0, Distribution.RADEMACHER: 1}
 _CPU = torch.device("cpu")
@@ -99,8 +99,10 @@ def _declare(loaded: ctypes.CDLL) -> None:
     loaded.zo2core_decode_int8.argtypes = (*into, real, u64, u64)
     loaded.zo2core_decode_float8.argtypes = (*into, u64, u64, u64, u64, u64)
     loaded.zo2core_decode_nf4.argtypes = (*into, pointer, u64, u64)
-    for decoder in (loaded.zo2core_decode_int8, loaded.zo2core_decode_float8, loaded.zo2core_decode_nf4):
-        decoder.restype = None
+    for decoder in ("decode_int8", "decode_float8", "decode_nf4"):
+        loaded[f"zo2core_{decoder}"].restype = None
+    loaded.zo2core_encode_float8.argtypes = (pointer, pointer, pointer, real, real, u64, u64)
+    loaded.zo2core_encode_float8.restype = number
 
 
 def takes(*tensors: torch.Tensor) -> bool:
@@ -233,6 +235,23 @@ def decode_nf4(out: torch.Tensor, codes: torch.Tensor, table: torch.Tensor, scal
     assert loaded is not None
     dtype, into, from_, scales_at = _decoded(out, codes, scales)
     loaded.zo2core_decode_nf4(dtype, into, from_, table.data_ptr(), scales_at, block, out.numel())
+
+
+def encode_float8(
+    weights: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, largest_code: float, least_scale: float
+) -> bool:
+    """As ``carrying.encode`` to 8 bits, where this can: float32 rows on the CPU that are finite.
+
+    Returns:
+        Whether it was done. If not, ``codes`` and ``scales`` hold nothing yet.
+    """
+    loaded, given = library(), (weights, codes, scales)
+    are_floats = weights.dtype is scales.dtype is torch.float32
+    if loaded is None or not are_floats or any(t.device.type != "cpu" or not t.is_contiguous() for t in given):
+        return False
+    rows = len(scales)
+    places = (tensor.data_ptr() for tensor in (codes, scales, weights))
+    return bool(loaded.zo2core_encode_float8(*places, largest_code, least_scale, rows, weights.numel() // max(rows, 1)))
 
 
 def _decoded(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> tuple[int, int, int, int]:
