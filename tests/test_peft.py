@@ -29,6 +29,7 @@ from zo2core import (
     CheckpointError,
     Distribution,
     HostPlan,
+    InWeights,
     JournalError,
     Lane,
     MemoryPolicy,
@@ -157,10 +158,13 @@ def test_lora_on_a_quantised_base_is_lora_on_the_dequantised_one(method: str, tm
     with Replayer(open_checkpoint(tmp_path / method)) as replayer:
         replayer.export(tmp_path / "plain")
     adapter = Adapter(config=lora(), seed=2)
-    expected = steps(open_checkpoint(tmp_path / "plain", adapter=adapter))
-    assert steps(open_checkpoint(tmp_path / method, adapter=adapter)) == expected
     streamed = MemoryPolicy(host=HostPlan((), 1 << 40, 1, keep_noise=False))
-    assert steps(open_checkpoint(tmp_path / method, adapter=adapter), memory=streamed) == expected
+    for perturbation in (InWeights(), BesideActivations(rank=2, period=2)):
+        expected = steps(open_checkpoint(tmp_path / "plain", adapter=adapter), perturbation=perturbation)
+        model = open_checkpoint(tmp_path / method, adapter=adapter)
+        assert steps(model, perturbation=perturbation) == expected
+        model = open_checkpoint(tmp_path / method, adapter=adapter)
+        assert steps(model, perturbation=perturbation, memory=streamed) == expected
 
 
 def test_blocks_are_brought_and_never_taken_back(tmp_path: Path) -> None:
@@ -229,12 +233,44 @@ def test_a_run_goes_on_with_the_same_adapter_only(tmp_path: Path) -> None:
         ({"config": {"r": 3}}, "adapter: found dict"),
         ({"config": lora(), "frozen": ("lora_",)}, "adapter.frozen"),
         ({"config": lora(), "frozen": ("lora_C",)}, "adapter.frozen"),
+        ({"config": lora(), "frozen": ("lora_A", "v_porj")}, "adapter.frozen: found .'v_porj'"),
+        ({"config": lora(alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM")}, "adapter.alora_invocation_tokens"),
+        ({"config": lora(target_modules=["embed_tokens"])}, "adapter.target_modules: found model.embed_tokens"),
+        ({"config": lora(target_modules=["lm_head"])}, "adapter.target_modules: found lm_head"),
+        ({"config": lora(target_modules="(")}, "adapter: found"),
+        ({"config": lora(r="8")}, "adapter.r"),
+        ({"config": lora(r=10**10)}, "adapter.r"),
+        ({"config": lora(lora_alpha="x")}, "adapter: found"),
     ],
 )
 def test_what_cannot_be_trained_so_is_refused(adapter: dict[str, Any], option: str, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
     with pytest.raises(OptionError, match=f"^{option}"):
         open_checkpoint(base, adapter=Adapter(**adapter))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, None, 0.5, True])
+def test_a_seed_is_a_whole_number(seed: Any) -> None:
+    with pytest.raises(OptionError, match=r"adapter\.seed"):
+        Adapter(config=lora(), seed=seed)
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian"])
+def test_first_values_are_pefts(start: bool | str, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    config = lora(init_lora_weights=start, target_modules=["q_proj"])
+    values = values_of(open_checkpoint(base, adapter=Adapter(config=config, seed=7)))
+    state = torch.random.get_rng_state()
+    torch.manual_seed(7)
+    linears = [torch.nn.Linear(*sizes, bias=False) for _ in range(2) for sizes in ((12, 3), (3, 12))]
+    torch.random.set_rng_state(state)
+    for number, (name, value) in enumerate(values.items()):
+        if start is False:
+            assert torch.equal(value, linears[number].weight), name
+        else:
+            assert bool(value.any()) == ("lora_A" in name)
+    assert values_of(open_checkpoint(base, adapter=Adapter(config=config, seed=7))).keys() == values.keys()
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("options", [{"precision": "mixed"}, {"carried": "bfloat16"}, {"head": "sequence-classification"}])
@@ -244,10 +280,11 @@ def test_an_adapter_goes_with_exact_precision_and_the_next_token(options: dict[s
         open_checkpoint(base, adapter=Adapter(config=lora()), **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("option", ["replay", "write_back.every"])
+@pytest.mark.parametrize("option", ["replay", "write_back.every", "write_back.snapshot_every"])
 def test_what_would_write_a_frozen_base_is_refused(option: str, tmp_path: Path) -> None:
     model = open_checkpoint(save_model(tmp_path / "base", small_config("llama")), adapter=Adapter(config=lora()))
-    asked: Any = {"replay": "host"} if option == "replay" else {"write_back": WriteBackPolicy(directory=tmp_path, every=2)}
+    policy = {option.removeprefix("write_back."): 2}
+    asked: Any = {"replay": "host"} if option == "replay" else {"write_back": WriteBackPolicy(directory=tmp_path, **policy)}
     with pytest.raises(OptionError, match=f"^{option}.*frozen"):
         ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), noise=PhiloxNoise(Distribution.RADEMACHER), **asked)
 

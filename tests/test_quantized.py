@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from zo2core import (
     UnsupportedModelError,
     ZOEngine,
     encode,
+    factor_bytes,
 )
 from zo2core.kernels import encoding as kernels
 from zo2core.kernels import native
@@ -118,6 +120,33 @@ def test_decoding_is_the_formats_arithmetic_rounded_once(
     with patch.object(native, "decodes", native.decodes if compiled else lambda *tensors: False):
         kernels.decode(spec, stored, out)
     assert_same_bits(out, by_hand(encoding, parts, shape).to(dtype))
+
+
+@given(encoding=encodings(), rows=st.integers(1, 9), columns=st.integers(1, 40), seed=st.integers(0, 9))
+def test_a_second_thread_changes_no_bit(encoding: Encoding, rows: int, columns: int, seed: int) -> None:
+    shape = rows, columns
+    weights = torch.empty(shape).normal_(0.0, 1.0, generator=torch.Generator().manual_seed(seed))
+    encoding, parts = encode(weights, encoding)
+    spec = ParameterSpec("weight", shape, torch.float32, 0, decays=False, encoding=encoding)
+    out = torch.full(shape, 7.0)
+    with patch.object(kernels, "_WORTH_HELP", 1), ThreadPoolExecutor(1) as helper:
+        kernels.decode(spec, bytes_of(encoding, parts, shape), out, helper)
+    assert_same_bits(out, by_hand(encoding, parts, shape))
+
+
+def test_factors_take_what_plans_count(tmp_path: Path) -> None:
+    path, settings, batch = make(tmp_path, "nf4"), BesideActivations(rank=4, period=2), make_batch(40, [7, 5])
+    with engine(path, perturbation=settings) as opened:
+        store = opened._parts.factors
+        assert store is not None
+        for taken in range(5):
+            opened.evaluate([batch])
+            held = [drawn for _, drawn in store._period.values()]
+            for sums in store._sums.values():
+                held += [sums.now, *(sums.past or ())]
+            planned = factor_bytes(settings, open_checkpoint(path).layouts, taken)
+            assert planned == sum(tensor.nbytes for tensor in held)
+            opened.step(batch)
 
 
 @pytest.mark.skipif(native.library() is None, reason="there are no compiled kernels")
@@ -296,6 +325,11 @@ def state(**changes: Any) -> torch.Tensor:
         ("nf4", STATE, state(shape=[128]), "shape"),
         ("nf4", STATE, state(shape=[64, 128]), "shape"),
         ("nf4", STATE, state(nested_offset=float("nan")), "offset of nan"),
+        ("nf4", STATE, state(nested_offset=1e300), "offset of 1e"),
+        ("nf4", STATE, state(nested_offset=10**400), "no usable state"),
+        ("nf4", STATE, state(nested_blocksize=2**31 - 1), "blocks of 64 and 2147483647"),
+        ("nf4", STATE, state(blocksize=1 << 21), "blocks of 2097152"),
+        ("fp8", f"{LAYER}.weight_scale_inv", torch.zeros(1, 2), "F32 of shape"),
         ("nf4", STATE, torch.zeros(9, dtype=torch.uint8), "no usable state"),
         ("nf4", STATE, torch.zeros(9999, dtype=torch.uint8), "9999 bytes"),
     ],
@@ -365,6 +399,18 @@ def test_directions_in_quantised_weights_are_refused(tmp_path: Path) -> None:
     noise = PhiloxNoise(Distribution.RADEMACHER)
     with pytest.raises(OptionError, match=r"perturbation: .*stored in int8.*BesideActivations"):
         ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-2), noise=noise)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_not_finite_is_not_quantised(method: str, tmp_path: Path) -> None:
+    make(tmp_path, method)
+    shard = tmp_path / "base" / "model.safetensors"
+    tensors = load_file(shard)
+    tensors[f"{LAYER}.weight"][3, 5] = float("inf")
+    save_file(tensors, shard, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{LAYER}.weight: found a number that is not finite"):
+        quantize(tmp_path / "base", tmp_path / "again", method, report=lambda line: None)
+    assert not (tmp_path / "again").exists()
 
 
 def test_what_is_quantised_is_not_quantised_again(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from zo2core.checkpoint import find_tensors as find_tensors
 from zo2core.checkpoint import require_unused as require_unused
 from zo2core.checkpoint import same_samples as same_samples
 from zo2core.checkpoint import write_checkpoint as write_checkpoint
+from zo2core.checkpoint.reader import parse_header as parse_header
 from zo2core.checkpoint.writer import new_directory as new_directory
 from zo2core.checkpoint.writer import shard_names as shard_names
 from zo2core.checkpoint.writer import write_companions as write_companions

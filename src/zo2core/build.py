@@ -132,7 +132,8 @@ def build(
             noise = PhiloxNoise(Distribution.GAUSSIAN)
         of_choice = choose_noise(recorded, layouts, device.torch_device) if noise is None else noise
         every = None if write_back is None else write_back.every
-        asked: Any = {"replay": replay, "write_back_every": every}
+        snapshots = None if write_back is None else write_back.snapshot_every
+        asked: Any = {"replay": replay, "write_back_every": every, "snapshot_every": snapshots}
         factors = open_factors(where, model, estimator, of_choice, journal, seed, device.torch_device, **asked)
         changes = factors is None and not any(spec.frozen for layout in layouts for spec in layout.parameters)
         write_back = write_back if changes else None

@@ -61,6 +61,10 @@ class AtStep:
             raise OptionError(
                 "--model", found="neither or both", expected="either --model or --run", remedy="name one of the two"
             )
+        if self.run_directory is None and self.adapter is not None and not self.adapter.is_dir():
+            raise OptionError(
+                "adapter", found=str(self.adapter), expected="a directory with a saved adapter", remedy="name one"
+            )
         if self.run_directory is None:
             return self if self.precision != "auto" else replace(self, precision="exact")
         options = RunDirectory.options(self.run_directory)

@@ -118,6 +118,9 @@ def open_checkpoint(
         expected = "a causal language model in exact precision beside an adapter, whose parameters are float32 anyway"
         raise OptionError(option, found=found, expected=expected, remedy="leave it out")
     precision = precision if adapter is None else "exact"
+    if adapter is not None and export_dtype != "auto":
+        expected = "auto beside an adapter, which is exported as it is, in float32"
+        raise OptionError("export_dtype", found=str(export_dtype), expected=expected, remedy="leave it out")
     directory = resolve_directory(path)
     config, quantization = _read_config(directory)
     _refuse_pickled(directory)

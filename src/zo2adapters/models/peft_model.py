@@ -10,13 +10,13 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -26,8 +26,11 @@ from zo2core import (
     CheckpointError,
     OptionError,
     ParameterSpec,
+    SafetensorsReader,
     TensorReader,
     new_directory,
+    open_regular,
+    parse_header,
     reason,
     require_unused,
 )
@@ -38,6 +41,15 @@ _PREFIX = "base_model.model."  # of names in peft's files
 _BASE = ".base_layer."
 T = TypeVar("T")
 _KNOWN_STARTS = (True, False, "gaussian")  # of values that need no weights of the base
+_LARGEST_RANK, _LARGEST_CONFIG = 1 << 16, 1 << 20  # bytes
+_DECISIVE = frozenset(
+    {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "rank_pattern", "alpha_pattern"}
+    | {"layers_to_transform", "layers_pattern", "fan_in_fan_out"}
+)
+_HEEDED = _DECISIVE | {"init_lora_weights"}  # which decides the first values: the fingerprint has them
+_NEUTRAL = frozenset(
+    {"peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +66,11 @@ class Adapter:
     config: Any
     frozen: Sequence[str] = ()
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            expected = "a whole number of at least 0 and below 2^63"
+            raise OptionError("adapter.seed", found=repr(self.seed)[:40], expected=expected, remedy="choose such a number")
 
 
 class AdapterReader:
@@ -113,7 +130,8 @@ class PeftBlockModel(HFBlockModel):
     @property
     def description(self) -> Mapping[str, Any]:
         """What decides the forwards, the adapter's config among it."""
-        return {**super().description, "adapter": _plain(self.adapter_config)}
+        plain = _plain(self.adapter_config)
+        return {**super().description, "adapter": {key: plain[key] for key in sorted(_DECISIVE & plain.keys())}}
 
     def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write the adapter as peft does: its config, and those of these tensors that are its own.
@@ -137,7 +155,7 @@ def peft_config(adapter: Adapter) -> tuple[Any, Path | None]:
         CheckpointError: if a file cannot be read.
     """
     peft = optional_package("peft", install="zo2core[peft]")
-    config, weights = adapter.config, None
+    config, weights = deepcopy(adapter.config), None  # peft writes into it
     if isinstance(config, (str, Path)):
         path = Path(config)
         weights = path / WEIGHTS_FILE if path.is_dir() else None
@@ -145,24 +163,19 @@ def peft_config(adapter: Adapter) -> tuple[Any, Path | None]:
     if not isinstance(config, peft.LoraConfig):
         kind = str(getattr(config, "peft_type", type(config).__name__)).removeprefix("PeftType.")
         raise OptionError("adapter", found=kind, expected="LoRA, of one adapter", remedy="use a LoraConfig")
-    unknown = {
-        "lora_dropout": config.lora_dropout != 0,
-        "bias": config.bias != "none",
-        "use_dora": bool(config.use_dora),
-        "modules_to_save": bool(config.modules_to_save),
-        "trainable_token_indices": bool(config.trainable_token_indices),
-        "target_parameters": bool(getattr(config, "target_parameters", None)),
-        "init_lora_weights": weights is None and config.init_lora_weights not in _KNOWN_STARTS,
-        "layer_replication": bool(config.layer_replication),
-    }
-    for option, is_unknown in unknown.items():
-        if is_unknown:
-            raise OptionError(
-                f"adapter.{option}",
-                found=str(getattr(config, option)),
-                expected="LoRA of linear layers alone, without dropout, whose first values need no weights of the base",
-                remedy="leave it out",
-            )
+    plain, defaults = config.to_dict(), peft.LoraConfig().to_dict()
+    unheeded = [key for key, value in plain.items() if key not in _HEEDED | _NEUTRAL and value != defaults.get(key)]
+    if config.init_lora_weights not in _KNOWN_STARTS:
+        unheeded.append("init_lora_weights")
+    if type(config.r) is not int or not 1 <= config.r <= _LARGEST_RANK:
+        unheeded.append("r")
+    for option in unheeded:
+        raise OptionError(
+            f"adapter.{option}",
+            found=str(plain[option])[:80],
+            expected="LoRA of linear layers alone, without dropout, whose first values need no weights of the base",
+            remedy="leave it out",
+        )
     return config, weights
 
 
@@ -187,14 +200,26 @@ def inject(
     import peft
 
     try:
-        peft.inject_adapter_in_model(config, skeleton, adapter_name=_NAME)
-    except ValueError as error:
+        with torch.random.fork_rng(devices=[]):  # layers are built with random weights, which go nowhere
+            peft.inject_adapter_in_model(config, skeleton, adapter_name=_NAME)
+    except Exception as error:  # any: what a config says surfaces inside peft's own code
+        found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise OptionError(
-            "adapter.target_modules",
-            found=" ".join(str(error).split())[:300],
-            expected="names of linear layers of the model",
-            remedy="name some that the model has, such as q_proj, or all-linear",
+            "adapter.target_modules" if "arget modules" in found else "adapter",
+            found=found,
+            expected="a config that peft can put into this model, with names of its linear layers",
+            remedy="name layers that the model has, such as q_proj, or all-linear",
         ) from error
+    output: Any = skeleton.get_output_embeddings
+    for path, module in skeleton.named_modules():
+        wrapped = getattr(module, "base_layer", None)
+        if wrapped is not None and (type(wrapped) is not nn.Linear or module is output()):
+            raise OptionError(
+                "adapter.target_modules",
+                found=f"{path}, {'the head' if module is output() else type(wrapped).__name__}",
+                expected="linear layers before the head",
+                remedy="name such layers, as q_proj",
+            )
     skeleton.train(mode=False)
     names = [name for name, _ in skeleton.named_parameters() if _is_of_adapter(name)]
     if weights is None:
@@ -202,10 +227,11 @@ def inject(
     else:
         values = _read_values(skeleton, names, weights)
     trained = frozenset(name for name in names if not any(part in name for part in adapter.frozen))
-    if not trained or (adapter.frozen and len(trained) == len(names)):
+    unmatched = [part for part in adapter.frozen if not any(part in name for name in names)]
+    if not trained or unmatched:
         raise OptionError(
             "adapter.frozen",
-            found=f"{list(adapter.frozen)}, which {'no' if trained else 'each'} parameter of the adapter has in its name",
+            found=f"{unmatched or list(adapter.frozen)}, which {'no' if trained else 'each'} parameter's name has",
             expected="parts of the names of some of them, such as lora_A",
             remedy="leave it out to train all",
         )
@@ -215,9 +241,12 @@ def inject(
 def _new_values(model: nn.Module, names: Sequence[str], config: Any, seed: int) -> dict[str, torch.Tensor]:
     """Values by peft's own initialisation."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # and no device's
         for name in names:
-            _replace(model, name, torch.zeros(model.get_parameter(name).shape))
+            _replace(model, name, torch.zeros(model.get_parameter(name).shape, dtype=torch.float32))
+            linear = model.get_submodule(name.rpartition(".")[0])
+            assert isinstance(linear, nn.Linear), "other layers were refused"
+            linear.reset_parameters()  # with which it would have been built
         for module in model.modules():
             reset: Any = getattr(module, "reset_lora_parameters", None)
             if reset is not None:
@@ -230,28 +259,27 @@ def _new_values(model: nn.Module, names: Sequence[str], config: Any, seed: int) 
 
 def _read_values(model: nn.Module, names: Sequence[str], path: Path) -> dict[str, torch.Tensor]:
     """Values of a file that peft has written."""
-    try:
-        saved = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            path, found=str(error), expected="an adapter's weights", remedy="save the adapter again"
-        ) from error
+    entries = parse_header(path)
+    reader = SafetensorsReader(entries)
     values: dict[str, torch.Tensor] = {}
     for name in names:
-        value, shape = saved.pop(_saved_name(name), None), model.get_parameter(name).shape
-        if value is None or value.shape != shape:
+        saved_name, shape = _saved_name(name), model.get_parameter(name).shape
+        entry = entries.pop(saved_name, None)
+        if entry is None or entry.shape != tuple(shape):
             raise CheckpointError(
-                f"{path}: {_saved_name(name)}",
-                found="no such tensor" if value is None else f"shape {list(value.shape)}",
+                f"{path}: {saved_name}",
+                found="no such tensor" if entry is None else f"shape {list(entry.shape)}",
                 expected=f"shape {list(shape)}, for this base and the adapter's config",
                 remedy="use the base that the adapter was made for",
             )
-        values[name] = value.float()
-        _replace(model, name, torch.empty(shape, device="meta"))
-    if saved:
+        values[name] = torch.empty(shape, dtype=torch.float32)
+        reader.read_into(saved_name, values[name].view(-1))
+        _replace(model, name, torch.empty(shape, dtype=torch.float32, device="meta"))
+    reader.close()
+    if entries:
         raise CheckpointError(
-            f"{path}: {min(saved)}",
-            found=f"{len(saved)} tensor(s) that the model with this adapter does not have, this one first",
+            f"{path}: {min(entries)}",
+            found=f"{len(entries)} tensor(s) that the model with this adapter does not have, this one first",
             expected="the adapter of adapter_config.json, for this base",
             remedy="use the base that the adapter was made for",
         )
@@ -279,9 +307,10 @@ def _replace(model: nn.Module, name: str, value: torch.Tensor) -> None:
 
 def _read_config(peft: Any, path: Path) -> Any:
     try:
-        values = json.loads(path.read_bytes())
+        with open_regular(path) as file:
+            values = json.loads(file.read(_LARGEST_CONFIG))
         return peft.LoraConfig(**values) if values.get("peft_type") == "LORA" else peft.PeftConfig.from_peft_type(**values)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except Exception as error:  # any: what a config says surfaces inside peft's own code
         found = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {str(error)[:200]}"
         expected = f"{CONFIG_FILE} as peft writes it"
         raise CheckpointError(path, found=found, expected=expected, remedy="save the adapter again with peft") from error

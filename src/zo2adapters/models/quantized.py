@@ -8,7 +8,6 @@ Formats: bitsandbytes of 8 bits (``weight`` in int8, ``SCB`` beside it) and 4 bi
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +42,8 @@ SUFFIXES = {  # of the tensors of a layer, by the encoding's name and the part's
 INT8_FORMAT = "weight_format"  # of bitsandbytes: a number; 0 is rows as they are
 _NAMES = {torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.bfloat16: "BF16"}
 _PLAIN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_LARGEST_BLOCK = 4096  # weights or scales that share one, as bitsandbytes has them
+_LARGEST_OFFSET = torch.finfo(torch.float32).max
 _LARGEST_STATE = 4096  # bytes of JSON
 
 
@@ -119,11 +120,12 @@ class Quantization:
         found: list[TensorEntry] = []
         for part in encoding.parts(shape):
             entry = self._entry(entries, f"{layer}.{suffixes[part.role]}")
-            if entry.nbytes != part.nbytes or entry.dtype != _NAMES[part.dtype]:
+            fits = entry.nbytes == part.nbytes if self.method == "nf4" else entry.shape == part.shape
+            if not fits or entry.dtype != _NAMES[part.dtype]:
                 raise CheckpointError(
                     f"{entry.path}: {entry.name}",
                     found=f"{entry.dtype} of shape {list(entry.shape)}",
-                    expected=f"{_NAMES[part.dtype]} of {part.nbytes} bytes, for {layer}.weight in {encoding.name}",
+                    expected=f"{_NAMES[part.dtype]} of shape {list(part.shape)}, for {layer}.weight in {encoding.name}",
                     remedy="get the checkpoint's files again",
                 )
             found.append(entry)
@@ -226,11 +228,12 @@ def _nf4(entry: TensorEntry) -> tuple[NF4Blocks, tuple[int, ...]]:
         state = json.loads(_read(entry))
         shape, block, nested = tuple(state["shape"]), state["blocksize"], state.get("nested_blocksize")
         offset = float(state["nested_offset"]) if nested is not None else 0.0
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise _malformed(entry, f"no usable state ({type(error).__name__})") from error
-    if not (_are_sizes(shape, 2) and _are_sizes((block, 2 if nested is None else nested), 2)):
+    sizes = block, 2 if nested is None else nested
+    if not (_are_sizes(shape, 2) and _are_sizes(sizes, 2) and max(sizes) <= _LARGEST_BLOCK):
         raise _malformed(entry, f"shape {shape}, blocks of {block} and {nested}")
-    if state.get("quant_type") != "nf4" or block % 2 or not math.isfinite(offset):
+    if state.get("quant_type") != "nf4" or block % 2 or not abs(offset) <= _LARGEST_OFFSET:
         raise _malformed(entry, f"type {state.get('quant_type')}, blocks of {block}, an offset of {offset}")
     return NF4Blocks(block, nested, offset), shape
 

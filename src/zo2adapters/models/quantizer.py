@@ -18,6 +18,7 @@ from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.quantized import INT8_FORMAT, NF4_STATE, SUFFIXES
 from zo2core import (
+    CheckpointError,
     Encoding,
     Float8Blocks,
     Int8Rows,
@@ -126,6 +127,13 @@ def _tensors(
             if spec.name not in chosen:
                 yield spec.name, weights
                 continue
+            if not bool(weights.isfinite().all()):
+                raise CheckpointError(
+                    f"{model.weights.origin(spec.name)}: {spec.name}",
+                    found="a number that is not finite",
+                    expected="finite weights",
+                    remedy="get the checkpoint again, or choose another dtype",
+                )
             layer = chosen[spec.name]
             fitted, parts = encode(weights.view(spec.shape), encoding)
             for role, tensor in parts.items():

@@ -28,7 +28,10 @@ def remarks(options: TrainOptions, model: HFBlockModel, data: Rows) -> list[str]
 
 
 def _precision(model: HFBlockModel, *, on_cpu: bool) -> str:
-    stored = model.layouts[0].parameters[0].dtype
+    specs = [spec for layout in model.layouts for spec in layout.parameters]
+    if any(spec.frozen for spec in specs):
+        return "precision: exact, an adapter in float32 on weights that are only read"
+    stored = specs[0].dtype
     if model.autocast is not None:
         return f"precision: mixed, weights in {_name(stored)}, computed in {_name(model.autocast)}"
     line = f"precision: exact, all in {_name(stored)}"

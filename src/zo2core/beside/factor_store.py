@@ -233,6 +233,7 @@ def open_factors(
     *,
     replay: str,
     write_back_every: object,
+    snapshot_every: object,
 ) -> FactorStore | None:
     """The factors of a run; None where directions are in the weights.
 
@@ -246,11 +247,20 @@ def open_factors(
         device: Where factors are.
         replay: Who was asked to replay.
         write_back_every: How often it was asked to write back.
+        snapshot_every: How often at least.
 
     Raises:
         OptionError, UnsupportedModelError: as ``require_perturbation`` says.
     """
-    require_perturbation(perturbation, model, estimator, noise, replay=replay, write_back_every=write_back_every)
+    require_perturbation(
+        perturbation,
+        model,
+        estimator,
+        noise,
+        replay=replay,
+        write_back_every=write_back_every,
+        snapshot_every=snapshot_every,
+    )
     if isinstance(perturbation, InWeights):
         return None
     assert isinstance(noise, CounterNoise), "other noise was refused"

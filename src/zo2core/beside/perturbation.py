@@ -115,6 +115,7 @@ def require_perturbation(
     *,
     replay: str = "auto",
     write_back_every: object = None,
+    snapshot_every: object = None,
 ) -> None:
     """Refuse what directions cannot do where they live, before anything is read.
 
@@ -125,6 +126,7 @@ def require_perturbation(
         noise: What draws them.
         replay: Who was asked to replay.
         write_back_every: How often it was asked to write back.
+        snapshot_every: How often at least.
 
     Raises:
         OptionError: naming what does not go together.
@@ -132,9 +134,14 @@ def require_perturbation(
     """
     if isinstance(perturbation, InWeights):
         _require_in_weights(model, estimator)
-        _require_as_frozen(model, replay=replay, write_back_every=write_back_every)
+        frozen = [spec for layout in model.layouts for spec in layout.parameters if spec.frozen]
+        if frozen:
+            what = f"beside frozen weights such as {frozen[0].name}, which never change"
+            _require_unwritten(what, replay=replay, write_back_every=write_back_every, snapshot_every=snapshot_every)
     else:
-        _require_beside(model, estimator, noise, replay=replay, write_back_every=write_back_every)
+        what = "beside the activations, where no weight changes"
+        _require_unwritten(what, replay=replay, write_back_every=write_back_every, snapshot_every=snapshot_every)
+        _require_beside(model, estimator, noise)
 
 
 def _require_in_weights(model: BlockModel, estimator: ZOEstimator | None) -> None:
@@ -150,27 +157,19 @@ def _require_in_weights(model: BlockModel, estimator: ZOEstimator | None) -> Non
         )
 
 
-def _require_as_frozen(model: BlockModel, *, replay: str, write_back_every: object) -> None:
-    """Refuse what would send back or write back segments that are only read, but for a few parameters."""
-    frozen = [spec for layout in model.layouts for spec in layout.parameters if spec.frozen]
+def _require_unwritten(what: str, *, replay: str, write_back_every: object, snapshot_every: object) -> None:
+    """Refuse what would send back or write back segments that are only read."""
     for option, asked, is_asked in (
         ("replay", replay, replay == "host"),
         ("write_back.every", str(write_back_every), isinstance(write_back_every, int)),
+        ("write_back.snapshot_every", str(snapshot_every), snapshot_every is not None),
     ):
-        if frozen and is_asked:
-            expected = f"no such choice beside frozen weights such as {frozen[0].name}, which never change"
-            raise _refusal(option, asked, expected, "leave it out")
+        if is_asked:
+            raise _refusal(option, asked, f"no such choice {what}", "leave it out")
 
 
-def _require_beside(
-    model: BlockModel, estimator: ZOEstimator | None, noise: NoiseGenerator, *, replay: str, write_back_every: object
-) -> None:
+def _require_beside(model: BlockModel, estimator: ZOEstimator | None, noise: NoiseGenerator) -> None:
     """Refuse what directions beside the activations cannot do."""
-    if replay == "host":
-        raise _refusal("replay", "host", "auto beside the activations, where no weight is replayed", "leave it out")
-    if isinstance(write_back_every, int):
-        found, expected = str(write_back_every), "auto or None beside the activations, where no weight changes"
-        raise _refusal("write_back.every", found, expected, "leave it out")
     if not isinstance(model, StackedModel):
         raise _refusal("perturbation", f"a {type(model).__name__}", "a model that stacks streams", "use InWeights()")
     if not isinstance(noise, CounterNoise):

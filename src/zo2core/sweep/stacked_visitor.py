@@ -129,11 +129,10 @@ class StackedVisitor:
         """The tensor that modules read a parameter from: its bytes themselves, or what was formed of them for this visit."""
         if spec.encoding is None and not self._factors.forms(spec):
             return theta.view(spec.shape)
-        [memory] = [view.work for view in self._buffer.segments[index] if view.spec.name == spec.name]
+        formed = self._buffer.shown(index, spec.name)
         if spec.encoding is not None:
-            decode(spec, theta, memory, self._worker)
-            theta = memory
-        formed = memory.view(spec.shape)
+            decode(spec, theta, formed, self._worker)
+            theta = formed
         if self._factors.forms(spec):
             self._factors.form(spec, theta, formed)
         return formed

@@ -129,9 +129,17 @@ class WorkBuffer:
     def parameters(self) -> list[dict[str, torch.Tensor]]:
         """Each segment's parameters, those it borrows too: shaped views of the work buffer, by name."""
         return [
-            {view.spec.name: view.work.view(view.spec.shape) for view in (*views, *frozen)}
-            for views, frozen in zip(self.segments, self._frozen, strict=True)
+            {view.spec.name: self.shown(index, view.spec.name) for view in (*views, *frozen)}
+            for index, (views, frozen) in enumerate(zip(self.segments, self._frozen, strict=True))
         ]
+
+    def shown(self, index: int, name: str) -> torch.Tensor:
+        """Where a segment's forward reads one of its parameters: a shaped view of the work buffer."""
+        return next(
+            view.work.view(view.spec.shape)
+            for view in (*self.segments[index], *self._frozen[index])
+            if view.spec.name == name
+        )
 
     def show(self, index: int, stores: Stores) -> None:
         """Bring what a segment only reads into the buffer: decoded or rounded if need be, else as it is in the stores."""
