@@ -21,7 +21,7 @@ from test_beside import StackedLoop
 from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from zo2adapters import Adapter, open_checkpoint
+from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.quantizer import quantize
 from zo2core import (
@@ -380,3 +380,19 @@ def test_an_adapter_that_cannot_be_heeded_is_one_line(
         main(["train", "--model", options.model, "--data", str(options.data), "--output", str(tmp_path / "run"), *more])
     assert capsys.readouterr().err.strip().splitlines()[-1].startswith(f"zo2: {said}")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("kept", [0, 2])
+def test_lora_on_a_gpu_is_monolithic_mezo(kept: int, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
+    adapter = Adapter(config=lora(init_lora_weights=False))
+    model = open_checkpoint(base, adapter=adapter)
+    whole: Any = monolithic(base, adapter.config, values_of(model), ()).to("cuda")
+    mono = MonolithicMeZO(whole, lr=1e-3, zo_eps=1e-2)
+    batch = make_batch(40, [7, 5])
+    policy = MemoryPolicy(device=DevicePlan((), 1 << 40, kept=kept, activation_bytes=1 << 28))
+    with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-2), device="cuda", memory=policy) as engine:
+        for seed in range(3):
+            theirs = mono.step({key: value.to("cuda") for key, value in batch.items()}, seed)
+            assert engine.step(batch, seed=seed).losses == theirs.losses

@@ -509,3 +509,14 @@ def test_what_bitsandbytes_writes_in_8_bits_is_read(tmp_path: Path) -> None:
     theirs = dict(loaded.named_parameters())
     for name, value in read_by(tmp_path / "theirs").items():
         assert_same_bits(value, as_floats(loaded, name, theirs[name]))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("kept", [0, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_gpu_decodes_to_the_dequantised_models_bits(method: str, kept: int, tmp_path: Path) -> None:
+    path = make(tmp_path, method)
+    plain = dequantised(path, tmp_path)
+    policy = MemoryPolicy(device=DevicePlan((), 1 << 40, kept=kept, activation_bytes=1 << 28))
+    expected = trajectory(plain, device="cuda", memory=policy)
+    assert trajectory(path, device="cuda", memory=policy) == expected

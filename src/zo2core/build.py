@@ -143,8 +143,16 @@ def build(
         directions, carries = _most_directions(estimator, journal), carrying is not None
         held = factor_bytes(where, layouts, len(journal.updates))
         on_host = device.torch_device.type == "cpu"
-        needs: Any = {"walks": walks, "probes": directions, "carries": carries, "factors": 0 if on_host else held}
-        device_plan = memory.plan_device(layouts, of_choice, device, overlap=overlap, **needs)
+        device_plan = memory.plan_device(
+            layouts,
+            of_choice,
+            device,
+            overlap=overlap,
+            walks=walks,
+            probes=directions,
+            carries=carries,
+            factors=0 if on_host else held,
+        )
         room = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
         waiting = memory.activation_bytes if room < memory.activation_bytes else 0
         streamed = laid_out_as_on_disk(layouts, model.weights)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from zo2core.errors import OptionError
 from zo2core.planning.device_plan import DevicePlan, plan_device_memory
@@ -59,7 +59,16 @@ class MemoryPolicy:
         return None if least is None else parse_size(least, option="memory.least_activations")
 
     def plan_device(
-        self, layouts: Sequence[BlockLayout], noise: NoiseGenerator, device: Device, *, overlap: bool, **needs: Any
+        self,
+        layouts: Sequence[BlockLayout],
+        noise: NoiseGenerator,
+        device: Device,
+        *,
+        overlap: bool,
+        walks: bool,
+        probes: int,
+        carries: bool,
+        factors: int,
     ) -> DevicePlan | None:
         """The plan for a device's memory; None where it computes in host memory, or one thing is done after the other.
 
@@ -68,7 +77,10 @@ class MemoryPolicy:
             noise: Says how much of z is drawn at a time.
             device: What is to run.
             overlap: Whether transfers overlap with compute.
-            needs: What else takes memory there, as ``plan_device_memory`` says.
+            walks: As for ``plan_device_memory``, and so are the others.
+            probes: As there.
+            carries: As there.
+            factors: As there.
 
         Raises:
             OptionError: if a size was given that nothing would heed.
@@ -99,7 +111,10 @@ class MemoryPolicy:
             free=device.free_memory(),
             activation_bytes=self.activation_bytes,
             least_activation_bytes=self.least_activation_bytes,
-            **needs,
+            walks=walks,
+            probes=probes,
+            carries=carries,
+            factors=factors,
         )
 
 
