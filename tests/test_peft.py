@@ -388,8 +388,8 @@ def test_lora_on_a_gpu_is_monolithic_mezo(kept: int, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
     adapter = Adapter(config=lora(init_lora_weights=False))
     model = open_checkpoint(base, adapter=adapter)
-    whole: Any = monolithic(base, adapter.config, values_of(model), ()).to("cuda")
-    mono = MonolithicMeZO(whole, lr=1e-3, zo_eps=1e-2)
+    whole: Any = monolithic(base, adapter.config, values_of(model), ())
+    mono = MonolithicMeZO(whole.to("cuda"), lr=1e-3, zo_eps=1e-2)
     batch = make_batch(40, [7, 5])
     policy = MemoryPolicy(device=DevicePlan((), 1 << 40, kept=kept, activation_bytes=1 << 28))
     with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-2), device="cuda", memory=policy) as engine:
