@@ -38,6 +38,7 @@ def segment_layouts(
     carried_back: bool = False,
     encodings: Mapping[str, Encoding] = MappingProxyType({}),
     trained: Collection[str] | None = None,
+    kept: Collection[str] = (),
 ) -> tuple[BlockLayout, ...]:
     """Assign every parameter of a model to a segment.
 
@@ -49,8 +50,8 @@ def segment_layouts(
             much: they always are.
         carried_back: Whether they come back in it, too.
         encodings: By parameter: in which it is stored; others are stored in their dtype.
-        trained: Parameters that are trained, all others being frozen: then those of the layers are the embedding's, which
-            stays in memory, and layers borrow them. None: all are.
+        trained: Parameters that are trained, all others being frozen. None: all are.
+        kept: Parameters of the layers that are to stay in memory: they are the embedding's, and layers borrow them.
 
     Raises:
         UnsupportedModelError: naming a parameter that lies under no declared part, a tie between other parts than
@@ -78,7 +79,7 @@ def segment_layouts(
                 remedy="quantise the checkpoint with embedding and head left as they are",
             )
         spec = replace(spec, encoding=encodings.get(name), frozen=trained is not None and name not in trained)
-        if trained is not None and name in trained and not {0, blocks + 1} & set(users):
+        if name in kept and not {0, blocks + 1} & set(users):
             users = [0, *users]
         if carried is not None and len(spec.shape) > 1 and not {0, blocks + 1} & set(users):
             spec = replace(spec, carried_dtype=carried, carried_back=carried_back)

@@ -175,7 +175,7 @@ def open_checkpoint(
     if peft_options is None:
         return HFBlockModel(*parts_of_it, loss_chunk=chunk, **options)
     both = AdapterReader(weights, values, "the adapter")
-    options |= {"loss_chunk": chunk, "trained": trained}
+    options |= {"loss_chunk": chunk, "trained": trained, "kept": frozenset(values)}
     return PeftBlockModel(peft_options[0], skeleton, architecture, both, companions, **options)
 
 

@@ -67,6 +67,7 @@ class HFBlockModel:
         targets: Entries of a batch that the loss alone reads.
         encodings: By parameter: in which it is stored, to be read only; others are stored in their dtype.
         trained: Parameters that are trained, all others being frozen; None: all are.
+        kept: Parameters of the layers that stay in memory, with the embedding.
 
     Raises:
         UnsupportedModelError: if the architecture's declaration does not fit the model.
@@ -88,6 +89,7 @@ class HFBlockModel:
         targets: Sequence[str] = ("labels",),
         encodings: Mapping[str, Encoding] | None = None,
         trained: Collection[str] | None = None,
+        kept: Collection[str] = (),
     ) -> None:
         self.config = skeleton.config
         self.layouts = segment_layouts(
@@ -98,6 +100,7 @@ class HFBlockModel:
             carried_back=carried_back,
             encodings=encodings or {},
             trained=trained,
+            kept=kept,
         )
         self.autocast = autocast
         self.carried = carried
@@ -111,8 +114,7 @@ class HFBlockModel:
         self.longest_row = longest_row(skeleton)
         self._aliases = segment_aliases(skeleton, architecture)
         self._modules = dict(skeleton.named_modules())
-        specs = [spec for layout in self.layouts for spec in layout.parameters]
-        self._stored = {spec.name: spec.dtype for spec in specs if not spec.frozen}
+        self._stored = {spec.name: spec.dtype for layout in self.layouts for spec in layout.parameters if not spec.frozen}
         self._device = torch.device("cpu")  # of the modules' buffers
         self._skeleton = skeleton
         self._recorder = CallRecorder()

@@ -133,6 +133,11 @@ class PeftBlockModel(HFBlockModel):
         plain = _plain(self.adapter_config)
         return {**super().description, "adapter": {key: plain[key] for key in sorted(_DECISIVE & plain.keys())}}
 
+    @property
+    def written(self) -> frozenset[str]:
+        """The adapter's parameters."""
+        return frozenset(spec.name for layout in self.layouts for spec in layout.parameters if _is_of_adapter(spec.name))
+
     def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write the adapter as peft does: its config, and those of these tensors that are its own.
 
@@ -140,7 +145,7 @@ class PeftBlockModel(HFBlockModel):
             OutputError: if the directory is in use or cannot be written.
         """
         require_unused(directory)
-        own = {name for layout in self.layouts for spec in layout.parameters if _is_of_adapter(name := spec.name)}
+        own = self.written
         saved = {_saved_name(name): tensor.clone() for name, tensor in tensors if name in own}
         with new_directory(directory) as partial:
             (partial / WEIGHTS_FILE).write_bytes(save(saved, {"format": "pt"}))

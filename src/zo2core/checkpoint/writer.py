@@ -11,7 +11,7 @@ import json
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Protocol, runtime_checkable
@@ -36,12 +36,16 @@ _NAMES |= {torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"} 
 class WrittenOtherwise(Protocol):
     """A model that is written in files of its own, and not as a checkpoint of all its parameters."""
 
+    @property
+    def written(self) -> Collection[str]:
+        """The parameters that ``write`` needs."""
+
     def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write a directory, which must not exist or be empty; it appears whole or not at all.
 
         Args:
             directory: To write.
-            tensors: Every parameter's name and values; each is a view until the next is asked for.
+            tensors: Names and values of those in ``written``, and others; each is a view until the next is asked for.
 
         Raises:
             OutputError: if it cannot be written.

@@ -162,11 +162,15 @@ class Replayer:
         Yields:
             Name and tensor, of its shape and dtype, on the CPU: a view until the next is asked for, not to be changed.
         """
+        yield from self._present(range(len(self._model.layouts)))
+
+    def _present(self, segments: Iterable[int]) -> Generator[tuple[str, torch.Tensor], None, None]:
         self._use.require_open()
         with self._use.begun():
             visitor, factors = self._visitor([]), self._parts.factors
             try:
-                for index, layout in enumerate(self._model.layouts):
+                for index in segments:
+                    layout = self._model.layouts[index]
                     with self._parts.scheduler.replayed(visitor, index) as bucket:
                         for spec, view in zip(layout.parameters, bucket.views, strict=True):
                             weights = view if spec.encoding is None else decoded(spec, view)
@@ -188,7 +192,9 @@ class Replayer:
         self._use.require_open()
         require_unused(Path(directory))
         if isinstance(self._model, WrittenOtherwise):
-            with closing(self.parameters_now()) as tensors:
+            written, layouts = self._model.written, enumerate(self._model.layouts)
+            segments = [i for i, layout in layouts if any(spec.name in written for spec in layout.parameters)]
+            with closing(self._present(segments)) as tensors:
                 self._model.write(Path(directory), tensors)
             return
         model, specs = self._model, [spec.decoded for layout in self._model.layouts for spec in layout.parameters]
