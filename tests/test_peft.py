@@ -109,7 +109,6 @@ def test_lora_in_the_weights_is_monolithic_mezo(
 
     whole = monolithic(base, adapter.config, values_of(open_checkpoint(base, adapter=adapter)), frozen)
     assert_parity(make, whole, plan, batch).close()
-    assert not (tmp / "scratch.bin").exists()
 
 
 class LoRALoop(StackedLoop):
@@ -165,6 +164,15 @@ def test_lora_on_a_quantised_base_is_lora_on_the_dequantised_one(method: str, tm
         assert steps(model, perturbation=perturbation) == expected
         model = open_checkpoint(tmp_path / method, adapter=adapter)
         assert steps(model, perturbation=perturbation, memory=streamed) == expected
+
+
+def test_nothing_is_written_back(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    run = tmp_path / "run"
+    run.mkdir()
+    model, policy = open_checkpoint(base, adapter=Adapter(config=lora())), WriteBackPolicy(directory=run)
+    steps(model, journal=run / "journal.jsonl", write_back=policy)
+    assert {path.name.partition(".")[0] for path in run.iterdir()} == {"journal"}
 
 
 def test_blocks_are_brought_and_never_taken_back(tmp_path: Path) -> None:
