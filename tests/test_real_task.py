@@ -150,7 +150,7 @@ def test_scores_are_those_of_candidates_one_by_one(name: str, task: Path, tmp_pa
     pairs = list(zip(choices, scored.log_likelihoods, strict=True))
     right = sum(values.index(max(values)) == choice.answer for choice, values in pairs)
     (variant,) = variants([name])
-    learner = variant.learner(opened.model, lr=1e-5, seed=0, journal=tmp_path / "journal.jsonl")
+    learner = variant.learner(opened.model, lr=1e-5, seed=0, journal=tmp_path / "journal.jsonl", rows=4)
     found = learner.score(questions)
     learner.close()
     exact = "bfloat16" not in name and "mixed" not in name
@@ -256,7 +256,7 @@ class BowlVariant:
     def __init__(self, *lrs: float) -> None:
         self.lrs = lrs
 
-    def learner(self, model: Path, *, lr: float, seed: int, journal: Path) -> Learner:
+    def learner(self, model: Path, *, lr: float, seed: int, journal: Path, rows: int) -> Learner:
         return Bowl(lr)
 
 

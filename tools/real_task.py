@@ -104,7 +104,8 @@ class Series:
         run, last = asked.kept_in(self.folder), max(looks)
         if run.stopped is not None or (run.steps >= last and any(point.steps == last for point in run.points)):
             return run
-        learner = variant.learner(self.task.model, lr=lr, seed=seed, journal=self.folder / f"{run.file_stem}.journal.jsonl")
+        journal = self.folder / f"{run.file_stem}.journal.jsonl"
+        learner = variant.learner(self.task.model, lr=lr, seed=seed, journal=journal, rows=self.batch_size)
         try:
             if learner.taken < run.steps:  # what it had learned is lost
                 run = asked

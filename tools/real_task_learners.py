@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -134,7 +134,7 @@ class Variant(Protocol):
     def forwards(self) -> int:
         """What a step costs, in forwards of its batch."""
 
-    def learner(self, model: Path, *, lr: float, seed: int, journal: Path) -> Learner:
+    def learner(self, model: Path, *, lr: float, seed: int, journal: Path, rows: int) -> Learner:
         """Begin, or go on.
 
         Args:
@@ -142,6 +142,7 @@ class Variant(Protocol):
             lr: Learning rate, the same in all steps.
             seed: Of the directions.
             journal: File that keeps the steps, for those who can go on from it.
+            rows: Of a batch.
         """
 
 
@@ -202,12 +203,15 @@ class ZerothOrder:
     forwards: int = 2
     rank: int | None = None  # of directions beside the activations; None: dense ones, in the weights
 
-    def learner(self, model: Path, *, lr: float, seed: int, journal: Path) -> Learner:
+    def learner(self, model: Path, *, lr: float, seed: int, journal: Path, rows: int) -> Learner:
         """Open the model, and go on where the journal ends."""
         opened = open_checkpoint(model, **self.opening)
         noise = None if self.noise is None else PhiloxNoise(self.noise)
         perturbation = InWeights() if self.rank is None else BesideActivations(rank=self.rank)
-        engine = ZOEngine(opened, self.estimator(lr), noise=noise, perturbation=perturbation, journal=journal, seed=seed)
+        estimator = self.estimator(lr)
+        if isinstance(estimator, PerRowRGE):
+            estimator = replace(estimator, q=rows)
+        engine = ZOEngine(opened, estimator, noise=noise, perturbation=perturbation, journal=journal, seed=seed)
         return ZerothOrderLearner(opened, engine)
 
 
@@ -262,7 +266,7 @@ class AdamW:
     forwards: int = 3
     warmup: int = 10  # steps
 
-    def learner(self, model: Path, *, lr: float, seed: int, journal: Path) -> Learner:
+    def learner(self, model: Path, *, lr: float, seed: int, journal: Path, rows: int) -> Learner:
         """Begin; what an earlier process did is lost with it."""
         return AdamWLearner(model, lr, self.warmup)
 
@@ -288,8 +292,8 @@ def meazo(lr: float) -> ZOEstimator:
 
 
 def per_row(lr: float) -> ZOEstimator:
-    """Two-point steps in which each row of the batch has a direction of its own."""
-    return PerRowRGE(q=16, lr=lr, zo_eps=ZO_EPS, perturb_in_place=False)
+    """Two-point steps in which each row of the batch has a direction of its own: there are as many as rows, in the end."""
+    return PerRowRGE(q=1, lr=lr, zo_eps=ZO_EPS, perturb_in_place=False)
 
 
 RADEMACHER, GAUSSIAN = Distribution.RADEMACHER, Distribution.GAUSSIAN

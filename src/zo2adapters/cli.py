@@ -124,7 +124,7 @@ COMMANDS: dict[str, Place] = {
     "convert": Place(
         "zo2adapters.commands.convert",
         "Convert",
-        "Turn pickled .bin shards into safetensors, one shard at a time; code in the pickles is not run.",
+        "Turn pickled .bin shards into safetensors, one at a time and without running code in them, or quantise a model.",
         ("zo2adapters.models.pickle_conversion",),
     ),
 }

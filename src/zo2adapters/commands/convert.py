@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Convert:
-    """Turn pickled .bin shards into safetensors, one shard at a time; code in the pickles is not run. Or quantise."""
+    """Turn pickled .bin shards into safetensors, one at a time and without running code in them, or quantise a model."""
 
     model: Path
     """Model directory with pytorch_model*.bin; to quantise, one with safetensors."""

@@ -247,7 +247,7 @@ def check_float(entry: TensorEntry) -> torch.dtype:
             f"{entry.path}: {entry.name}",
             found=f"dtype {entry.dtype}",
             expected=f"one of {', '.join(_FLOATS)}",
-            remedy="use a checkpoint of floats, or one whose config.json says how it is quantised",
+            remedy="use the unquantised checkpoint, or one whose config.json says how it is quantised",
         )
     return entry.torch_dtype
 

@@ -154,8 +154,8 @@ class BlockLayout:
 
     @property
     def trains(self) -> bool:
-        """Whether one of the segment's own parameters has updates."""
-        return not all(spec.frozen for spec in self.parameters)
+        """Whether updates lead the segment to new versions: unless it has parameters of its own, and all are frozen."""
+        return not self.parameters or not all(spec.frozen for spec in self.parameters)
 
     def views(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Flat typed views of the owned parameters in a buffer.
