@@ -174,7 +174,7 @@ def open_checkpoint(
     chunk = _loss_chunk(config, chosen) if loss_chunk == "auto" else loss_chunk
     if peft_options is None:
         return HFBlockModel(*parts_of_it, loss_chunk=chunk, **options)
-    both = AdapterReader(weights, values, "the adapter")
+    both = AdapterReader(weights, values, str(peft_options[1] or "the new adapter"))
     options |= {"loss_chunk": chunk, "trained": trained, "kept": frozenset(values)}
     return PeftBlockModel(peft_options[0], skeleton, architecture, both, companions, **options)
 

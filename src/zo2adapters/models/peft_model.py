@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,16 +33,15 @@ from zo2core import (
     open_regular,
     parse_header,
     reason,
-    require_unused,
 )
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"  # of the adapter within the model
 _PREFIX = "base_model.model."  # of names in peft's files
 _BASE = ".base_layer."
-T = TypeVar("T")
 _KNOWN_STARTS = (True, False, "gaussian")  # of values that need no weights of the base
-_LARGEST_RANK, _LARGEST_CONFIG = 1 << 16, 1 << 20  # bytes
+_LARGEST_RANK = 1 << 16
+_LARGEST_CONFIG = 1 << 20  # bytes
 _DECISIVE = frozenset(
     {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "rank_pattern", "alpha_pattern"}
     | {"layers_to_transform", "layers_pattern", "fan_in_fan_out"}
@@ -50,6 +50,8 @@ _HEEDED = _DECISIVE | {"init_lora_weights"}  # which decides the first values: t
 _NEUTRAL = frozenset(
     {"peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +146,6 @@ class PeftBlockModel(HFBlockModel):
         Raises:
             OutputError: if the directory is in use or cannot be written.
         """
-        require_unused(directory)
         own = self.written
         saved = {_saved_name(name): tensor.clone() for name, tensor in tensors if name in own}
         with new_directory(directory) as partial:
@@ -174,10 +175,10 @@ def peft_config(adapter: Adapter) -> tuple[Any, Path | None]:
         unheeded.append("init_lora_weights")
     if type(config.r) is not int or not 1 <= config.r <= _LARGEST_RANK:
         unheeded.append("r")
-    for option in unheeded:
+    if unheeded:
         raise OptionError(
-            f"adapter.{option}",
-            found=str(plain[option])[:80],
+            f"adapter.{unheeded[0]}",
+            found=str(plain[unheeded[0]])[:80],
             expected="LoRA of linear layers alone, without dropout, whose first values need no weights of the base",
             remedy="leave it out",
         )
@@ -265,22 +266,21 @@ def _new_values(model: nn.Module, names: Sequence[str], config: Any, seed: int) 
 def _read_values(model: nn.Module, names: Sequence[str], path: Path) -> dict[str, torch.Tensor]:
     """Values of a file that peft has written."""
     entries = parse_header(path)
-    reader = SafetensorsReader(entries)
     values: dict[str, torch.Tensor] = {}
-    for name in names:
-        saved_name, shape = _saved_name(name), model.get_parameter(name).shape
-        entry = entries.pop(saved_name, None)
-        if entry is None or entry.shape != tuple(shape):
-            raise CheckpointError(
-                f"{path}: {saved_name}",
-                found="no such tensor" if entry is None else f"shape {list(entry.shape)}",
-                expected=f"shape {list(shape)}, for this base and the adapter's config",
-                remedy="use the base that the adapter was made for",
-            )
-        values[name] = torch.empty(shape, dtype=torch.float32)
-        reader.read_into(saved_name, values[name].view(-1))
-        _replace(model, name, torch.empty(shape, dtype=torch.float32, device="meta"))
-    reader.close()
+    with closing(SafetensorsReader(entries)) as reader:
+        for name in names:
+            saved_name, shape = _saved_name(name), model.get_parameter(name).shape
+            entry = entries.pop(saved_name, None)
+            if entry is None or entry.shape != tuple(shape):
+                raise CheckpointError(
+                    f"{path}: {saved_name}",
+                    found="no such tensor" if entry is None else f"shape {list(entry.shape)}",
+                    expected=f"shape {list(shape)}, for this base and the adapter's config",
+                    remedy="use the base that the adapter was made for",
+                )
+            values[name] = torch.empty(shape, dtype=torch.float32)
+            reader.read_into(saved_name, values[name].view(-1))
+            _replace(model, name, torch.empty(shape, dtype=torch.float32, device="meta"))
     if entries:
         raise CheckpointError(
             f"{path}: {min(entries)}",
