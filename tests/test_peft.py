@@ -13,8 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
-from parity import Plan, assert_parity, plans, storages
-from parity import Storage as Where
+from parity import Plan, Storage, assert_parity, plans, storages
 from runs import small_run
 from safetensors.torch import load_file, save_file
 from test_beside import StackedLoop
@@ -55,7 +54,7 @@ def lora(**changes: Any) -> Any:
 
 
 def values_of(model: Any) -> dict[str, torch.Tensor]:
-    """An adapter's first values, made other than zero, as a trained one's are."""
+    """An adapter's first values, as the model has them."""
     values: dict[str, torch.Tensor] = {}
     for layout in model.layouts:
         for spec in layout.parameters:
@@ -91,7 +90,7 @@ def test_lora_in_the_weights_is_monolithic_mezo(
     model_type: str,
     data: st.DataObject,
     plan: Plan,
-    storage: Where,
+    storage: Storage,
     dtype: torch.dtype,
     frozen: tuple[str, ...],
     options: dict[str, Any],

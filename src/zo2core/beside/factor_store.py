@@ -12,12 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from zo2core.beside.perturbation import (
-    BesideActivations,
-    InWeights,
-    Perturbation,
-    require_perturbation,
-)
+from zo2core.beside.perturbation import BesideActivations, InWeights, Perturbation, require_perturbation
 from zo2core.beside.stacked_model import Factors, Moved
 from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing, fill

@@ -87,9 +87,9 @@ class StackedVisitor:
         """Bring the segment's factors to the present version; its weights stay as they are. See the contract."""
         self._stores[index] = store
         layout, begun = self._model.layouts[index], self._queues.mark()
-        trained = ((spec, theta) for spec, theta in zip(layout.parameters, store, strict=True) if not spec.frozen)
-        for spec, theta in trained:
-            self._factors.advance(spec, theta, self._trajectory.updates, self._trajectory.version)
+        for spec, theta in zip(layout.parameters, store, strict=True):
+            if not spec.frozen:
+                self._factors.advance(spec, theta, self._trajectory.updates, self._trajectory.version)
         self._timeline.note(Lane.REPLAY, layout.name, begun, self._queues.mark())
         return version
 
