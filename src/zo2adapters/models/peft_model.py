@@ -168,7 +168,7 @@ def peft_config(adapter: Adapter) -> tuple[Any, Path | None]:
         config = _read_config(peft, path / CONFIG_FILE if path.is_dir() else path)
     if not isinstance(config, peft.LoraConfig):
         kind = str(getattr(config, "peft_type", type(config).__name__)).removeprefix("PeftType.")
-        raise OptionError("adapter", found=kind, expected="LoRA, of one adapter", remedy="use a LoraConfig")
+        raise OptionError("adapter", found=kind, expected="LORA as peft_type", remedy="use a LoraConfig")
     plain, defaults = config.to_dict(), peft.LoraConfig().to_dict()
     unheeded = [key for key, value in plain.items() if key not in _HEEDED | _NEUTRAL and value != defaults.get(key)]
     if config.init_lora_weights not in _KNOWN_STARTS:
