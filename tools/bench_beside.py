@@ -13,14 +13,13 @@ Prints a table and JSON: medians, and ranges of ratios between neighbours.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_overlap import machine, spread
+from bench_overlap import keep, machine, spread
 from make_checkpoint import geometries
 from paper_models import block_model, scaled, whole_model
 
@@ -118,10 +117,7 @@ def main() -> None:
         ratios = [shape[name]["median"] for name in ("times_faster", "share_of_floor")]
         spans = f"{cells[0]:9.4f}s{cells[1]:11.4f}s{cells[2]:12.4f}s"
         print(f"{f'{rows} x {tokens}':>14s}{spans}{ratios[0]:8.2f}{ratios[1]:10.2f}", flush=True)
-    if options.output is None:
-        print(json.dumps(measured))
-    else:
-        options.output.write_text(json.dumps(measured) + "\n")
+    keep(measured, options.output)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ under autocast, with the default noise; they take turns in one process. Prints a
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tempfile
 from contextlib import ExitStack, closing
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench_overlap import WARM_UP, estimator, machine, spread
+from bench_overlap import WARM_UP, estimator, keep, machine, spread
 from make_checkpoint import geometries, make_checkpoint
 from threaded_device import ThreadedDevice, ThreadedStreams
 
@@ -162,11 +161,7 @@ def main() -> None:
             measured["rates"][str(ratio)] = rate
             measured["ratios"][str(ratio)] = bench(directory, batch, rate, options.steps)
     print(table(measured))
-    text = json.dumps(measured, indent=1)
-    if options.output is None:
-        print(text)
-    else:
-        options.output.write_text(text + "\n")
+    keep(measured, options.output, indent=1)
 
 
 if __name__ == "__main__":

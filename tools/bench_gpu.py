@@ -10,13 +10,13 @@ then multiplied and added. Times are between CUDA events, medians over the round
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench_overlap import keep
 
 from zo2core import CudaDevice, Distribution
 from zo2core.kernels import dispatch
@@ -121,11 +121,7 @@ def main() -> None:
     for where, ways in measured["bytes_per_second"].items():
         for name, values in ways.items():
             print(f"{where + ': ' + name:50s} " + " ".join(f"{values[key] / 1e9:8.1f}" for key in ("median", "min", "max")))
-    text = json.dumps(measured)
-    if options.output is None:
-        print(text)
-    else:
-        options.output.write_text(text + "\n")
+    keep(measured, options.output)
 
 
 if __name__ == "__main__":

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
-import platform
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench_overlap import keep, machine
 from bench_paper import A100_MEMORY, batch_of
 from make_checkpoint import geometries
 from paper_models import scaled
@@ -55,7 +53,7 @@ def first_order(optimizer: Callable[..., torch.optim.Optimizer]) -> Callable[[Pr
 
 
 def mezo(model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
-    """MeZO's loop: one parameter's z at a time, no gradients."""
+    """MeZO's loop: one parameter's z at a time, no gradients. ``MonolithicMeZO`` reads its losses: ``meta`` has none."""
 
     def move(scale: float) -> None:
         for parameter in model.parameters():
@@ -135,11 +133,7 @@ def main() -> None:
         cells = [f"{nbytes / 1e9:.1f}" + " X" * (nbytes > A100_MEMORY) for nbytes in row["bytes"].values()]
         print(f"| {row['model']} | " + " | ".join(cells) + " |")
     print("X: more than the 80 GB of the paper's GPU")
-    machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
-    kept = {"dtype": options.dtype, "tokens": options.tokens, "rows": rows, "machine": machine}
-    print(json.dumps(kept))
-    if options.output is not None:
-        options.output.write_text(json.dumps(kept) + "\n", encoding="utf-8")
+    keep({"dtype": options.dtype, "tokens": options.tokens, "rows": rows, "machine": machine()}, options.output)
 
 
 if __name__ == "__main__":

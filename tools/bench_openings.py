@@ -12,14 +12,13 @@ between neighbours, the bytes read, and the most bytes that a step's operations 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bench_overlap import machine, spread
+from bench_overlap import keep, machine, spread
 from bench_queries import SlowReader
 from paper_places import Usage
 
@@ -129,11 +128,7 @@ def main() -> None:
         )
     ratio = measured["first_to_second"]
     print(f"first to second {ratio['median']:.3f} [{ratio['min']:.3f} - {ratio['max']:.3f}]")
-    text = json.dumps(measured, default=str)
-    if options.output is None:
-        print(text)
-    else:
-        options.output.write_text(text + "\n")
+    keep(measured, options.output)
 
 
 if __name__ == "__main__":

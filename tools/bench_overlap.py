@@ -101,6 +101,15 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def keep(measured: dict[str, Any], output: Path | None, *, indent: int | None = None) -> None:
+    """Write what was measured as JSON, or print it where no file was named."""
+    text = json.dumps(measured, indent=indent, default=str)
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text + "\n", encoding="utf-8")
+
+
 def compare(serial: ZOEngine, overlapped: ZOEngine, batch: Batch, steps: int) -> dict[str, Any]:
     """Take steps on both in turn; their losses must be equal."""
     measured: dict[str, list[StepResult]] = {"serial": [], "overlapped": []}
