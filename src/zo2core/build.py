@@ -49,6 +49,7 @@ from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Distribution
 from zo2core.updates import seeds_of
+from zo2core.workers import Workers
 
 
 class Parts(NamedTuple):
@@ -69,6 +70,7 @@ class Parts(NamedTuple):
     activation_bytes: int  # that activations may take where forwards run
     worker: ThreadPoolExecutor | None  # the second thread; None where one host thread issues the work of a device
     landing: Landing
+    workers: Workers | None  # others that work on the same run
     factors: FactorStore | None  # None where directions are in the weights
     host_plan: HostPlan | None  # None for passed parts
     device_plan: DevicePlan | None  # None where the device computes in host memory, and for passed parts
@@ -90,6 +92,7 @@ def build(
     provenance: Mapping[str, Any] | None = None,
     replay: Replay = "auto",
     perturbation: Perturbation | None = None,
+    workers: Workers | None = None,
 ) -> Parts:
     """Choose and open the parts of a run.
 
@@ -108,6 +111,7 @@ def build(
         provenance: What of the caller's decides the run, as JSON values; None says nothing.
         replay: Who replays for a device with memory of its own.
         perturbation: Where directions live; None takes what the journal was begun with, else the weights.
+        workers: Others that work on the same run; None: there are none.
 
     Raises:
         ZO2Error: as ``ZOEngine`` says. What was opened is closed then.
@@ -120,6 +124,8 @@ def build(
         trace = _open_trace(trace, opened)
         replayed = estimator is None and journal is not None
         journal = _open_journal(journal, opened)
+        if workers is not None and estimator is not None:
+            workers.meet(journal)
         if replayed and journal.header is None:
             raise JournalError(
                 journal.name, found="no journal", expected="one that a run has begun", remedy="check the path"
@@ -173,6 +179,8 @@ def build(
             of_choice = choose_noise(recorded, layouts, device.torch_device, memory=max(host_plan.spare, 0))
         opened.push(journal.withdraw_if_refused)
         journal.begin(_header(model, of_choice, estimator, seed, provenance, where))
+        if workers is not None:
+            workers.require_agreement(journal)
         used = layouts if host_plan.buckets is None else streamed
         kept, buckets = 0 if device_plan is None else device_plan.kept, host_plan.buckets
         in_place = estimator is None or walks
@@ -239,6 +247,7 @@ def build(
             activation_bytes=room,
             worker=worker,
             landing=landing,
+            workers=workers,
             factors=factors,
             host_plan=host_plan,
             device_plan=device_plan,
@@ -260,6 +269,7 @@ def adopt(
     trace: Trace | Path | str | None,
     timeline: Timeline | None,
     provenance: Mapping[str, Any] | None,
+    workers: Workers | None,
 ) -> Parts:
     """Take parts that the caller made, as ``ZOEngine.from_parts`` says.
 
@@ -276,9 +286,13 @@ def adopt(
         activation_bytes = parse_size(activations, option="activations")
         trace = _open_trace(trace, opened)
         journal = _open_journal(journal, opened)
+        if workers is not None:
+            workers.meet(journal)
         choose_perturbation(InWeights(), journal)  # refuses a run beside the activations
         opened.push(journal.withdraw_if_refused)
         journal.begin(_header(model, noise, estimator, seed, provenance, InWeights()))
+        if workers is not None:
+            workers.require_agreement(journal)
         if scheduler is None:
             scheduler = OverlappedScheduler(source, device, timeline=timeline)
         opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
@@ -303,6 +317,7 @@ def adopt(
             activation_bytes=activation_bytes,
             worker=worker,
             landing=Landing(noise),
+            workers=workers,
             factors=None,
             host_plan=None,
             device_plan=None,

@@ -59,6 +59,10 @@ class ScratchError(ZO2Error):
     """The file of written-back blocks cannot be read or written; the journal is whole."""
 
 
+class WorkerError(ZO2Error):
+    """Another worker of the run is silent, or says what does not fit; no step was taken."""
+
+
 class TraceError(ZO2Error):
     """A trace cannot be read, is none, or does not hold the sweep that was asked for."""
 

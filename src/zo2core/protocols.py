@@ -159,7 +159,7 @@ class ZOEstimator(Protocol):
 
         Args:
             step: 0-based.
-            evaluations: What ``evaluations`` gave.
+            evaluations: What ``evaluations`` gave; of a run of several workers with a deadline, those pairs that were made.
             losses: 0-d tensors, one an evaluation, in the dtype and on the device in which the model computed them: MeZO
                 takes their difference there.
             lr: Of this step.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,10 +19,11 @@ from zo2core.journal import Journal
 from zo2core.planning import ACTIVATIONS, MemoryPolicy, Replay, WriteBackPolicy
 from zo2core.profiling import Sweep, Timeline, Trace
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Objective, Scheduler, ZOEstimator
-from zo2core.sweep.microbatch import deal_rows
-from zo2core.sweep.objective import cut, losses_as_tensors, require_number
+from zo2core.sweep.microbatch import deal_rows, require_tensors, rows_to_deal
+from zo2core.sweep.objective import batches_of, cut, losses_as_tensors, require_number
 from zo2core.sweep.open_step import OpenStep
 from zo2core.types import Batch, Evaluation, StepResult
+from zo2core.workers import Workers, batch_digest
 
 
 class ZOEngine(Replayer):
@@ -38,6 +40,7 @@ class ZOEngine(Replayer):
         write_back: When changed segments are written to disk. None: never; a resumed run replays the whole journal.
         provenance: What of the caller's decides the run, as JSON values: the journal keeps it and refuses another one.
         perturbation: ``InWeights()``, the default of a new run, or ``BesideActivations(rank=...)``.
+        workers: Others that work on the same run; None: there are none.
 
     Raises:
         ZO2Error: as ``Replayer`` says, and if the directory of ``write_back`` cannot be written to.
@@ -60,6 +63,7 @@ class ZOEngine(Replayer):
         trace: Trace | Path | str | None = None,
         provenance: Mapping[str, Any] | None = None,
         perturbation: Perturbation | None = None,
+        workers: Workers | None = None,
     ) -> None:
         parts = build(
             model,
@@ -76,6 +80,7 @@ class ZOEngine(Replayer):
             write_back=write_back,
             provenance=provenance,
             perturbation=perturbation,
+            workers=workers,
         )
         self._take(model, parts)
         self._train(estimator, seed)
@@ -97,6 +102,7 @@ class ZOEngine(Replayer):
         trace: Trace | Path | str | None = None,
         timeline: Timeline | None = None,
         provenance: Mapping[str, Any] | None = None,
+        workers: Workers | None = None,
     ) -> Self:
         """An engine of parts that the caller made. They stay the caller's: nothing closes them, not even a refusal.
 
@@ -104,7 +110,7 @@ class ZOEngine(Replayer):
             model, estimator: These and all that is not said here are as in the constructor.
             source, device, noise: Where the model's segments live and are computed on, and what draws z.
             scheduler: Of this source and this device; by default an ``OverlappedScheduler``.
-            journal, seed, micro_batch_size, trace, provenance: As the constructor takes them.
+            journal, seed, micro_batch_size, trace, provenance, workers: As the constructor takes them.
             activations: Bytes, or a size, that an evaluation's activations may take at a time.
             timeline: What the parts note their work in, if they do: the engine takes the spans from it.
 
@@ -126,6 +132,7 @@ class ZOEngine(Replayer):
             trace=trace,
             timeline=timeline,
             provenance=provenance,
+            workers=workers,
         )
         engine = cls.__new__(cls)
         engine._take(model, parts)
@@ -136,6 +143,7 @@ class ZOEngine(Replayer):
         self._estimator = estimator
         self._seed = seed
         self._open_step: OpenStep | None = None
+        self._first_version = self.version  # of this object's steps
         self._settled = 0  # version at which what stays on the device was last brought back
 
     @property
@@ -164,25 +172,35 @@ class ZOEngine(Replayer):
             OptionError: if the learning rate of this step, the seed, or the micro-batch size for this forward, is out of its
                 range, or what the forward ends in is no number.
             JournalError: if the record cannot be written, or is none that the weights can bear.
+            WorkerError: if another worker is silent, or works on another step.
             CheckpointError, ScratchError: if a block cannot be read, or could not be written back.
             BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
             In all these cases the step was not taken. OutputError, if the trace cannot be written, comes after the step.
         """
-        evaluations = self.ask(seed=seed)
+        begun = self._begin(seed)
         try:
+            batches = batches_of(batch)
             way = self._model if forward is None else forward
             is_own = forward is None and not isinstance(way, Objective)
-            if (groups := groups_of_rows(self._estimator)) is not None:
-                return self.tell(self._losses_of_rows(batch, groups, evaluations, way, is_own=is_own))
-            pieces = cut(batch, self._parts.micro_batch_size, None if is_own else way)
+            groups = groups_of_rows(self._estimator)
+            begun = self._shared_out(begun, batches, deals_rows=is_own and groups is None)
+            if not begun.places:
+                return self.tell([])
+            if groups is not None:
+                return self.tell(self._losses_of_rows(batch, groups, begun, way, is_own=is_own))
+            begun, own = begun.dealt(batches)
+            self._open_step = begun
+            if begun.says_nothing:
+                return self.tell([0.0] * len(begun.places))
+            pieces = cut(own, self._parts.micro_batch_size, None if is_own else way)
             prepared = [way.prepared(self._on_device(piece)) for piece in pieces.batches]
-            outputs = self._sweep([(evaluation, prepared) for evaluation in evaluations], way)
-            return self.tell([pieces.loss(outputs_of_pieces) for outputs_of_pieces in outputs])
+            outputs = self._sweep(begun.swept(lambda place: prepared, walks=self._estimator.perturb_in_place), way)
+            return self.tell([pieces.loss(outputs_of_pieces) for outputs_of_pieces in outputs if outputs_of_pieces])
         finally:
             self._open_step = None
 
     def _losses_of_rows(
-        self, batch: object, groups: int, evaluations: Sequence[Evaluation], way: Forward, *, is_own: bool
+        self, batch: object, groups: int, begun: OpenStep, way: Forward, *, is_own: bool
     ) -> list[torch.Tensor]:
         """Evaluate each direction, both sides in turn, on its own rows."""
         if not is_own or self._parts.micro_batch_size is not None:
@@ -193,9 +211,9 @@ class ZOEngine(Replayer):
                 remedy="leave it out, or evaluate every direction on all rows with MultiQueryRGE",
             )
         dealt = [way.prepared(self._on_device(rows)) for rows in deal_rows(batch, groups)]
-        sides = len(evaluations) // groups
-        swept = [(evaluation, [dealt[number // sides]]) for number, evaluation in enumerate(evaluations)]
-        return [require_number(loss) for [loss] in self._sweep(swept, way)]
+        sides = len(begun.evaluations) // groups
+        swept = begun.swept(lambda place: [dealt[place // sides]], walks=self._estimator.perturb_in_place)
+        return [require_number(loss) for losses in self._sweep(swept, way) for loss in losses]
 
     def ask(self, *, seed: int | None = None) -> tuple[Evaluation, ...]:
         """Begin a step whose losses the caller makes, from as many sweeps as they take: ``forwards(at=...)``, then ``tell``.
@@ -204,12 +222,17 @@ class ZOEngine(Replayer):
             seed: Of the (first) direction; drawn from the run's seed if None.
 
         Returns:
-            The step's evaluations. A step that was begun before and not told is given up.
+            The evaluations to be made here: the step's, or this worker's share of them. A step that was begun before and not
+            told is given up.
 
         Raises:
-            OptionError: if the learning rate of this step, or the seed, is out of its range.
+            OptionError: if the learning rate of this step, or the seed, is out of its range, or workers have no share.
             BusyError, ClosedError: as in ``step``.
         """
+        return self._shared_out(self._begin(seed), [], deals_rows=False).own
+
+    def _begin(self, seed: int | None) -> OpenStep:
+        """Begin a step; all of it is this worker's as yet."""
         self._use.require_open()
         self._open_step, began, step = None, time.perf_counter(), self.version
         lr = learning_rate(self._estimator, step)
@@ -217,8 +240,21 @@ class ZOEngine(Replayer):
         evaluations = tuple(evaluation.validated() for evaluation in listed)
         self._settle(step)
         self._landing.begin(step)
-        self._open_step = OpenStep(step, lr, evaluations, began)
-        return evaluations
+        self._open_step = begun = OpenStep(step, lr, evaluations, began)
+        return begun
+
+    def _shared_out(self, begun: OpenStep, batches: Sequence[Batch], *, deals_rows: bool) -> OpenStep:
+        """Leave to other workers what is theirs of a step."""
+        workers = self._parts.workers
+        if workers is not None:
+            for batch in batches:
+                require_tensors(batch)
+            plan = workers.plan(begun.evaluations, rows_to_deal(batches) if deals_rows else None)
+            if self.version > self._first_version and workers.is_decided:  # the first sweep notes what the base is
+                plan = plan.without_share()
+            begun = begun._replace(plan=plan, batch=batch_digest(batches) if batches else 0)
+        self._open_step = begun
+        return begun
 
     def forwards(
         self, batches: Iterable[Batch], forward: Forward | None = None, *, at: Evaluation | None = None
@@ -257,20 +293,26 @@ class ZOEngine(Replayer):
 
         Args:
             losses: One for each evaluation, in the order in which ``ask`` returned them: numbers, or 0-d tensors, in whose
-                dtype the projected gradients are then computed.
+                dtype the projected gradients are then computed. Those of other workers are waited for.
 
         Returns:
             The step's report.
 
         Raises:
             OptionError: if no step was begun, or there are more or fewer losses.
-            NonFiniteLossError, JournalError: as in ``step``. In these cases the step was not taken.
+            NonFiniteLossError, JournalError, WorkerError: as in ``step``. In these cases the step was not taken.
         """
         self._use.require_open()
         begun, told = self._require_open_step(), losses_as_tensors(losses)
-        begun.require_finite(told)
-        journal = self._parts.journal
-        update = self._estimator.update(begun.step, begun.evaluations, told, begun.lr, journal.updates).validated()
+        begun.require_all(told)
+        journal, evaluations, ranks = self._parts.journal, begun.evaluations, tuple[int, ...]()
+        if self._parts.workers is not None:
+            evaluations, told, ranks = self._parts.workers.told(begun, told, journal)
+        for evaluation, loss in zip(evaluations, told, strict=True):
+            evaluation.require_finite(loss, step=begun.step)
+        update = self._estimator.update(begun.step, evaluations, told, begun.lr, journal.updates).validated()
+        if ranks:
+            update = replace(update, workers=ranks)
         self._parts.base_digests.note(journal)
         journal.append(update)
         self._open_step = None

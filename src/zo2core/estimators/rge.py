@@ -56,8 +56,8 @@ class MultiQueryRGE(MeZOSGD):
         lr: float,
         past: Sequence[Update],
     ) -> Update:
-        """One projected gradient a direction, to be applied with ``lr / q`` each."""
-        pairs = range(0, 2 * self.q, 2)
+        """One projected gradient a direction, to be applied with ``lr / q`` each; q is how many of them there are."""
+        pairs = range(0, len(evaluations), 2)
         one = super().update
         probes = [one(step, evaluations[i : i + 2], losses[i : i + 2], lr, past) for i in pairs]
         return replace(
@@ -65,6 +65,6 @@ class MultiQueryRGE(MeZOSGD):
             evaluations=tuple(evaluations),
             seeds=tuple(seed for probe in probes for seed in probe.seeds),
             projected_grads=tuple(grad for probe in probes for grad in probe.projected_grads),
-            lr=lr / self.q,
+            lr=lr / len(pairs),
             losses=tuple(loss for probe in probes for loss in probe.losses),
         )

@@ -149,7 +149,7 @@ class RecordFile:
         torn = lines.pop()  # empty if the file ends with a whole line
         for number, line in enumerate(lines, start=1):
             try:
-                self.loaded.append(_from_line(line))
+                self.loaded.append(from_line(line))
             except (ValueError, RecursionError) as error:
                 if number == len(lines) and not torn and _without_checksum(line) is None:
                     break
@@ -207,7 +207,15 @@ def to_line(record: Record) -> bytes:
     return raw + _MEMBER % zlib.crc32(raw) + b"\n"
 
 
-def _from_line(line: bytes) -> Record:
+def from_line(line: bytes) -> Record:
+    """Undo ``to_line``.
+
+    Args:
+        line: Without its newline.
+
+    Raises:
+        ValueError, RecursionError: if it is no record, or its checksum does not hold.
+    """
     raw = _without_checksum(line)
     if raw is None:
         raise ValueError("checksum does not hold")

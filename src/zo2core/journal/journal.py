@@ -14,7 +14,15 @@ from pathlib import Path
 from types import MappingProxyType
 
 from zo2core.errors import JournalError, reason
-from zo2core.io.record_log import DamagedRecordError, DisturbedFileError, Record, RecordFile, to_json
+from zo2core.io.record_log import (
+    DamagedRecordError,
+    DisturbedFileError,
+    Record,
+    RecordFile,
+    from_line,
+    to_json,
+    to_line,
+)
 from zo2core.journal.damage import ImpossibleRecordError, shown
 from zo2core.journal.header import FORMAT, Header, completed, differences, may_begin_a_journal, require_header
 from zo2core.journal.update_record import decode, encode
@@ -224,6 +232,45 @@ class Journal:
         copy._base_digests = {**self._base_digests}
         copy._chain = self._chain[: step + 1]
         return copy
+
+    def excerpt(self, begin: int) -> bytes:
+        """Lines of a file: header, what is known of the base, updates from this step on; none before the journal began."""
+        if self._header is None:
+            return b""
+        digests = [{DIGESTS: dict(self._base_digests)}] if self._base_digests else []
+        return b"".join(map(to_line, [self._header, *digests, *map(encode, self._updates[begin:])]))
+
+    def take_excerpt(self, lines: bytes) -> None:
+        """Append what of another journal's excerpt is not here; this journal is the beginning of that one, or not begun.
+
+        Raises:
+            JournalError: if a line is damaged, or the file cannot be written.
+        """
+        try:
+            records = [from_line(line) for line in lines.splitlines()]
+            for record in records[:1]:
+                require_header(record)
+            updates = [decode(record) for record in records[1:] if DIGESTS not in record]
+        except (ValueError, RecursionError) as error:
+            raise JournalError(
+                self._name,
+                found=f"a damaged record of another worker ({error})",
+                expected="records as they are in its journal",
+                remedy="start the workers again",
+            ) from error
+        for header in records[:1]:
+            self.begin(header)
+        for record in records[1:]:
+            if DIGESTS in record:
+                self.note_base(record[DIGESTS])
+        for update in updates:
+            if update.step >= len(self._updates):
+                self.append(update)
+
+    @property
+    def checksum(self) -> int:
+        """Over header and all updates. Two journals with the same one are of the same run, at the same step."""
+        return self._chain[-1]
 
     def chain(self, version: int) -> int | None:
         """A checksum over header and updates 0..version-1: tells whether bytes of a version belong to this run.

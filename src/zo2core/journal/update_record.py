@@ -21,6 +21,7 @@ def encode(update: Update) -> dict[str, Any]:
         "weight_decay": float(update.weight_decay),
         "perturb_in_place": bool(update.perturb_in_place),
         "losses": [float(loss) for loss in update.losses],
+        **({"workers": list(update.workers)} if update.workers else {}),
     }
 
 
@@ -40,6 +41,7 @@ def decode(record: Mapping[str, Any]) -> Update:
         weight_decay=_real(_member(record, "weight_decay"), "weight_decay"),
         perturb_in_place=_boolean(_member(record, "perturb_in_place"), "perturb_in_place"),
         losses=tuple(_real(loss, "a loss") for loss in _list(record, "losses")),
+        workers=tuple(_integer(rank, "a rank") for rank in _list(record, "workers")) if "workers" in record else (),
     )
     contradiction = update.contradiction()
     if contradiction is not None:

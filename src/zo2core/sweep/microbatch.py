@@ -77,7 +77,7 @@ def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
         return [batch]
     micro_batches = []
     for start in range(0, len(labels), rows):
-        micro_batch = _rows_of(batch, start, start + rows)
+        micro_batch = rows_of(batch, start, start + rows)
         if labelled_tokens(micro_batch):
             micro_batches.append(_without_padding(micro_batch))
     return micro_batches or [batch]
@@ -107,7 +107,15 @@ def deal_rows(batch: object, groups: int) -> list[Batch]:
         )
     require_tensors(batch)
     share = rows // groups
-    return [_rows_of(batch, start, start + share) for start in range(0, rows, share)]
+    return [rows_of(batch, start, start + share) for start in range(0, rows, share)]
+
+
+def rows_to_deal(batches: Sequence[Batch]) -> int | None:
+    """The rows of the smallest of batches, where all have labels (rows, tokens); None where they cannot be dealt."""
+    labels = [batch.get("labels") for batch in batches]
+    if any(label is None or label.dim() != 2 for label in labels):
+        return None
+    return min(len(label) for label in labels if label is not None)
 
 
 def combined_loss(losses: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
@@ -126,8 +134,14 @@ def combined_loss(losses: Sequence[torch.Tensor], tokens: Sequence[int]) -> torc
     return (summed / sum(tokens)).to(losses[0].dtype)
 
 
-def _rows_of(batch: Batch, start: int, stop: int) -> dict[str, torch.Tensor]:
-    """A range of a batch's rows, with what all rows share."""
+def rows_of(batch: Batch, start: int, stop: int) -> dict[str, torch.Tensor]:
+    """A range of a batch's rows, with what all rows share.
+
+    Args:
+        batch: With labels (rows, ...).
+        start: The first row.
+        stop: The row after the last one.
+    """
     count = len(batch["labels"])
     return {key: value[start:stop] if value.dim() > 0 and len(value) == count else value for key, value in batch.items()}
 

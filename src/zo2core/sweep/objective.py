@@ -33,17 +33,11 @@ class Pieces(NamedTuple):
         return combined_loss(outputs, self.tokens)
 
 
-def cut(batch: Batch | Sequence[Batch], rows: int | None, forward: Forward | None) -> Pieces:
-    """Cut a step's batch into pieces of at most so many rows.
-
-    Args:
-        batch: What the forward takes, or several that count as one.
-        rows: Of a micro-batch; None leaves each batch whole.
-        forward: None is the model's own.
+def batches_of(batch: Batch | Sequence[Batch]) -> list[Batch]:
+    """The batches of a step: one, or several that count as one.
 
     Raises:
-        BatchError: if there is no batch.
-        OptionError: if there are to be pieces, and the forward does not say how they join.
+        BatchError: if there is none.
     """
     if not isinstance(batch, Iterable):
         raise BatchError("batch", found=repr(batch)[:40], expected="a batch, or several", remedy="pass names with tensors")
@@ -54,6 +48,20 @@ def cut(batch: Batch | Sequence[Batch], rows: int | None, forward: Forward | Non
         if not isinstance(whole, Mapping):
             kind = type(whole).__name__
             raise BatchError("batch", found=f"a {kind}", expected="a mapping of names to tensors", remedy="name the tensors")
+    return wholes
+
+
+def cut(wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> Pieces:
+    """Cut a step's batches into pieces of at most so many rows.
+
+    Args:
+        wholes: What the forward takes, at least one.
+        rows: Of a micro-batch; None leaves each batch whole.
+        forward: None is the model's own.
+
+    Raises:
+        OptionError: if there are to be pieces, and the forward does not say how they join.
+    """
     if forward is None:
         pieces = [piece for whole in wholes for piece in split_rows(whole, rows)]
         if len(pieces) == 1:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from zo2core.errors import OptionError
-from zo2core.types import Evaluation
+from zo2core.sweep.microbatch import labelled_tokens, rows_of
+from zo2core.types import Batch, Evaluation
+from zo2core.workers import Plan
 
 
 class OpenStep(NamedTuple):
@@ -18,6 +20,46 @@ class OpenStep(NamedTuple):
     lr: float
     evaluations: tuple[Evaluation, ...]
     began: float  # seconds, of ``time.perf_counter``
+    plan: Plan | None = None  # how it is shared out among workers; None: all of it is made here
+    batch: int = 0  # digest of the batch; 0 where it is not known
+    tokens: int = 0  # labelled ones of the rows that this worker has, where rows are shared out
+
+    @property
+    def places(self) -> range:
+        """Places of the evaluations to be made here, among the step's."""
+        return range(len(self.evaluations)) if self.plan is None else self.plan.share.evaluations
+
+    @property
+    def own(self) -> tuple[Evaluation, ...]:
+        """The evaluations to be made here."""
+        return tuple(self.evaluations[place] for place in self.places)
+
+    def dealt(self, batches: Sequence[Batch]) -> tuple[OpenStep, Sequence[Batch]]:
+        """This step, and of each batch the rows that are this worker's."""
+        if self.plan is None or self.plan.share.parts == 1:
+            return self, batches
+        slices = [self.plan.share.rows(len(batch["labels"])) for batch in batches]
+        own = [rows_of(batch, rows.start, rows.stop) for batch, rows in zip(batches, slices, strict=True)]
+        return self._replace(tokens=sum(map(labelled_tokens, own))), own
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether this worker's rows have no labelled token, so that they have no loss."""
+        return self.plan is not None and self.plan.share.parts > 1 and self.tokens == 0
+
+    def swept(
+        self, batches_at: Callable[[int], Sequence[Batch]], *, walks: bool
+    ) -> list[tuple[Evaluation, Sequence[Batch]]]:
+        """What a sweep evaluates to make this worker's losses.
+
+        Args:
+            batches_at: What runs at the evaluation of a place.
+            walks: Whether weights walk from one evaluation to the next: they then pass those of other workers, too.
+        """
+        if not walks:
+            return [(self.evaluations[place], batches_at(place)) for place in self.places]
+        passed = enumerate(self.evaluations[: self.places.stop])
+        return [(evaluation, batches_at(place) if place in self.places else ()) for place, evaluation in passed]
 
     def way_to(self, evaluation: Evaluation) -> tuple[Evaluation, ...]:
         """The evaluations up to this one: weights that walk from one to the next pass them in their order.
@@ -31,19 +73,16 @@ class OpenStep(NamedTuple):
             )
         return self.evaluations[: self.evaluations.index(evaluation) + 1]
 
-    def require_finite(self, losses: Sequence[torch.Tensor]) -> None:
-        """Refuse losses that are not one finite number an evaluation.
+    def require_all(self, losses: Sequence[torch.Tensor]) -> None:
+        """Refuse losses that are not one an evaluation.
 
         Raises:
             OptionError: if there are more or fewer.
-            NonFiniteLossError: if one is not finite.
         """
-        if len(losses) != len(self.evaluations):
+        if len(losses) != len(self.places):
             raise OptionError(
                 "losses",
                 found=f"{len(losses)} of them",
-                expected=f"{len(self.evaluations)}, one for each evaluation that ask() returned",
+                expected=f"{len(self.places)}, one for each evaluation that ask() returned",
                 remedy="tell all of them at once, in that order",
             )
-        for evaluation, loss in zip(self.evaluations, losses, strict=True):
-            evaluation.require_finite(loss, step=self.step)

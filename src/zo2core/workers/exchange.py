@@ -1,0 +1,219 @@
+"""How workers hear each other: rounds over a store of ``torch.distributed``, collected by the worker of rank 0.
+
+A round costs each worker one message and one answer, which holds what all have said. The store's server is in the process of
+rank 0: it ends with it, and then nobody waits for an answer in vain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import DistError, QueueEmptyError
+from torch.distributed import TCPStore as TCPStore  # type: ignore[attr-defined]
+
+from zo2core.errors import WorkerError
+from zo2core.workers.round import Round, unbundled
+from zo2core.workers.seal import Seal
+
+TIMEOUT = 1800.0  # seconds that a worker waits for the others, unless told otherwise
+_POLL = 1e-3  # seconds between two looks where there is a deadline
+_GOODBYE = 10.0  # seconds that the collector waits at the end for those who have not read the last answer
+
+T = TypeVar("T")
+
+
+class Exchange:
+    """One worker's place in the rounds.
+
+    All workers take part in the same rounds in the same order.
+
+    Args:
+        store: Of rank 0; only this object uses it.
+        rank: Of this worker.
+        size: Workers.
+        seal: Of the run.
+        timeout: Seconds that it waits for the others.
+    """
+
+    def __init__(self, store: TCPStore | None, rank: int, size: int, seal: Seal, *, timeout: float = TIMEOUT) -> None:
+        self.rank = rank
+        self.size = size
+        self._store: Any = store
+        self._seal = seal
+        self._timeout = timeout
+        self._number = 0  # of the next round
+        self._late: list[deque[int]] = [deque() for _ in range(size)]  # rounds that went on without a worker's message
+        self._thread = _Caller() if size > 1 else None
+        if store is not None:
+            store.set_timeout(timedelta(seconds=timeout))
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the next round has gone on without this worker's message: there is no use in making it."""
+        return self.rank > 0 and bool(self._call(lambda: self._store.queue_len(self._down(self.rank))) > 0)
+
+    def gather(
+        self, payload: bytes, *, deadline: float | None = None, counts: Callable[[bytes], bool] = lambda payload: True
+    ) -> Mapping[int, bytes]:
+        """Say something and hear what all say.
+
+        Args:
+            payload: What this worker says.
+            deadline: Seconds that the collector waits for the others once it has said what it says; who has said nothing
+                by then is left out. None waits for all.
+            counts: Whether somebody's payload counts; only the collector's word decides.
+
+        Returns:
+            Payloads in the order of ranks, the same on all workers.
+
+        Raises:
+            WorkerError: if a worker is silent for too long, or says what is not sealed for this round and run.
+        """
+        number, self._number = self._number, self._number + 1
+        message = self._seal.sealed(payload, number=number, sender=self.rank)
+        if self.rank > 0:
+            bundle = self._answer(message)
+        else:
+            bundle = self._collected(Round(number, self.size, self._seal, counts), message, number, deadline)
+        payloads = unbundled(bundle, number, self._seal)
+        if payloads is None:
+            raise _foreign(0)
+        return payloads
+
+    def close(self, *, clean: bool) -> None:
+        """Leave. May be called twice.
+
+        Args:
+            clean: Whether all others leave as well now, after the same rounds: the collector then waits for them, since the
+                last answer is lost with its process.
+        """
+        store, self._store = self._store, None
+        if store is None:
+            return
+        if clean and self.rank > 0:
+            with contextlib.suppress(DistError):
+                store.queue_push(_up(self.rank), "bye")
+        elif clean:
+            store.set_timeout(timedelta(seconds=_GOODBYE))
+            for rank in range(1, self.size):
+                with contextlib.suppress(DistError):
+                    while store.queue_pop(_up(rank)) != b"bye":
+                        pass  # a message that was late
+        if self._thread is not None:
+            self._thread.close()
+
+    def _answer(self, message: bytes) -> bytes:
+        store, down = self._store, self._down(self.rank)
+
+        def ask() -> Any:
+            store.queue_push(_up(self.rank), message)
+            return store.queue_pop(down)
+
+        try:
+            return bytes(self._call(ask))
+        except DistError as error:
+            raise _silent(0, self._timeout, error) from error
+
+    def _collected(self, collected: Round, message: bytes, number: int, deadline: float | None) -> bytes:
+        collected.offer(0, message)
+        end = None if deadline is None else time.monotonic() + deadline
+        while missing := collected.missing:
+            for rank in missing if end is not None else missing[:1]:
+                came = self._popped(rank, wait=end is None)
+                if came is not None and not collected.offer(rank, came) and not self._was_late(rank, came):
+                    raise _foreign(rank)
+            if end is not None and collected.missing:
+                if time.monotonic() >= end:
+                    break
+                time.sleep(_POLL)
+        for rank in collected.missing:
+            self._late[rank].append(number)
+        bundle = collected.bundle()
+        for rank in range(1, self.size):
+            self._store.queue_push(self._down(rank), bundle)
+        return bundle
+
+    def _popped(self, rank: int, *, wait: bool) -> bytes | None:
+        """The next message of a worker; None if there is none, and it is not waited for."""
+        store = self._store
+        try:
+            return bytes(self._call(lambda: store.queue_pop(_up(rank), wait)))
+        except QueueEmptyError:
+            return None
+        except DistError as error:
+            raise _silent(rank, self._timeout, error) from error
+
+    def _was_late(self, rank: int, message: bytes) -> bool:
+        """Whether a message is that of a round which went on without it."""
+        late = self._late[rank]
+        for number in list(late):
+            if self._seal.opened(message, number=number, sender=rank) is not None:
+                while late.popleft() != number:  # what is older was never sent: the worker saw that it was decided
+                    pass
+                return True
+        return False
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Call in a thread of its own: the store waits in a way in which no signal is handled."""
+        assert self._thread is not None
+        return self._thread.call(function)
+
+    def _down(self, rank: int) -> str:
+        return f"-{rank}"
+
+
+class _Caller:
+    """A thread that waits in somebody else's place. It may wait for ever: the process ends without it."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="zo2-exchange", daemon=True).start()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Wait for what the thread gets."""
+        future: Future[T] = Future()
+        self._calls.put((function, future))
+        return future.result()
+
+    def close(self) -> None:
+        """Let the thread end once it waits no more."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            function, future = call
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+def _up(rank: int) -> str:
+    return str(rank)  # short: it travels with each message
+
+
+def _silent(rank: int, timeout: float, error: Exception) -> WorkerError:
+    said = (str(error).splitlines() or [type(error).__name__])[0][:120]
+    return WorkerError(
+        f"worker {rank}",
+        found=f"nothing that it says ({said})",
+        expected=f"a message within {timeout:g} seconds",
+        remedy="start the workers again: they go on where the longest journal ends",
+    )
+
+
+def _foreign(rank: int) -> WorkerError:
+    return WorkerError(
+        f"worker {rank}",
+        found="a message that is not sealed for this round with this run's key",
+        expected="one of a worker of this run",
+        remedy="give all workers the same key, and let nobody else reach their network",
+    )

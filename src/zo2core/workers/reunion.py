@@ -1,0 +1,75 @@
+"""How workers begin: all journals are brought in line with the longest one, and nothing else crosses the network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from zo2core.errors import WorkerError
+from zo2core.journal import Journal
+from zo2core.workers.exchange import Exchange
+
+PIECE = 1 << 18  # bytes of records that are told at a time
+
+
+def bring_in_line(journal: Journal, exchange: Exchange) -> None:
+    """Append to a journal what the longest one of the workers has more.
+
+    Args:
+        journal: This worker's; it may not have begun.
+        exchange: Of the workers.
+
+    Raises:
+        WorkerError: if a journal is of another run, or does not begin as the longest one does.
+        JournalError: if a record cannot be written.
+    """
+    version, is_begun = len(journal.updates), journal.header is not None
+    told = _gathered(exchange, {"version": version, "begun": is_begun, "digests": len(journal.base_digests)})
+    begun = [rank for rank, own in told.items() if own["begun"]]
+    if not begun:
+        return
+    longest = max(begun, key=lambda rank: (told[rank]["version"], told[rank]["digests"], -rank))
+    versions = {rank: own["version"] for rank, own in told.items()}
+    raw, chains = b"", [0]
+    if longest == exchange.rank:
+        raw = journal.excerpt(min(versions.values()))
+        chains = [journal.chain(at) or 0 for at in versions.values()]
+    shown = _gathered(exchange, {"chains": chains, "bytes": len(raw)})[longest]
+    own = _gathered(exchange, {"chain": journal.chain(version) if is_begun else None})
+    for (rank, at), chain in zip(versions.items(), shown["chains"], strict=True):
+        if own[rank]["chain"] not in (None, chain):
+            raise WorkerError(
+                f"worker {rank}",
+                found=f"a journal of {at} steps that is none of worker {longest}'s run",
+                expected=f"the first {at} steps of its {versions[longest]}",
+                remedy="start all workers with the same command, or move that worker's run directory away",
+            )
+    pieces = [exchange.gather(raw[at : at + PIECE])[longest] for at in range(0, shown["bytes"], PIECE)]
+    if longest != exchange.rank:
+        journal.take_excerpt(b"".join(pieces))
+
+
+def require_agreement(journal: Journal, exchange: Exchange) -> None:
+    """Refuse a journal that is not rank 0's: header, steps, or what is known of the base.
+
+    Raises:
+        JournalError: if the headers differ; each difference is spelled out.
+        WorkerError: if the steps do.
+    """
+    version = len(journal.updates)
+    said = _gathered(exchange, {"header": journal.header, "version": version, "chain": journal.chain(version)})
+    if said[0]["header"] is not None:
+        journal.begin(said[0]["header"])
+    for rank, own in said.items():
+        if (own["version"], own["chain"]) != (said[0]["version"], said[0]["chain"]):
+            raise WorkerError(
+                f"worker {rank}",
+                found=f"a journal of {own['version']} steps that is not worker 0's",
+                expected=f"its {said[0]['version']} steps",
+                remedy="start all workers with the same command and the same run",
+            )
+
+
+def _gathered(exchange: Exchange, values: Mapping[str, Any]) -> dict[int, Any]:
+    return {rank: json.loads(payload) for rank, payload in exchange.gather(json.dumps(values).encode()).items()}

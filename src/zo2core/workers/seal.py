@@ -1,0 +1,44 @@
+"""Seals of messages: who does not have the run's key cannot make one, and one of another moment does not fit.
+
+The store that carries the messages authenticates nobody: whoever reaches its port may read and write.
+"""
+
+from __future__ import annotations
+
+import hmac
+
+SEAL_BYTES = 12  # of HMAC-SHA-256: 96 bits, as IPsec cuts it (RFC 4868 names the risk: a guess in 2 ** 96)
+
+
+class Seal:
+    """Seals and opens messages under one key.
+
+    Args:
+        key: Secret of the run; all workers have the same.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def derived(self, salt: bytes) -> Seal:
+        """Seals of a key made of this one and something that is never used twice."""
+        return Seal(hmac.digest(self._key, b"zo2core workers/" + salt, "sha256"))
+
+    def sealed(self, payload: bytes, *, number: int, sender: int) -> bytes:
+        """A message: the seal, and the payload behind it.
+
+        Args:
+            payload: What is said.
+            number: Of the round that it is said in.
+            sender: Rank of the worker that says it.
+        """
+        return self._seal(payload, number, sender) + payload
+
+    def opened(self, message: bytes, *, number: int, sender: int) -> bytes | None:
+        """A message's payload; None if it was not sealed for this round by this sender under this key."""
+        seal, payload = message[:SEAL_BYTES], message[SEAL_BYTES:]
+        return payload if hmac.compare_digest(seal, self._seal(payload, number, sender)) else None
+
+    def _seal(self, payload: bytes, number: int, sender: int) -> bytes:
+        said = number.to_bytes(8, "little") + sender.to_bytes(8, "little", signed=True) + payload
+        return hmac.digest(self._key, said, "sha256")[:SEAL_BYTES]

@@ -1,0 +1,299 @@
+"""The workers of a run, as one of them sees them."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, Self
+
+import torch
+from torch.distributed import DistError
+from torch.distributed.rendezvous import rendezvous
+
+from zo2core.errors import NonFiniteLossError, OptionError, WorkerError
+from zo2core.journal import Journal
+from zo2core.types import Evaluation
+from zo2core.workers.exchange import TIMEOUT, Exchange, TCPStore
+from zo2core.workers.report import Report, combined, context_of, is_finite, require_same_context
+from zo2core.workers.reunion import bring_in_line, require_agreement
+from zo2core.workers.seal import Seal
+from zo2core.workers.share import Share, Split, choose_split, evaluations_apart, require_split
+
+_ADDRESS = "zo2core/workers"  # in torchrun's own store: where rank 0's is
+_LOCALHOST = "localhost"
+
+
+class Plan(NamedTuple):
+    """How one step is shared out."""
+
+    split: Split
+    unit: int  # evaluations that stay together
+    share: Share  # of this worker
+
+    def without_share(self) -> Plan:
+        """The same, with nothing for this worker to do."""
+        return self._replace(share=self.share._replace(evaluations=range(0)))
+
+
+class Shared(Protocol):
+    """A step that is shared out."""
+
+    @property
+    def step(self) -> int:
+        """0-based."""
+
+    @property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """All of them."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """How it is shared out."""
+
+    @property
+    def batch(self) -> int:
+        """Digest of the batch; 0 where it is not known."""
+
+    @property
+    def tokens(self) -> int:
+        """Labelled ones of this worker's rows."""
+
+
+class Told(NamedTuple):
+    """What came of a step."""
+
+    evaluations: tuple[Evaluation, ...]  # those that somebody's losses are there for
+    losses: list[torch.Tensor]  # of these, 0-d, on the CPU
+    ranks: tuple[int, ...]  # whose losses they are made of; none in a run of one worker
+
+
+class Workers:
+    """Takes part in a run as one of several workers, each with the whole model, its own journal and equal rows.
+
+    A step's losses are shared out by its directions, its rows, or both; each worker tells the others its losses, and all
+    make the same record of them. Journals are byte for byte the same on all workers, and so are weights bit for bit, where
+    noise and kernels give the same numbers: with counter-based noise on machines of any kind.
+
+    By directions, every loss is what one worker alone would compute, so the run is bit for bit that of one worker (of one
+    worker on a GPU up to the rounding of the losses' difference, which is taken on the CPU here). By rows, losses are means
+    of means, summed in double precision in the order of ranks: they differ from one worker's, and from those of another
+    number of workers, by the order of summation only.
+
+    Args:
+        exchange: With the others.
+        split: "directions", "rows", both as "2x3" (two groups for directions, three workers each for rows), or "auto": the
+            one in which the busiest worker has the least to do, chosen for each step.
+        deadline: Seconds that a step waits for slower workers once rank 0 is done. What comes later, or is not finite, does
+            not count: the record says whose losses it is made of. None waits for all.
+
+    Raises:
+        OptionError: if an option is out of its range.
+    """
+
+    def __init__(self, exchange: Exchange, *, split: str = "auto", deadline: float | None = None) -> None:
+        require_split(split)
+        if deadline is not None and not 0 <= deadline < float("inf"):
+            raise OptionError("deadline", found=repr(deadline), expected="seconds, at least 0", remedy="leave it out")
+        self._exchange = exchange
+        self._asked = split
+        self._deadline = deadline
+
+    @classmethod
+    def joined(
+        cls,
+        *,
+        rank: int,
+        size: int,
+        store: TCPStore | None,
+        key: bytes = b"",
+        split: str = "auto",
+        deadline: float | None = None,
+        timeout: float = TIMEOUT,
+    ) -> Self:
+        """Workers whose store the caller opened.
+
+        Args:
+            rank: Of this worker, from 0.
+            size: Workers.
+            store: A client of its own for this worker; the server in the process of rank 0. None for a worker alone.
+            key: Secret of the run: who does not have it can neither say nor change anything unnoticed. Empty: any.
+            split: As in the constructor.
+            deadline: As in the constructor.
+            timeout: Seconds that a worker waits for the others.
+        """
+        return cls(Exchange(store, rank, size, Seal(key), timeout=timeout), split=split, deadline=deadline)
+
+    @classmethod
+    def from_torchrun(
+        cls, *, key: bytes = b"", split: str = "auto", deadline: float | None = None, timeout: float = TIMEOUT
+    ) -> Self:
+        """The workers that ``torchrun`` started, by what it put into the environment.
+
+        Args:
+            key: As in ``joined``.
+            split: As in the constructor.
+            deadline: As in the constructor.
+            timeout: Seconds that a worker waits for the others.
+
+        Raises:
+            OptionError: if this process was not started by ``torchrun``.
+            WorkerError: if the others are not there in time.
+        """
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            raise OptionError(
+                "RANK",
+                found="nothing in the environment",
+                expected="what torchrun says there",
+                remedy="start with torchrun --nproc-per-node N -m zo2adapters ...",
+            )
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if size == 1:
+            return cls(Exchange(None, 0, 1, Seal(key)), split=split, deadline=deadline)
+        meeting, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        host = os.environ.get("MASTER_ADDR", _LOCALHOST)
+        store, salt = _served(meeting, host) if rank == 0 else _found(meeting, timeout)
+        return cls(Exchange(store, rank, size, Seal(key).derived(salt), timeout=timeout), split=split, deadline=deadline)
+
+    @property
+    def rank(self) -> int:
+        """Of this worker, from 0."""
+        return self._exchange.rank
+
+    @property
+    def size(self) -> int:
+        """Workers."""
+        return self._exchange.size
+
+    def meet(self, journal: Journal) -> None:
+        """Bring this worker's journal in line with the longest one: the run goes on where that one ends.
+
+        Raises:
+            WorkerError: if a journal is of another run.
+            JournalError: if a record cannot be written.
+        """
+        if self.size > 1:
+            bring_in_line(journal, self._exchange)
+
+    def require_agreement(self, journal: Journal) -> None:
+        """Refuse a journal that is not rank 0's.
+
+        Raises:
+            JournalError: if the headers differ; each difference is spelled out.
+            WorkerError: if the steps do.
+        """
+        if self.size > 1:
+            require_agreement(journal, self._exchange)
+
+    def gathered(self, values: Sequence[float]) -> list[tuple[float, ...]]:
+        """Numbers of all workers, in the order of ranks, the same everywhere."""
+        if self.size == 1:
+            return [tuple(values)]
+        payloads = self._exchange.gather(struct.pack(f"<{len(values)}d", *values))
+        return [struct.unpack(f"<{len(payload) // 8}d", payload) for payload in payloads.values()]
+
+    def agreed(self, value: Any) -> Any:
+        """What rank 0 says, as JSON values; what others say does not matter."""
+        if self.size == 1:
+            return value
+        return json.loads(self._exchange.gather(json.dumps(value).encode() if self.rank == 0 else b"")[0])
+
+    def plan(self, evaluations: Sequence[Evaluation], rows: int | None) -> Plan:
+        """Share a step out.
+
+        Args:
+            evaluations: Of the step.
+            rows: Of the batch; None where they cannot be dealt.
+
+        Raises:
+            OptionError: if some worker would have nothing to do, or directions cannot be left out and there is a deadline.
+        """
+        unit = evaluations_apart(evaluations, whole=self._deadline is not None)
+        split = choose_split(self._asked, self.size, len(evaluations) // unit, rows)
+        return Plan(split, unit, split.share(self.rank, len(evaluations), unit))
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the present step has gone on without this worker: there is no use in making its share."""
+        return self._deadline is not None and self.size > 1 and self._exchange.is_decided
+
+    def told(self, begun: Shared, losses: Sequence[torch.Tensor], journal: Journal) -> Told:
+        """Tell the losses of this worker's share, and hear all.
+
+        Args:
+            begun: The step.
+            losses: Of the share, 0-d; none if they were not made, since the step has been decided.
+            journal: Of the run.
+
+        Raises:
+            WorkerError: if a worker is silent, or works on another step.
+            NonFiniteLossError: if there is a deadline, and no worker's losses count.
+        """
+        assert begun.plan is not None, "a step is shared out before it is told"
+        split, unit, _ = begun.plan
+        context = context_of(journal.checksum, begun.evaluations, begun.batch, split)
+        own = Report.of(losses, tokens=begun.tokens, context=context)
+        payloads: Mapping[int, bytes] = {0: own.packed()}
+        if self.size > 1:
+            counts = (lambda payload: True) if self._deadline is None else is_finite
+            payloads = self._exchange.gather(own.packed(), deadline=self._deadline, counts=counts)
+        reports = {rank: Report.unpacked(payload, rank) for rank, payload in payloads.items()}
+        require_same_context(reports, context)
+        by_place = combined(reports, split, len(begun.evaluations), unit)
+        if not by_place:
+            raise NonFiniteLossError(
+                f"step {begun.step}",
+                found="no loss of any worker that is finite and came in time",
+                expected="one worker's at least",
+                remedy="lower lr or zo_eps, or allow more time; no step was taken",
+            )
+        evaluations = tuple(begun.evaluations[place] for place in by_place)
+        return Told(evaluations, list(by_place.values()), tuple(reports) if self.size > 1 else ())
+
+    def close(self, *, clean: bool = True) -> None:
+        """Leave. May be called twice.
+
+        Args:
+            clean: Whether all others leave as well now.
+        """
+        self._exchange.close(clean=clean)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(clean=kind is None)
+
+
+def _served(meeting: Any, host: str) -> tuple[TCPStore, bytes]:
+    """Open the store of this run, and say where it is."""
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    salt = secrets.token_bytes(8)
+    meeting.set(_ADDRESS, json.dumps([host, store.port, salt.hex()]))
+    return store, salt
+
+
+def _found(meeting: Any, timeout: float) -> tuple[TCPStore, bytes]:
+    """Reach the store of rank 0. What its predecessor said may still stand there: then nobody answers, yet."""
+    end = time.monotonic() + timeout
+    while True:
+        host, port, salt = json.loads(meeting.get(_ADDRESS))
+        try:
+            store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False)
+            return store, bytes.fromhex(salt)
+        except DistError as error:
+            if time.monotonic() >= end:
+                raise WorkerError(
+                    "worker 0",
+                    found=f"nobody at {host}:{port}",
+                    expected="its store",
+                    remedy="open that host's ports to the other workers",
+                ) from error
+            time.sleep(0.2)
