@@ -71,6 +71,7 @@ ADAPTER_ROOMS = (
     "trainers",
     "commands",
     "cli",
+    "__main__",
 )  # each may import those before
 
 

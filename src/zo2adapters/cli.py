@@ -185,11 +185,17 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         if isinstance(error, OSError):
             _drop_output()
         said = "interrupted" if refusal is None else worded(refusal, command or COMMANDS[name])
-        print(f"zo2: {said}", file=sys.stderr)
+        print(f"{_speaker()}: {said}", file=sys.stderr)
         return REFUSED if interruption is None else status_of(interruption)
     except KeyboardInterrupt as stopped:
         return status_of(stopped)
     return 0
+
+
+def _speaker() -> str:
+    """Who says why it ends: of several workers, which one."""
+    rank = os.environ.get("RANK", "0") if "TORCHELASTIC_RUN_ID" in os.environ else "0"
+    return "zo2" if rank == "0" else f"zo2, worker {rank}"
 
 
 def _answer_without_command(arguments: list[str]) -> int:

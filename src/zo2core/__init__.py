@@ -41,6 +41,7 @@ from zo2core.errors import OutputError as OutputError
 from zo2core.errors import ScratchError as ScratchError
 from zo2core.errors import TraceError as TraceError
 from zo2core.errors import UnsupportedModelError as UnsupportedModelError
+from zo2core.errors import WorkerError as WorkerError
 from zo2core.errors import ZO2Error as ZO2Error
 from zo2core.errors import ZO2Warning as ZO2Warning
 from zo2core.errors import reason as reason
@@ -143,3 +144,4 @@ from zo2core.types import Update as Update
 from zo2core.types import aligned as aligned
 from zo2core.types import bound_seconds as bound_seconds
 from zo2core.types import flat_views as flat_views
+from zo2core.workers import Workers as Workers

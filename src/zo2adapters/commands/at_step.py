@@ -12,7 +12,8 @@ from zo2adapters.ranges import shown
 from zo2adapters.tasks.regular_file import require_regular
 from zo2adapters.trainers.options import CarriedName, DtypeName, PrecisionName
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
-from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer
+from zo2adapters.trainers.sharing import local_device
+from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Workers
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
@@ -26,8 +27,9 @@ class AtStep:
     """Base model directory with safetensors weights, or a hub id."""
     journal: Path | None = None
     """Journal of a run on that base; the weights are those after its last step. Without a journal they are the base's."""
-    run_directory: Annotated[Path | None, tyro.conf.arg(name="run")] = None
-    """Directory of a run, which names its base, dtype and journal."""
+    run_directory: Annotated[Path | None, tyro.conf.arg(name="run", aliases=("--run-directory",))] = None
+    """Directory of a run, which names its base, dtype and journal. Behind torchrun, which takes --run for an option of its
+    own, it is --run-directory."""
     at: int | None = None
     """Step of the journal to stop after; by default its last one."""
     architecture: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -148,6 +150,7 @@ class AtStep:
         activation_bytes: int = 256 << 20,
         micro_batch_size: int | None = None,
         trace: Path | None = None,
+        workers: Workers | None = None,
     ) -> Replayer:
         """Build a replayer whose weights are those of the step.
 
@@ -156,6 +159,7 @@ class AtStep:
             activation_bytes: Memory reserved for activations, in host memory on the CPU and in device memory on a GPU.
             micro_batch_size: Rows that run at a time; None: all of a batch.
             trace: File that takes down what every sweep did when.
+            workers: Others that evaluate the same.
 
         Raises:
             JournalError: if there is no journal, or it does not fit the base.
@@ -178,9 +182,10 @@ class AtStep:
             model,
             journal,
             memory=MemoryPolicy(host=self.memory, device=self.device_memory, activations=activation_bytes),
-            device=self.device,
+            device=local_device(self.device, workers),
             micro_batch_size=micro_batch_size,
             trace=trace,
+            workers=workers,
         )
 
 

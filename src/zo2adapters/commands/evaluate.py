@@ -14,7 +14,8 @@ from tqdm import tqdm
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.ranges import require_between
 from zo2adapters.trainers.batching import Batching
-from zo2core import NonFiniteLossError, Replayer, parse_size
+from zo2adapters.trainers.sharing import Sharing, is_first
+from zo2core import NonFiniteLossError, Replayer, Workers, parse_size
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
@@ -37,11 +38,17 @@ class Evaluate(AtStep):
     activation_memory: str | None = None
     """Memory reserved for activations, such as 1GiB: as many batches as fit in it share one pass over the blocks. By default
     it is what eight of the longest take."""
+    key_file: Path | None = None
+    """File with a secret, the same for all workers that torchrun started, by which they know each other."""
     trace: Path | None = None
     """File to write each sweep to, for ui.perfetto.dev and zo2 timeline; it must not exist."""
 
     def run(self) -> None:
         """Print loss and perplexity; of candidates how often the likeliest one is right; of answers F1 and exact match."""
+        with Sharing(key_file=self.key_file).workers() as workers:
+            self._evaluate(workers)
+
+    def _evaluate(self, workers: Workers | None) -> None:
         from zo2adapters.tasks.answers import holds_answers, read_asked
         from zo2adapters.tasks.candidates import holds_choices, read_choices
         from zo2adapters.tasks.rows import read_dataset
@@ -55,31 +62,36 @@ class Evaluate(AtStep):
         model = at.opened(loss_chunk=self.batching.loss_chunk)
         length = self.batching.length_for(model)
         if holds_choices(self.data):
-            self._choose(at, model, read_choices(self.data, tokenizer, sequence_length=length), pad_token_id(tokenizer))
+            choices = read_choices(self.data, tokenizer, sequence_length=length)
+            self._choose(at, model, choices, pad_token_id(tokenizer), workers)
             return
         if holds_answers(self.data):
             asked = read_asked(self.data, tokenizer, most_tokens=length - self.max_new_tokens)
-            self._answer(at, model, tokenizer, asked, pad_token_id(tokenizer))
+            self._answer(at, model, tokenizer, asked, pad_token_id(tokenizer), workers)
             return
         dataset = read_dataset(self.data, tokenizer, sequence_length=length)
         with (
-            self._engine(at, model, dataset.longest) as engine,
-            tqdm(total=len(dataset), unit="row", file=sys.stderr) as bar,
+            self._engine(at, model, dataset.longest, workers) as engine,
+            tqdm(total=len(dataset), unit="row", file=sys.stderr, disable=not is_first(workers)) as bar,
         ):
             result = evaluate_dataset(
                 engine, dataset, batch_size=self.batching.batch_size, pad=pad_token_id(tokenizer), progress=bar.update
             )
             _require_finite([result.loss], model, at)
-        print(
+        _tell(
             f"loss {result.loss:.6f}, perplexity {perplexity(result.loss):.4f}, {result.tokens} tokens, "
-            f"{len(dataset)} rows, {result.sweeps} sweeps"
+            f"{len(dataset)} rows, {result.sweeps} sweeps",
+            workers,
         )
 
-    def _choose(self, at: AtStep, model: HFBlockModel, choices: Choices, pad: int) -> None:
+    def _choose(self, at: AtStep, model: HFBlockModel, choices: Choices, pad: int, workers: Workers | None) -> None:
         from zo2adapters.tasks.scoring import score
 
         total = sum(len(choice.candidates) for choice in choices)
-        with self._engine(at, model, choices.longest) as engine, tqdm(total=total, unit="candidate", file=sys.stderr) as bar:
+        with (
+            self._engine(at, model, choices.longest, workers) as engine,
+            tqdm(total=total, unit="candidate", file=sys.stderr, disable=not is_first(workers)) as bar,
+        ):
             scored = score(
                 engine,
                 model,
@@ -95,16 +107,28 @@ class Evaluate(AtStep):
             chosen = scored.choices(by_length=by_length)
             right = sum(choice.is_right(place) for place, choice in zip(chosen, choices, strict=True))
             shares.append(right / len(choices))
-        print(
+        _tell(
             f"accuracy {shares[0]:.1%}, by mean log-likelihood {shares[1]:.1%}, "
-            f"{len(choices)} rows, {total} candidates, {scored.sweeps} sweeps"
+            f"{len(choices)} rows, {total} candidates, {scored.sweeps} sweeps",
+            workers,
         )
 
-    def _answer(self, at: AtStep, model: HFBlockModel, tokenizer: Any, asked: Sequence[Asked], pad: int) -> None:
+    def _answer(
+        self,
+        at: AtStep,
+        model: HFBlockModel,
+        tokenizer: Any,
+        asked: Sequence[Asked],
+        pad: int,
+        workers: Workers | None,
+    ) -> None:
         from zo2adapters.tasks.answers import answer
 
         longest = max(len(row.prompt) for row in asked) + self.max_new_tokens
-        with self._engine(at, model, longest) as engine, tqdm(total=len(asked), unit="row", file=sys.stderr) as bar:
+        with (
+            self._engine(at, model, longest, workers) as engine,
+            tqdm(total=len(asked), unit="row", file=sys.stderr, disable=not is_first(workers)) as bar,
+        ):
             answered = answer(
                 engine,
                 model,
@@ -115,9 +139,9 @@ class Evaluate(AtStep):
                 pad_token_id=pad,
                 progress=bar.update,
             )
-        print(f"F1 {answered.f1:.1%}, exact match {answered.exact_match:.1%}, {len(asked)} rows")
+        _tell(f"F1 {answered.f1:.1%}, exact match {answered.exact_match:.1%}, {len(asked)} rows", workers)
 
-    def _engine(self, at: AtStep, model: HFBlockModel, longest: int) -> Replayer:
+    def _engine(self, at: AtStep, model: HFBlockModel, longest: int, workers: Workers | None) -> Replayer:
         from zo2adapters.models.footprint import activation_bytes
 
         rows, micro_rows = self.batching.batch_size, self.batching.micro_batch_size
@@ -126,7 +150,13 @@ class Evaluate(AtStep):
             if self.activation_memory is None
             else parse_size(self.activation_memory, option="activation_memory")
         )
-        return at.engine(model, activation_bytes=nbytes, micro_batch_size=micro_rows, trace=self.trace)
+        return at.engine(model, activation_bytes=nbytes, micro_batch_size=micro_rows, trace=self.trace, workers=workers)
+
+
+def _tell(line: str, workers: Workers | None) -> None:
+    """Print the result; of several workers the first one speaks."""
+    if is_first(workers):
+        print(line)
 
 
 def _require_finite(values: Sequence[float], model: HFBlockModel, at: AtStep) -> None:

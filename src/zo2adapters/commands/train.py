@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 from zo2adapters.trainers.allocator import keep_freed_memory, keeps_memory
 from zo2adapters.trainers.branching import branch_run
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
-from zo2adapters.trainers.run_directory import JOURNAL, METRICS, RunDirectory
-from zo2core import OptionError
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory
+from zo2adapters.trainers.sharing import Sharing, is_first, own_directory, own_rank
+from zo2core import OptionError, Workers
 
 # What a resumed run may be told anew. No bit of the result depends on where weights are kept, except by the device.
 _ANEW = ("steps", "schedule_steps", "storage.", "keep_best", "report_to")
@@ -48,7 +49,8 @@ class Train(RunOptions):
     data: Path | None = None
     """JSONL file; each row has text, or prompt and completion (loss on the completion only), or messages."""
     output: Path | None = None
-    """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must not exist, or be empty."""
+    """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must not exist, or be empty. Workers
+    beside the first have one beside it, DIR.worker-1 and so on."""
     resume: Path | None = None
     """Directory of a run to go on with, exactly as if it had not been interrupted. Beside it may be given what no bit
     depends on (memory, write-backs, --trace, --scheduler), and more --steps if lr is constant."""
@@ -56,15 +58,23 @@ class Train(RunOptions):
     """Step of the run named by --resume to branch from: --output gets a new run, which begins with the steps before it.
     Steps are undone in this way. --steps, --lr and the like may be given anew."""
     execution: Execution = field(default_factory=Execution)
+    sharing: Sharing = field(default_factory=Sharing)
 
     def begun(self) -> Train | None:
         """The options of the run to go on with, as this command's; None for a new run.
+
+        ``torchrun`` starts workers again with the command that began the run: they then go on with it.
 
         Raises:
             OptionError: if there is no such run.
         """
         if self.resume is None:
-            return None
+            own = None if self.output is None or own_rank() is None else own_directory(self.output)
+            if own is None or not (own / OPTIONS).exists():
+                return None
+            options = RunDirectory.options(own)
+            shared = {option.name: getattr(options, option.name) for option in fields(RunOptions)}
+            return Train(model=options.model, data=options.data, output=self.output, **shared)
         options = RunDirectory.options(self.resume)
         shared = {option.name: getattr(options, option.name) for option in fields(RunOptions)}
         output = self.resume if self.from_step is None else None
@@ -125,17 +135,27 @@ class Train(RunOptions):
 
     def run(self) -> None:
         """Train and say where the result is."""
+        with self.sharing.workers() as workers:
+            self._train(workers)
+
+    def _train(self, workers: Workers | None) -> None:
         from zo2adapters.trainers.trainer import Trainer
 
-        options = self.options()
-        if self.resume is not None and self.from_step is not None:
+        options, resume = self.options(), self.resume is not None
+        first = is_first(workers)
+        if self.resume is not None and self.from_step is not None and first:
             branch_run(self.resume, self.from_step, options)
-        with Trainer(options, resume=self.resume is not None, execution=self.execution) as trainer:
-            for line in (*trainer.remarks(), trainer.storage()):
+        if workers is not None:
+            options, resume = _own_run(options)
+        with Trainer(options, resume=resume, quiet=not first, execution=self.execution, workers=workers) as trainer:
+            for line in (*trainer.remarks(), trainer.storage()) if first else ():
                 print(line, file=sys.stderr)
             if keeps_memory(trainer.host_plan):
                 keep_freed_memory()
             try:
+                if not first:
+                    trainer.train()
+                    return
                 exported = trainer.run()
             except KeyboardInterrupt:
                 print(
@@ -149,6 +169,16 @@ class Train(RunOptions):
                 if said is not None:
                     print(said, file=sys.stderr)
         print(f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: {options.output / JOURNAL}")
+
+
+def _own_run(options: TrainOptions) -> tuple[TrainOptions, bool]:
+    """The options with a worker's own directory, and whether its run has begun."""
+    own = replace(options, output=own_directory(options.output))
+    if not (own.output / OPTIONS).exists():
+        return own, False
+    begun = RunDirectory.options(own.output)
+    _require_same(begun, own, anew=_ANEW, fixed=_FIXED, remedy="or choose another --output")
+    return own, True
 
 
 def _require_same(

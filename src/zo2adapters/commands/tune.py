@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import RunOptions, TrainOptions
+from zo2adapters.trainers.sharing import Sharing, is_first
 from zo2core import OptionError
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Tune(RunOptions):
     """Learning rates to try; by default seven from 1e-6 to 1e-3. --lr itself has no effect here and is refused."""
     zo_eps_to_try: tuple[float, ...] = ()
     """Perturbation scales to try with each of them; by default --zo-eps alone."""
+    key_file: Path | None = None
+    """File with a secret, the same for all workers that torchrun started, by which they know each other."""
 
     def run(self) -> None:
         """Try, print a table after each round, and say how to go on with the best trial."""
@@ -62,13 +65,18 @@ class Tune(RunOptions):
             )
         own = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
         options = TrainOptions(model=self.model, data=self.data, output=self.output, **own)
-        best = tune(
-            options,
-            forwards=self.forwards,
-            learning_rates=self.learning_rates or LEARNING_RATES,
-            zo_eps=self.zo_eps_to_try,
-            told=lambda trials: print(_table(trials), file=sys.stderr),
-        )
+        with Sharing(key_file=self.key_file).workers() as workers:
+            first = is_first(workers)
+            best = tune(
+                options,
+                forwards=self.forwards,
+                learning_rates=self.learning_rates or LEARNING_RATES,
+                zo_eps=self.zo_eps_to_try,
+                told=lambda trials: print(_table(trials), file=sys.stderr) if first else None,
+                workers=workers,
+            )
+        if not first:
+            return
         print(
             f"lr {best.lr:g}, zo_eps {best.zo_eps:g}: mean loss {best.loss:.4f} over the last steps of {best.steps}\n"
             f"its run goes on with: zo2 train --resume {best.directory} --steps 1000"

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.rows import parsed_rows
+from zo2adapters.tasks.turns import in_order, is_own
 from zo2core import DataError, Replayer
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -33,7 +34,7 @@ class Asked:
 class Answered:
     """How well the prompts of a file were answered."""
 
-    texts: tuple[str, ...]  # what was written, a prompt each
+    texts: tuple[str, ...]  # what was written, a prompt each; of several workers, by this one
     f1: float  # the mean of each answer's best F1
     exact_match: float  # the share of answers that are one of the right ones
 
@@ -104,18 +105,23 @@ def answer(
     line_end = tokenizer("\n", add_special_tokens=False)["input_ids"]
     ends = {*([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []), *line_end[-1:]}
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_ids": ends, "pad_token_id": pad_token_id}
+    groups = [asked[start : start + batch_size] for start in range(0, len(asked), batch_size)]
     texts: list[str] = []
-    for start in range(0, len(asked), batch_size):
-        prompts = [row.prompt for row in asked[start : start + batch_size]]
-        columns = list(generate(engine, model, prompts, **options))
-        for written in zip(*columns, strict=True):
-            text = str(tokenizer.decode([token for token in written if token is not None], skip_special_tokens=True))
-            texts.append(text.strip().partition("\n")[0].strip())
-        progress(len(prompts))
-    pairs = list(zip(texts, asked, strict=True))
-    f1 = sum(max(f1_of_words(text, right) for right in row.answers) for text, row in pairs)
-    exact = sum(any(normalized(text) == normalized(right) for right in row.answers) for text, row in pairs)
-    return Answered(tuple(texts), f1 / len(asked), exact / len(asked))
+    f1, exact = [], []
+    for number, group in enumerate(groups):
+        progress(len(group))
+        if not is_own(engine, number):
+            continue
+        columns = list(generate(engine, model, [row.prompt for row in group], **options))
+        for written, row in zip(zip(*columns, strict=True), group, strict=True):
+            raw = str(tokenizer.decode([token for token in written if token is not None], skip_special_tokens=True))
+            text = raw.strip().partition("\n")[0].strip()
+            texts.append(text)
+            f1.append(max(f1_of_words(text, right) for right in row.answers))
+            exact.append(float(any(normalized(text) == normalized(right) for right in row.answers)))
+    counts = [len(group) for group in groups]
+    rates = [sum(in_order(engine, own, counts)) / len(asked) for own in (f1, exact)]
+    return Answered(tuple(texts), *rates)
 
 
 def normalized(text: str) -> str:

@@ -16,6 +16,7 @@ from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.prepared_batch import predictions
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.rows import TokenizedRow
+from zo2adapters.tasks.turns import in_order, is_own
 from zo2core import Batch, BatchError, Replayer
 
 
@@ -95,6 +96,7 @@ def score(
 
     Raises:
         BatchError: if a prompt or a candidate is empty, or a row is longer than the model takes.
+        WorkerError: if another worker is silent, or has other rows.
     """
     rows: list[TokenizedRow] = []
     for number, (prompt, answers) in enumerate(zip(prompts, candidates, strict=True)):
@@ -106,19 +108,21 @@ def score(
     if not rows:
         raise BatchError("prompts", found="none", expected="at least one", remedy="pass prompts to score")
 
+    groups = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+
     def batches() -> Iterator[Batch]:
-        for start in range(0, len(rows), batch_size):
-            batch = rows[start : start + batch_size]
+        for number, group in enumerate(groups):
             if progress is not None:
-                progress(len(batch))
-            yield collate(batch, pad_token_id=pad_token_id)
+                progress(len(group))
+            if is_own(engine, number):
+                yield collate(group, pad_token_id=pad_token_id)
 
     sums: list[float] = []
     sweeps = 0
     for outputs in engine.forwards(batches(), LogLikelihood(model)):
         sums += torch.cat(outputs).tolist()
         sweeps += 1
-    values = iter(sums)
+    values = iter(in_order(engine, sums, [len(group) for group in groups]))
     return Scored(
         log_likelihoods=tuple(tuple(next(values) for _ in answers) for answers in candidates),
         tokens=tuple(tuple(len(answer) for answer in answers) for answers in candidates),

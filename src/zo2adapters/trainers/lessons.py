@@ -21,6 +21,7 @@ from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.objectives import ChoiceError, ChoiceF1Error, ChoiceLoss, ChoiceObjective, Rated, choice_batch
 from zo2adapters.tasks.rows import Dataset, TokenizedRow, read_dataset
 from zo2adapters.tasks.scoring import score
+from zo2adapters.tasks.turns import in_order, is_own
 from zo2adapters.trainers.dataset_evaluation import evaluate_dataset
 from zo2core import Batch, Forward, OptionError, Replayer, StepResult, ZOEngine
 
@@ -103,12 +104,15 @@ class FunctionLesson(LossLesson):
 
     def evaluate(self, engine: Replayer, rows: Dataset) -> dict[str, float]:
         """The mean of the function over batches, and the model's own loss."""
+        starts = range(0, len(rows), self.batch_size)
 
         def batches() -> Iterator[Batch]:
-            for start in range(0, len(rows), self.batch_size):
-                yield self.batch(rows.rows[start : start + self.batch_size])
+            for number, start in enumerate(starts):
+                if is_own(engine, number):
+                    yield self.batch(rows.rows[start : start + self.batch_size])
 
-        values = [float(value) for outputs in engine.forwards(batches(), self._forward) for value in outputs]
+        own = [float(value) for outputs in engine.forwards(batches(), self._forward) for value in outputs]
+        values = in_order(engine, own, [1] * len(starts))
         return {"loss": math.fsum(values) / len(values), "model_loss": super().evaluate(engine, rows)["loss"]}
 
 
@@ -160,7 +164,9 @@ class ExactMatchLesson(LossLesson):
     def evaluate(self, engine: Replayer, rows: Dataset) -> dict[str, float]:
         """One less the share of matches, and it."""
         starts = range(0, len(rows), self.batch_size)
-        wrong = sum(self._wrong(engine, rows.rows[start : start + self.batch_size], None) for start in starts)
+        own = [start for number, start in enumerate(starts) if is_own(engine, number)]
+        counts = [self._wrong(engine, rows.rows[start : start + self.batch_size], None) for start in own]
+        wrong = int(sum(in_order(engine, counts, [1] * len(starts))))
         return {"loss": wrong / len(rows), "exact_match": 1 - wrong / len(rows)}
 
     def _wrong(self, engine: Replayer, rows: Sequence[TokenizedRow], at: Any) -> int:

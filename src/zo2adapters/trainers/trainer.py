@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.models.exported import holds_model
-from zo2adapters.models.footprint import activation_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
@@ -26,10 +25,12 @@ from zo2adapters.trainers.health import Watch, diverged, ruined
 from zo2adapters.trainers.lessons import Rows, lesson_of, read_rows
 from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.metrics import progress, step_record
-from zo2adapters.trainers.options import Execution, Order, TrainOptions
+from zo2adapters.trainers.options import Execution, TrainOptions
 from zo2adapters.trainers.provenance import provenance
 from zo2adapters.trainers.remarks import remarks
-from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
+from zo2adapters.trainers.run_directory import METRICS, MODEL, RunDirectory, require_new
+from zo2adapters.trainers.run_engine import build_engine, reserved_bytes
+from zo2adapters.trainers.sharing import device_kinds, is_first, settled_alike
 from zo2core import (
     CheckpointError,
     DivergenceError,
@@ -40,10 +41,7 @@ from zo2core import (
     OutputError,
     Replayer,
     ScratchError,
-    WriteBackPolicy,
-    ZOEngine,
-    ZOEstimator,
-    parse_size,
+    Workers,
     reason,
     terabytes_written,
 )
@@ -59,36 +57,34 @@ class Trainer:
         resume: Whether the run is in ``options.output`` already; it then goes on where its journal ends.
         quiet: Whether to show no progress bar.
         execution: How to work on the run; by default as fast as possible, and without a trace.
+        workers: Others that work on the same run, each in a directory of its own; None: there are none.
 
     Raises:
         ZO2Error: of the kind that fits, for whatever of the options cannot be used; a new output directory is not left.
     """
 
     def __init__(
-        self, options: TrainOptions, *, resume: bool = False, quiet: bool = False, execution: Execution | None = None
+        self,
+        options: TrainOptions,
+        *,
+        resume: bool = False,
+        quiet: bool = False,
+        execution: Execution | None = None,
+        workers: Workers | None = None,
     ) -> None:
         options.require_valid()
         estimator = options.estimator()
         if not resume:
             require_new(options.output)
         self.options = options
-        self._quiet, self._resumed = quiet, resume
+        self._quiet, self._resumed, self._workers = quiet, resume, workers
         self._watch = Watch()
         execution = Execution() if execution is None else execution
         directory = resolve_directory(options.model)
-        batching = options.batching
-        model = self._model = open_checkpoint(
-            directory,
-            architecture=options.architecture,
-            adapter=options.adapter_asked(),
-            dtype=options.dtype,
-            precision=options.precision_asked(),
-            carried=options.carried,
-            loss_chunk=batching.loss_chunk or "auto",
-        )
-        self.options = options = options.settled(model)
+        model, options = settled_alike(options, workers, lambda options: _opened(directory, options))
+        self._model, self.options = model, options
         tokenizer = load_tokenizer(directory)
-        length = batching.length_for(model)
+        length = options.batching.length_for(model)
         self._pad = pad_token_id(tokenizer)
         self._data = read_rows(options.data, tokenizer, sequence_length=length)
         self._evaluation = (
@@ -105,12 +101,15 @@ class Trainer:
                 remedy="name other rows",
             )
         longest, sequences = max(rows.longest for rows in read), max(rows.most_sequences for rows in read)
-        activations, least = _reserved(options, model, longest, sequences)
+        activations, least = reserved_bytes(options, model, longest, sequences)
         self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
             self._layouts = model.layouts
             decides = provenance(options, directory, self._tokens(), sequence_length=length)
-            self.engine = _build_engine(options, model, estimator, activations, least, decides, execution=execution)
+            decides["device"] = device_kinds(decides["device"], workers)
+            self.engine = build_engine(
+                options, model, estimator, activations, least, decides, execution=execution, workers=workers
+            )
             if execution.verify_base:
                 self._verify_base(model)
         except BaseException:
@@ -202,6 +201,8 @@ class Trainer:
             self._data, batch_size=options.batching.batch_size, seed=options.seed, first_step=engine.version
         )
         evaluated = {row["step"] for row in self._run.metrics(engine.journal) if "evaluation_loss" in row}
+        if self._workers is not None:  # whoever came late has no metrics, and all have to evaluate together
+            evaluated = {*self._workers.agreed(sorted(evaluated))}
         with (
             closing(LiveMetrics(options.report_to, options.output, options.to_json())) as live,
             (options.output / METRICS).open("ab", buffering=0) as metrics,
@@ -223,7 +224,7 @@ class Trainer:
                 batch = self._lesson.batch(rows)
                 result = self._lesson.step(engine, rows, batch)
                 for line in self._watch.lines(result, engine.journal.updates, options):
-                    bar.write(line, file=sys.stderr)
+                    self._say(bar, line)
                 record = step_record(result, batch)
                 _write(metrics, record)
                 live.row(record)
@@ -306,7 +307,24 @@ class Trainer:
         _write(metrics, record)
         live.row(record)
         said = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
-        bar.write(f"step {self.engine.version}: evaluation {said}, {seconds:.1f} s", file=sys.stderr)
+        self._say(bar, f"step {self.engine.version}: evaluation {said}, {seconds:.1f} s")
+
+    def _say(self, bar: tqdm[Any], line: str) -> None:
+        """Write a line above the bar; of several workers the first one speaks."""
+        if is_first(self._workers):
+            bar.write(line, file=sys.stderr)
+
+
+def _opened(directory: Path, options: TrainOptions) -> HFBlockModel:
+    return open_checkpoint(
+        directory,
+        architecture=options.architecture,
+        adapter=options.adapter_asked(),
+        dtype=options.dtype,
+        precision=options.precision_asked(),
+        carried=options.carried,
+        loss_chunk=options.batching.loss_chunk or "auto",
+    )
 
 
 def _best_step(evaluations: Mapping[int, float]) -> int | None:
@@ -322,67 +340,6 @@ def _require_steps_to_come(options: TrainOptions, taken: int) -> None:
             expected=f"at least {taken}, which the run has taken already",
             remedy=f"zo2 export --run {options.output} --at {options.steps} writes the model of that step",
         )
-
-
-def _reserved(options: TrainOptions, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
-    """Memory to reserve for activations on rows of so many tokens and sequences, and the least that a device has to have.
-
-    Raises:
-        OptionError: if the size given for it cannot be read.
-    """
-    config, batching, given = model.config, options.batching, options.storage.activation_memory
-    rows, micro_rows, chunk = batching.batch_size * sequences, batching.micro_batch_size, batching.loss_chunk
-    streams = options.optimization.evaluations
-    if options.optimization.rank is not None:  # so many streams run as one batch
-        stacked = min(streams, options.optimization.stack or streams)
-        rows, streams = rows * stacked, -(-streams // stacked)
-        micro_rows = None if micro_rows is None else micro_rows * stacked
-    reserved = (
-        activation_bytes(config, rows, longest, streams=streams, micro_rows=micro_rows, loss_chunk=chunk)
-        if given is None
-        else parse_size(given)
-    )
-    return reserved, least_activation_bytes(config, rows, longest, micro_rows=micro_rows, loss_chunk=chunk)
-
-
-def _build_engine(
-    options: TrainOptions,
-    model: HFBlockModel,
-    estimator: ZOEstimator,
-    activations: int,
-    least_activations: int,
-    decides: Mapping[str, Any],
-    *,
-    execution: Execution,
-) -> ZOEngine:
-    """The run's engine, at the step where its journal ends."""
-    storage = options.storage
-    return ZOEngine(
-        model,
-        estimator,
-        noise=options.optimization.generator(model.layouts),
-        journal=options.output / JOURNAL,
-        seed=options.seed,
-        device=storage.device,
-        memory=MemoryPolicy(
-            host=storage.memory,
-            device=storage.device_memory,
-            activations=activations,
-            least_activations=None if storage.device == "cpu" else least_activations,
-        ),
-        write_back=WriteBackPolicy(
-            directory=options.output,
-            every=None if storage.write_back_every == "never" else storage.write_back_every,
-            snapshot_every=storage.snapshot_every,
-            terabytes_per_1000_steps=storage.write_limit_tb,
-        ),
-        micro_batch_size=options.batching.micro_batch_size,
-        overlap=execution.scheduler is Order.OVERLAPPED,
-        replay=execution.replay,
-        perturbation=options.optimization.perturbation,
-        trace=execution.trace,
-        provenance=decides,
-    )
 
 
 def _write(file: IO[bytes], record: dict[str, Any]) -> None:

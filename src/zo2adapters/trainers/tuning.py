@@ -17,8 +17,18 @@ from typing import Any
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import OPTIONS, RunDirectory, replace_file, require_new
+from zo2adapters.trainers.sharing import is_first
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import DivergenceError, NonFiniteLossError, OptionError, OutputError, Update, ZO2Error, reason
+from zo2core import (
+    DivergenceError,
+    NonFiniteLossError,
+    OptionError,
+    OutputError,
+    Update,
+    Workers,
+    ZO2Error,
+    reason,
+)
 
 LEARNING_RATES = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
 TABLE = "tune.json"  # in the output directory: what was tried, and what came of it
@@ -56,6 +66,7 @@ def tune(
     learning_rates: Sequence[float] = LEARNING_RATES,
     zo_eps: Sequence[float] = (),
     told: Callable[[Sequence[Trial]], object] = lambda trials: None,
+    workers: Workers | None = None,
 ) -> Trial:
     """Find the learning rate, and ``zo_eps`` if several are given, with which the loss falls furthest.
 
@@ -65,9 +76,10 @@ def tune(
         learning_rates: To try.
         zo_eps: Perturbation scales to try with each of them; none: that of the options.
         told: Told of all trials after each round.
+        workers: Others that try some of the learning rates, each with trials of its own; None: there are none.
 
     Returns:
-        The best trial. ``zo2 train --resume`` goes on with the run in its directory.
+        The best trial. ``zo2 train --resume`` goes on with the run in its directory, on the host of the worker that made it.
 
     Raises:
         OptionError: if the learning rate is scheduled to fall, evaluations are asked for, or the budget is too small for the
@@ -98,11 +110,18 @@ def tune(
         for eps in scales
     ]
     rounds = planned_rounds(len(trials), forwards, options.optimization.evaluations)
-    asked = _begin(options, forwards, trials)
+    if not is_first(workers):
+        assert workers is not None
+        workers.agreed(None)  # the first one has made the directory
+    asked = _begin(options, forwards, trials, follows=not is_first(workers))
+    if workers is not None and is_first(workers):
+        workers.agreed(None)
+    places = {trial.directory: place for place, trial in enumerate(trials)}
     finished: list[Trial] = []
     for steps in rounds:
         try:
-            trials = sorted((_lengthened(trial, options, steps) for trial in trials), key=lambda trial: trial.loss)
+            made = [_lengthened(trial, options, steps) for trial in trials if _is_own(places[trial.directory], workers)]
+            trials = sorted(_of_all(trials, made, workers), key=lambda trial: trial.loss)
         except ZO2Error:
             _take_back(options.output)
             raise
@@ -111,7 +130,8 @@ def tune(
         finished = [*trials[len(survivors) :], *finished]
         trials = survivors
     results = [trial.row for trial in (*trials, *finished)]
-    replace_file(options.output / TABLE, json.dumps({**asked, "results": results}, indent=2) + "\n")
+    if is_first(workers):
+        replace_file(options.output / TABLE, json.dumps({**asked, "results": results}, indent=2) + "\n")
     best = trials[0]
     if not math.isfinite(best.loss):
         raise DivergenceError(
@@ -147,6 +167,28 @@ def planned_rounds(trials: int, forwards: int, evaluations: int) -> list[int]:
     return [sum(added[: i + 1]) for i in range(len(added))]
 
 
+def _is_own(place: int, workers: Workers | None) -> bool:
+    """Whether a trial is this worker's: the same one's in all rounds, since its run is on that one's disk."""
+    return workers is None or place % workers.size == workers.rank
+
+
+def _of_all(trials: Sequence[Trial], made: Sequence[Trial], workers: Workers | None) -> list[Trial]:
+    """All trials, with what the workers made of theirs."""
+    results = {trial.directory: trial for trial in made}
+    if workers is not None:
+        own = [results.get(trial.directory) for trial in trials]
+        told = workers.gathered([value for trial in own for value in _numbers(trial)])
+        for place, trial in enumerate(trials):
+            [[steps, loss]] = [of_rank[2 * place : 2 * place + 2] for of_rank in told if not math.isnan(of_rank[2 * place])]
+            results[trial.directory] = replace(trial, steps=int(steps), loss=loss)
+    return [results[trial.directory] for trial in trials]
+
+
+def _numbers(trial: Trial | None) -> tuple[float, float]:
+    """What a worker tells of a trial; of one that is not its own, nothing."""
+    return (math.nan, math.nan) if trial is None else (float(trial.steps), trial.loss)
+
+
 def _lengthened(trial: Trial, options: TrainOptions, steps: int) -> Trial:
     """Take a trial to so many steps; one that was interrupted is gone on with."""
     resume = (trial.directory / OPTIONS).exists()
@@ -165,8 +207,15 @@ def _lengthened(trial: Trial, options: TrainOptions, steps: int) -> Trial:
         return trial.judged(trainer.engine.journal.updates)
 
 
-def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial]) -> dict[str, Any]:
-    """Make the directory, or see that it is that of the same trials, which were interrupted. Returns what was asked for."""
+def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial], *, follows: bool) -> dict[str, Any]:
+    """Make the directory, or see that it is that of the same trials, which were interrupted. Returns what was asked for.
+
+    Args:
+        options: Of the runs.
+        forwards: Of all trials.
+        trials: All of them.
+        follows: Whether another worker has made it, if it is on the same disk.
+    """
     table = options.output / TABLE
     names = [trial.directory.name for trial in trials]
     asked = {"forwards": forwards, "trials": names, "options": options.to_json()}
@@ -184,7 +233,8 @@ def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial]) -> dic
                 remedy="choose another output directory",
             )
         return asked
-    require_new(options.output)
+    if not follows:
+        require_new(options.output)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -197,6 +247,6 @@ def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial]) -> dic
 
 def _take_back(output: Path) -> None:
     """Remove the directory again, unless there is a trial to go on with."""
-    if not any(path.is_dir() for path in output.iterdir()):
-        (output / TABLE).unlink()
+    if output.is_dir() and not any(path.is_dir() for path in output.iterdir()):
+        (output / TABLE).unlink(missing_ok=True)
         output.rmdir()

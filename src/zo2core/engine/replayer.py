@@ -26,6 +26,7 @@ from zo2core.sweep.stacked_visitor import StackedVisitor
 from zo2core.sweep.visitor import SegmentVisitor
 from zo2core.types import Batch, Evaluation, EvaluationResult, saved_form
 from zo2core.updates import Trajectory
+from zo2core.workers import Workers
 
 Groups = Sequence[tuple[Evaluation | None, Sequence[Batch]]]  # what a sweep evaluates: the batches of each evaluation
 
@@ -46,6 +47,7 @@ class Replayer:
         overlap: False does one thing after the other, to compare with; the bits are the same.
         replay: Who replays for a device with memory of its own: itself, "device", or "host": then nothing comes back.
         trace: Takes down what every sweep did when: a trace, or the path of a new one.
+        workers: Others that evaluate the same weights, and take batches in turns with this one; None: there are none.
 
     Raises:
         OptionError: if an option is out of its range, or nothing would heed it.
@@ -67,6 +69,7 @@ class Replayer:
         overlap: bool = True,
         replay: Replay = "auto",
         trace: Trace | Path | str | None = None,
+        workers: Workers | None = None,
     ) -> None:
         parts = build(
             model,
@@ -79,6 +82,7 @@ class Replayer:
             trace=trace,
             overlap=overlap,
             replay=replay,
+            workers=workers,
         )
         self._take(model, parts)
 
@@ -88,6 +92,11 @@ class Replayer:
         self._landing = parts.landing
         parts.opened.callback(self._recorder.flush)
         self._use = ExclusiveUse(type(self).__name__)
+
+    @property
+    def workers(self) -> Workers | None:
+        """Others that work on the same run; None: there are none."""
+        return self._parts.workers
 
     @property
     def version(self) -> int:
@@ -122,6 +131,7 @@ class Replayer:
         Raises:
             BatchError: if the model cannot take a batch, or there is none.
             OptionError: if the forward is no objective, or ends in no number.
+            WorkerError: if another worker is silent, or has other batches.
         """
         self._use.require_open()
         if forward is None and isinstance(self._model, Objective):
@@ -130,7 +140,7 @@ class Replayer:
             return evaluate_objective(
                 partial(self.forwards, forward=forward), batches, self._parts.micro_batch_size, forward
             )
-        return evaluate(self.forwards, batches, self._parts.micro_batch_size)
+        return evaluate(self.forwards, batches, self._parts.micro_batch_size, self._parts.workers)
 
     def forwards(self, batches: Iterable[Batch], forward: Forward | None = None) -> Iterator[list[torch.Tensor]]:
         """Run the present weights, unperturbed, with as many batches a sweep as activations may take memory.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 
 import torch
 
@@ -13,6 +14,7 @@ from zo2core.protocols import Forward, Objective
 from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
 from zo2core.sweep.objective import require_number
 from zo2core.types import Batch, EvaluationResult
+from zo2core.workers import Workers
 
 
 def fill_sweeps(batches: Iterable[Batch], forward: Forward, allowed: int) -> Iterator[list[Batch]]:
@@ -43,7 +45,10 @@ def fill_sweeps(batches: Iterable[Batch], forward: Forward, allowed: int) -> Ite
 
 
 def evaluate(
-    forwards: Callable[[Iterable[Batch]], Iterator[list[torch.Tensor]]], batches: Iterable[Batch], rows: int | None
+    forwards: Callable[[Iterable[Batch]], Iterator[list[torch.Tensor]]],
+    batches: Iterable[Batch],
+    rows: int | None,
+    workers: Workers | None,
 ) -> EvaluationResult:
     """The mean loss over batches.
 
@@ -51,28 +56,32 @@ def evaluate(
         forwards: Runs batches and yields their losses, 0-d, a list a sweep.
         batches: With labels. Each counts by its labelled tokens.
         rows: Of a micro-batch; None runs each batch whole.
+        workers: Take the batches in turns; each batch's loss is what one worker alone would make. None runs all here.
 
     Raises:
         BatchError: if the model cannot take a batch, or there is no labelled token.
+        WorkerError: if another worker is silent, or has other batches.
     """
     began = time.perf_counter()
     tokens: list[list[int]] = []  # of each micro-batch of each batch
 
     def micro_batches() -> Iterator[Batch]:
-        for batch in batches:
+        for batch in batches if workers is None else islice(batches, workers.rank, None, workers.size):
             tokens.append([])
             for micro_batch in split_rows(batch, rows):
                 tokens[-1].append(labelled_tokens(micro_batch))
                 yield micro_batch
 
-    losses, sweeps = _outputs(forwards(micro_batches()))
+    losses, sweeps = _outputs(forwards(micro_batches()), may_be_none=workers is not None)
+    in_order = iter(losses)
+    of_batches = [combined_loss([next(in_order) for _ in batch], batch).item() for batch in tokens]
     counts = [sum(counts_of_batch) for counts_of_batch in tokens]
+    if workers is not None:
+        of_batches, counts = workers.dealt_out(of_batches), [int(count) for count in workers.dealt_out(counts)]
     if sum(counts) == 0:
         raise BatchError(
             "batches", found="no labelled token", expected="at least one", remedy="pass labels that are not all -100"
         )
-    in_order = iter(losses)
-    of_batches = [combined_loss([next(in_order) for _ in batch], batch).item() for batch in tokens]
     mean = math.fsum(loss * count for loss, count in zip(of_batches, counts, strict=True) if count) / sum(counts)
     return EvaluationResult(mean, tuple(of_batches), sum(counts), sweeps, time.perf_counter() - began)
 
@@ -118,10 +127,10 @@ def evaluate_objective(
     return EvaluationResult(whole.item(), losses, 0, sweeps, time.perf_counter() - began)
 
 
-def _outputs(sweeps: Iterator[list[torch.Tensor]]) -> tuple[list[torch.Tensor], int]:
+def _outputs(sweeps: Iterator[list[torch.Tensor]], *, may_be_none: bool = False) -> tuple[list[torch.Tensor], int]:
     """What the head gave for all batches in order, and how many sweeps that took."""
     outputs_of_sweeps = list(sweeps)
     outputs = [output for outputs_of_sweep in outputs_of_sweeps for output in outputs_of_sweep]
-    if not outputs:
+    if not outputs and not may_be_none:
         raise BatchError("batches", found="none", expected="at least one", remedy="pass batches to evaluate")
     return outputs, len(outputs_of_sweeps)

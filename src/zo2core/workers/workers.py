@@ -197,6 +197,27 @@ class Workers:
         payloads = self._exchange.gather(struct.pack(f"<{len(values)}d", *values))
         return [struct.unpack(f"<{len(payload) // 8}d", payload) for payload in payloads.values()]
 
+    def dealt_out(self, values: Sequence[float]) -> list[float]:
+        """Numbers for things that the workers took in turns, in the order of the things.
+
+        Args:
+            values: Of what this worker took: the things at the places rank, rank + size, rank + 2 size, ...
+
+        Raises:
+            WorkerError: if the workers did not take the same things.
+        """
+        of_ranks = self.gathered(values)
+        count = sum(map(len, of_ranks))
+        for rank, own in enumerate(of_ranks):
+            if len(own) != len(range(rank, count, self.size)):
+                raise WorkerError(
+                    f"worker {rank}",
+                    found=f"{len(own)} results of {count}",
+                    expected=f"{len(range(rank, count, self.size))}, every {self.size}th",
+                    remedy="start all workers with the same rows",
+                )
+        return [of_ranks[place % self.size][place // self.size] for place in range(count)]
+
     def agreed(self, value: Any) -> Any:
         """What rank 0 says, as JSON values; what others say does not matter."""
         if self.size == 1:

@@ -1,0 +1,40 @@
+"""Groups of rows that the workers of a run take in turns, and what they make of them, in order again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zo2core import Replayer, WorkerError
+
+
+def is_own(engine: Replayer, number: int) -> bool:
+    """Whether a group of rows is this worker's."""
+    workers = engine.workers
+    return workers is None or number % workers.size == workers.rank
+
+
+def in_order(engine: Replayer, values: Sequence[float], counts: Sequence[int]) -> list[float]:
+    """The numbers of all groups, in their order.
+
+    Args:
+        engine: Whose workers took them in turns.
+        values: What this worker made of its groups, one after the other.
+        counts: How many numbers each group has.
+
+    Raises:
+        WorkerError: if another worker has other groups, or is silent.
+    """
+    if engine.workers is None:
+        return list(values)
+    of_ranks = engine.workers.gathered(values)
+    size = len(of_ranks)
+    for rank, own in enumerate(of_ranks):
+        if len(own) != sum(counts[rank::size]):
+            raise WorkerError(
+                f"worker {rank}",
+                found=f"{len(own)} numbers",
+                expected=f"{sum(counts[rank::size])}, for its rows",
+                remedy="start all workers with the same rows",
+            )
+    taken = [iter(own) for own in of_ranks]
+    return [next(taken[number % size]) for number, count in enumerate(counts) for _ in range(count)]

@@ -1,0 +1,90 @@
+"""A run's options become its engine, at the step where its journal ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zo2adapters.models.footprint import activation_bytes, least_activation_bytes
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.trainers.options import Execution, Order, TrainOptions
+from zo2adapters.trainers.run_directory import JOURNAL
+from zo2adapters.trainers.sharing import local_device
+from zo2core import MemoryPolicy, Workers, WriteBackPolicy, ZOEngine, ZOEstimator, parse_size
+
+
+def reserved_bytes(options: TrainOptions, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
+    """Memory to reserve for activations on rows of so many tokens and sequences, and the least that a device has to have.
+
+    Raises:
+        OptionError: if the size given for it cannot be read.
+    """
+    config, batching, given = model.config, options.batching, options.storage.activation_memory
+    rows, micro_rows, chunk = batching.batch_size * sequences, batching.micro_batch_size, batching.loss_chunk
+    streams = options.optimization.evaluations
+    if options.optimization.rank is not None:  # so many streams run as one batch
+        stacked = min(streams, options.optimization.stack or streams)
+        rows, streams = rows * stacked, -(-streams // stacked)
+        micro_rows = None if micro_rows is None else micro_rows * stacked
+    reserved = (
+        activation_bytes(config, rows, longest, streams=streams, micro_rows=micro_rows, loss_chunk=chunk)
+        if given is None
+        else parse_size(given)
+    )
+    return reserved, least_activation_bytes(config, rows, longest, micro_rows=micro_rows, loss_chunk=chunk)
+
+
+def build_engine(
+    options: TrainOptions,
+    model: HFBlockModel,
+    estimator: ZOEstimator,
+    activations: int,
+    least_activations: int,
+    decides: Mapping[str, Any],
+    *,
+    execution: Execution,
+    workers: Workers | None,
+) -> ZOEngine:
+    """The run's engine.
+
+    Args:
+        options: The run's.
+        model: Opened as they say.
+        estimator: Of the options.
+        activations: Bytes that activations may take.
+        least_activations: Bytes that they take at least, on a device.
+        decides: What beside base and estimator decides the run.
+        execution: How to work on it.
+        workers: Others that work on the same run.
+
+    Raises:
+        ZO2Error: of the kind that fits.
+    """
+    storage = options.storage
+    return ZOEngine(
+        model,
+        estimator,
+        noise=options.optimization.generator(model.layouts),
+        journal=options.output / JOURNAL,
+        seed=options.seed,
+        device=local_device(storage.device, workers),
+        memory=MemoryPolicy(
+            host=storage.memory,
+            device=storage.device_memory,
+            activations=activations,
+            least_activations=None if storage.device == "cpu" else least_activations,
+        ),
+        write_back=WriteBackPolicy(
+            directory=options.output,
+            every=None if storage.write_back_every == "never" else storage.write_back_every,
+            snapshot_every=storage.snapshot_every,
+            terabytes_per_1000_steps=storage.write_limit_tb,
+        ),
+        micro_batch_size=options.batching.micro_batch_size,
+        overlap=execution.scheduler is Order.OVERLAPPED,
+        replay=execution.replay,
+        perturbation=options.optimization.perturbation,
+        trace=execution.trace,
+        provenance=decides,
+        workers=workers,
+    )

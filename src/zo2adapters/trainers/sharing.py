@@ -1,0 +1,121 @@
+"""How workers that ``torchrun`` started share a run: what a user may say of it, and what they have to agree on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zo2core import OptionError, Workers, open_regular, reason
+
+if TYPE_CHECKING:
+    from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
+    from zo2adapters.trainers.options import TrainOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """How workers that torchrun started share the work."""
+
+    split: str = "auto"
+    """What workers share of a step: directions, rows, or both, as 2x3: two groups for directions, three workers each for
+    rows. auto is what leaves the busiest worker the least to do. By directions every bit stays as it is."""
+    step_deadline: float | None = None
+    """Seconds that a step waits for slower workers once the first one is done. What comes later does not count, and the
+    journal says whose losses a step is made of. By default it waits for all."""
+    key_file: Path | None = None
+    """File with a secret, the same for all workers, by which they know each other. Without it whoever reaches their ports
+    can change the run."""
+
+    @contextmanager
+    def workers(self) -> Iterator[Workers | None]:
+        """The workers that this process is one of; None if nobody else works on the run.
+
+        Raises:
+            OptionError: if an option is out of its range, or there are no workers for it.
+            WorkerError: if the others are not there in time.
+        """
+        if own_rank() is None:
+            for option in fields(self):
+                if getattr(self, option.name) != option.default:
+                    raise OptionError(
+                        option.name,
+                        found=str(getattr(self, option.name)),
+                        expected="none without other workers",
+                        remedy="start with torchrun --nproc-per-node N -m zo2adapters ..., or leave it out",
+                    )
+            yield None
+            return
+        with Workers.from_torchrun(key=self._key(), split=self.split, deadline=self.step_deadline) as workers:
+            yield workers
+
+    def _key(self) -> bytes:
+        if self.key_file is None:
+            return b""
+        try:
+            with open_regular(self.key_file) as file:
+                key = file.read()
+        except OSError as error:
+            raise OptionError(
+                "key_file", found=f"{self.key_file}: {reason(error)}", expected="a readable file", remedy="check the path"
+            ) from error
+        if len(key) < 16:
+            raise OptionError(
+                "key_file",
+                found=f"{len(key)} bytes in {self.key_file}",
+                expected="16 at least, which nobody can guess",
+                remedy="make one: head -c 32 /dev/urandom > KEY",
+            )
+        return key
+
+
+def own_rank() -> int | None:
+    """The rank of this process among those that ``torchrun`` started; None if it did not start it."""
+    return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def is_first(workers: Workers | None) -> bool:
+    """Whether this process is the one that speaks to the user, and writes what is written once."""
+    return workers is None or workers.rank == 0
+
+
+def own_directory(output: Path) -> Path:
+    """Where this process keeps its journal: the run's directory, or one beside it for each worker but the first."""
+    rank = own_rank() or 0
+    return output if rank == 0 else output.with_name(f"{output.name}.worker-{rank}")
+
+
+def local_device(device: str, workers: Workers | None) -> str:
+    """The device of this process: of several on a host, each has a GPU of its own."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if workers is not None and device == "cuda" else device
+
+
+def device_kinds(kind: str, workers: Workers | None) -> str:
+    """The kinds of devices that a run is computed on, of all workers."""
+    if workers is None:
+        return kind
+    on_gpu = {bool(value) for [value] in workers.gathered([float(kind == "cuda")])}
+    return "+".join("cuda" if own else "cpu" for own in sorted(on_gpu))
+
+
+def settled_alike(
+    options: TrainOptions, workers: Workers | None, opened: Callable[[TrainOptions], HFBlockModel]
+) -> tuple[HFBlockModel, TrainOptions]:
+    """Open the model, with what is chosen for a machine chosen by the first worker's.
+
+    Args:
+        options: Of the run.
+        workers: Others that work on it.
+        opened: Opens the model.
+    """
+    if workers is not None and workers.rank > 0:
+        dtype, loss_chunk = workers.agreed(None)
+        options = replace(options, dtype=dtype, batching=replace(options.batching, loss_chunk=loss_chunk))
+    model = opened(options)
+    options = options.settled(model)
+    if workers is not None and workers.rank == 0:
+        workers.agreed([options.dtype, options.batching.loss_chunk])
+    return model, options
