@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from zo2core.noise import PhiloxNoise, choose_noise
 from zo2core.planning.carrying import Replay, choose_carrying, require_drawable
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_budget import parse_size
-from zo2core.planning.host_plan import HostPlan, plan_host
+from zo2core.planning.host_plan import HostPlan, plan_host, plan_together
 from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
 from zo2core.planning.write_interval import interval_of
 from zo2core.profiling.chrome_trace import Trace
@@ -37,11 +38,12 @@ from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.schedulers import OverlappedScheduler, SerialScheduler
 from zo2core.schedulers.overlapped import spread
-from zo2core.sources import PinnedSource, StreamedSource
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sources.carrying import CarryingSource, staging_bytes
+from zo2core.sources.choice import open_source
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.scratch import Scratch
+from zo2core.sources.shared import shared_bytes
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.host_replay import CarryingScheduler, HostReplay
 from zo2core.sweep.landing import Landing
@@ -163,18 +165,23 @@ def build(
         waiting = memory.activation_bytes if room < memory.activation_bytes else 0
         streamed = laid_out_as_on_disk(layouts, model.weights)
         host_plan = memory.host
+        planned = partial(
+            plan_host,
+            layouts,
+            streamed,
+            memory="auto" if isinstance(host_plan, HostPlan) else host_plan,
+            activation_bytes=memory.activation_bytes if device.in_place else waiting,
+            compute_on_host=on_host,
+            may_keep_noise=not isinstance(of_choice, CounterNoise),
+            walks=walks,
+            staging=0 if carrying is None else staging_bytes(layouts),
+            factors=held if on_host else 0,
+        )
+        sharers: Workers | None = None  # None: this process has a copy of its own
         if not isinstance(host_plan, HostPlan):
-            host_plan = plan_host(
-                layouts,
-                streamed,
-                memory=host_plan,
-                activation_bytes=memory.activation_bytes if device.in_place else waiting,
-                compute_on_host=on_host,
-                may_keep_noise=not isinstance(of_choice, CounterNoise),
-                walks=walks,
-                staging=0 if carrying is None else staging_bytes(layouts),
-                factors=held if on_host else 0,
-            )
+            may_share = device.in_place and (write_back is None or write_back.is_left_to_us)
+            host_plan, sharers = plan_together(planned, workers, may_share=may_share)
+        write_back = write_back if sharers is None else None
         if noise is None:
             of_choice = choose_noise(recorded, layouts, device.torch_device, memory=max(host_plan.spare, 0))
         opened.push(journal.withdraw_if_refused)
@@ -189,18 +196,17 @@ def build(
         if write_back is not None:
             scratch = Scratch(Path(write_back.directory), used, journal.chain, journal.require_version)
         base_digests = BaseDigests(journal.base_digests, learns=estimator is not None)
-        source: BlockSource
-        try:
-            options: Any = {"scratch": scratch, "write_back_every": every}
-            options |= {"base_digests": base_digests, "timeline": timeline}
-            if buckets is None:
-                source = PinnedSource(model.weights, used, device.host_memory, **options)
-            else:
-                source = StreamedSource(model.weights, used, device.host_memory, buckets=buckets, **options)
-        except BaseException:
-            if scratch is not None:
-                scratch.close()
-            raise
+        source = open_source(
+            model.weights,
+            used,
+            device.host_memory,
+            buckets=buckets,
+            shared=None if sharers is None else sharers.shared_memory(shared_bytes(used)),
+            scratch=scratch,
+            write_back_every=every,
+            base_digests=base_digests,
+            timeline=timeline,
+        )
         opened.callback(source.close)
         landing = Landing(of_choice)
         scheduler: Scheduler

@@ -18,11 +18,13 @@ from zo2core.kernels.encoding import decoded
 from zo2core.planning import DevicePlan, HostPlan, MemoryPolicy, Replay
 from zo2core.profiling import Trace, TraceRecorder
 from zo2core.protocols import BlockModel, Device, Forward, NoiseGenerator, Objective
+from zo2core.sources.shared import SharedSource
 from zo2core.sweep.evaluation_loop import evaluate, evaluate_objective, fill_sweeps
 from zo2core.sweep.exclusive_use import ExclusiveUse
 from zo2core.sweep.microbatch import require_tensors
 from zo2core.sweep.perturber import choose_perturber
 from zo2core.sweep.stacked_visitor import StackedVisitor
+from zo2core.sweep.turn_visitor import TurnVisitor
 from zo2core.sweep.visitor import SegmentVisitor
 from zo2core.types import Batch, Evaluation, EvaluationResult, saved_form
 from zo2core.updates import Trajectory
@@ -246,7 +248,7 @@ class Replayer:
                 self._parts.noise.retain(visitor.seeds)
         return visitor.outputs
 
-    def _visitor(self, groups: Groups, forward: Forward | None = None) -> SegmentVisitor | StackedVisitor:
+    def _visitor(self, groups: Groups, forward: Forward | None = None) -> SegmentVisitor | StackedVisitor | TurnVisitor:
         parts, evaluations = self._parts, [evaluation for evaluation, _ in groups]
         trajectory = Trajectory(parts.journal.updates, self.version, evaluations, *self._perturbation())
         way: Forward = self._model if forward is None else forward
@@ -264,7 +266,7 @@ class Replayer:
                 timeline=parts.timeline,
                 worker=parts.worker,
             )
-        return SegmentVisitor(
+        visitor = SegmentVisitor(
             self._model.layouts,
             way,
             choose_perturber(parts.noise, parts.work_buffer, parts.worker, trajectory),
@@ -274,6 +276,9 @@ class Replayer:
             timeline=parts.timeline,
             landing=self._landing,
         )
+        if isinstance(parts.source, SharedSource):
+            return TurnVisitor(visitor, parts.source, self._model.layouts, self.version)
+        return visitor
 
     def _perturbation(self) -> tuple[float, bool]:
         """Perturbation scale, and whether evaluations walk from one to the next; without steps nothing is perturbed."""

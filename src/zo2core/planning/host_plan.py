@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zo2core.io.direct_file import STAGING, whole_pages
@@ -13,6 +13,7 @@ from zo2core.planning.memory_plan import MemoryPart, MemoryPlan
 from zo2core.sources.loader import READERS
 from zo2core.sources.reading_order import READ_AHEAD
 from zo2core.types import BlockLayout, walk_bytes, work_bytes
+from zo2core.workers import Workers
 
 # Note: Headroom. The allocators of Python and torch keep memory beside what is counted here, and other programs may take
 # some in the meantime.
@@ -45,6 +46,7 @@ def plan_host(
     walks: bool = True,
     staging: int = 0,
     factors: int = 0,
+    sharers: int = 1,
 ) -> HostPlan:
     """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; noise is kept if it fits.
 
@@ -58,13 +60,15 @@ def plan_host(
         walks: Whether evaluations walk from one to the next, which takes memory where the forward's weights are rounded.
         staging: Bytes for blocks as they are carried to a device.
         factors: Bytes of the factors of directions beside the activations.
+        sharers: Workers on this host that have resident blocks together: each counts its part of them. What is free is
+            theirs together.
 
     Raises:
         MemoryBudgetError: if not even the smallest plan fits; it adds up what that needs.
         OptionError: if ``memory`` is no size.
     """
     process = resident_memory()
-    budget = process + int(AUTO_SHARE * free_memory()) if memory == "auto" else parse_size(memory)
+    budget = process + int(AUTO_SHARE * free_memory() / sharers) if memory == "auto" else parse_size(memory)
     blocks = sum(not layout.resident for layout in layouts)
     work, noise = (work_bytes(layouts), noise_bytes(layouts)) if compute_on_host else (0, 0)
     work += walk_bytes(layouts, walks=walks) + carrying_bytes(layouts) if compute_on_host else 0
@@ -74,11 +78,14 @@ def plan_host(
         sizes = [whole_pages(layout.nbytes) for layout in used if not layout.resident]
         resident = sum(whole_pages(layout.nbytes) for layout in used if layout.resident)
         held = sum(sizes) if buckets is None else buckets * max(sizes, default=0)
+        together = f", a {sharers}th of what {sharers} workers share" if buckets is None and sharers > 1 else ""
+        if together:
+            resident, held = -(-resident // sharers), -(-held // sharers)
         parts = (
             MemoryPart("this program, as it is", process),
             MemoryPart("activations, reserved", activation_bytes),
-            MemoryPart("embedding and head", resident),
-            MemoryPart(f"{blocks if buckets is None else buckets} of {blocks} blocks", held),
+            MemoryPart(f"embedding and head{together}", resident),
+            MemoryPart(f"{blocks if buckets is None else buckets} of {blocks} blocks{together}", held),
             MemoryPart("work buffer", work),
             *([MemoryPart("blocks as they are carried", staging)] if staging else []),
             MemoryPart("noise buffer" if keep_noise else "noise buffer: drawn again instead", noise if keep_noise else 0),
@@ -97,3 +104,26 @@ def plan_host(
         if plan.nbytes <= budget:
             return plan
     raise plan.too_large("memory", "free memory, allow more, or take smaller batches or a 16-bit dtype")
+
+
+def plan_together(
+    planned: Callable[..., HostPlan], workers: Workers | None, *, may_share: bool
+) -> tuple[HostPlan, Workers | None]:
+    """The plan of a worker, and whether it has its blocks together with the others of its host.
+
+    Args:
+        planned: ``plan_host`` with all but ``sharers``.
+        workers: All of the run.
+        may_share: Whether this worker could: its device computes in host memory, and nothing is to be written back.
+
+    Returns:
+        The plan, and the workers to share with; None if every process has a copy of its own: a worker of the run could not
+        share, or blocks have to stream.
+    """
+    if workers is None or workers.size == 1:
+        return planned(), None
+    together = len(workers.neighbours)
+    plan = planned(sharers=together)
+    if workers.all_agree(answer=may_share and plan.buckets is None):
+        return plan, workers
+    return planned(), None

@@ -140,6 +140,11 @@ class WriteBackPolicy:
     snapshot_every: int | None = None
     terabytes_per_1000_steps: float | None = None
 
+    @property
+    def is_left_to_us(self) -> bool:
+        """Whether no number was asked for: nothing needs to be written, then, where there are reasons against it."""
+        return self.every in ("auto", None) and self.snapshot_every is None
+
     def __post_init__(self) -> None:
         limit = self.terabytes_per_1000_steps
         if limit is not None and not (type(limit) in (int, float) and 0 < limit < math.inf):

@@ -104,6 +104,10 @@ class BaseDigests:
         self._checked.add(layout.name)
         self._is_news = True
 
+    def known(self, layout: BlockLayout) -> str:
+        """The digest of a segment that was read; empty if nobody wants one."""
+        return self._expected.get(layout.name, "")
+
     def note(self, journal: Journal) -> None:
         """Hand a journal the digests that it has not; mostly there are none, and nothing is done.
 
@@ -112,7 +116,8 @@ class BaseDigests:
         """
         if self._is_news:
             kept = journal.base_digests
-            unknown = {name: digest for name, digest in self._expected.items() if name not in kept}
+            # Sorted: of several workers each may have read them in another order, and their journals are to be equal.
+            unknown = {name: digest for name, digest in sorted(self._expected.items()) if name not in kept}
             if unknown:
                 journal.note_base(unknown)
             self._is_news = False

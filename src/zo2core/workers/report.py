@@ -85,12 +85,9 @@ def require_same_context(reports: Mapping[int, Report], own: int) -> None:
     Raises:
         WorkerError: naming the worker.
     """
-    dtypes = {report.dtype for report in reports.values() if report.losses}
     for rank, report in reports.items():
         if report.context != own:
             raise _unlike(rank, "losses of another journal, other directions or another batch", "those of the same step")
-        if len(dtypes) > 1:
-            raise _unlike(rank, f"losses in {report.dtype}", f"one dtype, not {len(dtypes)}")
 
 
 def combined(reports: Mapping[int, Report], split: Split, evaluations: int, unit: int) -> dict[int, torch.Tensor]:
@@ -107,7 +104,7 @@ def combined(reports: Mapping[int, Report], split: Split, evaluations: int, unit
         of those whose losses count, summed in the order of ranks. Elsewhere it is the loss as its worker computed it.
 
     Raises:
-        WorkerError: if a worker has more or fewer losses than its share.
+        WorkerError: if a worker has more or fewer losses than its share, or of another dtype than others have.
     """
     parts: dict[int, list[tuple[float, int]]] = {}
     for rank in sorted(reports):
@@ -117,7 +114,11 @@ def combined(reports: Mapping[int, Report], split: Split, evaluations: int, unit
         for place, loss in zip(share.evaluations, report.losses, strict=True):
             parts.setdefault(place, []).append((loss, report.tokens))
     if split.parts == 1:
-        dtype = next((report.dtype for report in reports.values() if report.losses), torch.float64)
+        dtypes = {report.dtype: rank for rank, report in reports.items() if report.losses}
+        if len(dtypes) > 1:
+            *_, (dtype, rank) = dtypes.items()
+            raise _unlike(rank, f"losses in {dtype}", f"one dtype, not {len(dtypes)}")
+        dtype = next(iter(dtypes), torch.float64)
         return {place: torch.tensor(parts[place][0][0], dtype=dtype) for place in sorted(parts)}
     return {place: torch.tensor(_mean(parts[place]), dtype=torch.float64) for place in sorted(parts)}
 

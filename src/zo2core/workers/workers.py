@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -16,7 +17,8 @@ import torch
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
-from zo2core.errors import NonFiniteLossError, OptionError, WorkerError
+from zo2core.errors import NonFiniteLossError, OptionError, WorkerError, reason
+from zo2core.io.shared_memory import SharedMemory
 from zo2core.journal import Journal
 from zo2core.types import Evaluation
 from zo2core.workers.exchange import TIMEOUT, Exchange, TCPStore
@@ -103,6 +105,7 @@ class Workers:
         self._exchange = exchange
         self._asked = split
         self._deadline = deadline
+        self._neighbours: tuple[int, ...] = ()
 
     @classmethod
     def joined(
@@ -169,6 +172,50 @@ class Workers:
     def size(self) -> int:
         """Workers."""
         return self._exchange.size
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """Ranks of those on this host, this worker among them."""
+        if not self._neighbours:
+            hosts = self._told({"host": _host()})
+            self._neighbours = tuple(rank for rank, own in hosts.items() if own["host"] == hosts[self.rank]["host"])
+        return self._neighbours
+
+    def all_agree(self, *, answer: bool) -> bool:
+        """Whether all workers answer with yes."""
+        return all(bool(value) for [value] in self.gathered([float(answer)]))
+
+    def shared_memory(self, nbytes: int) -> SharedMemory:
+        """Memory that the workers of this host have together; all workers ask for it at the same time.
+
+        Raises:
+            WorkerError: if it cannot be made or reached.
+        """
+        first, made, refused = self.neighbours[0], None, None
+        try:
+            made = SharedMemory.made(nbytes) if first == self.rank else None
+        except OSError as error:
+            refused = reason(error)
+        own = {"process": os.getpid(), "descriptor": None if made is None else made.descriptor, "refused": refused}
+        of_first = self._told(own)[first]
+        try:
+            if of_first["refused"] is not None:
+                raise OSError(of_first["refused"])
+            memory = SharedMemory.reached(of_first["process"], of_first["descriptor"]) if made is None else made
+        except OSError as error:
+            raise WorkerError(
+                f"worker {first}",
+                found=f"memory that cannot be shared ({reason(error)})",
+                expected=f"{nbytes} bytes for all workers of this host",
+                remedy="let the workers of a host run as one user, and free memory",
+            ) from error
+        self.all_agree(answer=True)  # the first one's descriptor has been used by all
+        return memory
+
+    def _told(self, values: Mapping[str, Any]) -> dict[int, Any]:
+        if self.size == 1:
+            return {0: dict(values)}
+        return {rank: json.loads(said) for rank, said in self._exchange.gather(json.dumps(values).encode()).items()}
 
     def meet(self, journal: Journal) -> None:
         """Bring this worker's journal in line with the longest one: the run goes on where that one ends.
@@ -318,3 +365,11 @@ def _found(meeting: Any, timeout: float) -> tuple[TCPStore, bytes]:
                     remedy="open that host's ports to the other workers",
                 ) from error
             time.sleep(0.2)
+
+
+def _host() -> str:
+    """What processes have in common that can share memory: a running system, and a view of its processes."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return secrets.token_hex(8)
