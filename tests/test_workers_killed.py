@@ -1,0 +1,83 @@
+"""Workers of a run are killed at random: torchrun starts them again, and nothing is lost but the step under way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import worker_program
+from command_lines import SECONDS
+
+SIZE = 3
+STEPS = 300
+PROGRAM = Path(worker_program.__file__)
+
+
+def launched(folder: Path, steps: int) -> subprocess.Popen[bytes]:
+    """``torchrun`` with workers that it starts again as often as need be."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(SIZE), "--max-restarts", "1000"]
+    with (folder / "output").open("ab") as output:
+        return subprocess.Popen([*launcher, str(PROGRAM), str(folder), str(steps)], stdout=output, stderr=output)
+
+
+def longest_journal(folder: Path) -> bytes:
+    """The whole lines of the longest journal."""
+    contents = [path.read_bytes() for path in folder.glob("*.jsonl")]
+    return max((content[: content.rfind(b"\n") + 1] for content in contents), key=len, default=b"")
+
+
+def pid_of(folder: Path, rank: int) -> int | None:
+    """The process of a worker, if it has said which it is."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((folder / f"{rank}.pid").read_text())
+    return None
+
+
+def run_with_kills(folder: Path, rng: random.Random, kills: int) -> list[bytes]:
+    """One run to its end. Returns the longest journal at each kill."""
+    folder.mkdir()
+    process = launched(folder, STEPS)
+    seen: list[bytes] = []
+    killed: set[int] = set()
+    try:
+        end = time.monotonic() + SECONDS * (1 + kills)
+        while process.poll() is None and time.monotonic() < end:
+            pid = pid_of(folder, rng.randrange(SIZE))
+            if len(seen) < kills and pid is not None and pid not in killed:
+                time.sleep(rng.uniform(0.0, 6.0))  # a worker takes about half of that to start
+                seen.append(longest_journal(folder))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                killed |= {own for rank in range(SIZE) if (own := pid_of(folder, rank)) is not None}  # all start again
+            time.sleep(0.01)
+        assert process.poll() == 0, (folder / "output").read_text()[-2000:]
+    finally:
+        process.kill()
+    return seen
+
+
+@pytest.mark.parametrize("seed", [0])
+def test_killed_workers_lose_the_step_under_way_and_nothing_else(
+    tmp_path: Path, seed: int, request: pytest.FixtureRequest
+) -> None:
+    kills = 200 if request.config.getoption("--long") else 2
+    rng = random.Random(seed)
+    alone = b"".join(worker_program.trained(tmp_path, 99, STEPS, None))
+    done = runs = 0
+    while done < kills:
+        folder = tmp_path / f"run {runs}"
+        seen = run_with_kills(folder, rng, min(kills - done, rng.randrange(2, 6)))
+        journals = [(folder / f"{rank}.jsonl").read_bytes() for rank in range(SIZE)]
+        assert journals[0] == journals[1] == journals[2]
+        assert journals[0].count(b'"step"') == STEPS
+        for before in seen:
+            assert journals[0].startswith(before), "a record that was durable is gone"
+        assert [(folder / f"{rank}.weights").read_bytes() for rank in range(SIZE)] == [alone] * SIZE
+        done, runs = done + len(seen), runs + 1
