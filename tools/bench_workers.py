@@ -1,0 +1,270 @@
+"""Measure workers on one host: speed of two against one, memory of several, and a late one's first step.
+
+    python tools/bench_workers.py speed DIR --rows 4 --tokens 64
+    python tools/bench_workers.py memory DIR --workers 4
+    python tools/bench_workers.py late DIR --steps 1000
+
+``speed`` pins each worker to a core of its own and lets one worker and two take the same steps in turns, with a step's
+directions shared out; their losses must be equal. ``memory`` reads the proportional count of each process (smaps_rollup): a
+page that four processes have counts a quarter in each. ``late`` writes a journal of so many steps and times how long it
+takes a second worker, without one, from its start to its first step's end. Each prints a table and JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_overlap import keep
+
+from zo2adapters import open_checkpoint
+from zo2adapters.trainers.verification import random_batch
+from zo2core import Distribution, Journal, MemoryPolicy, MultiQueryRGE, PhiloxNoise, Workers, ZOEngine
+from zo2core.types import work_bytes
+from zo2core.workers.exchange import TCPStore
+
+TIMEOUT = 1800.0
+
+
+class Member:
+    """A worker in a process of its own, which does what it is told.
+
+    Args:
+        options: Of the benchmark.
+        rank: Of the worker.
+        size: Workers.
+        port: Of rank 0's store, which this process opens; 0: there are no others.
+        core: To compute on; None leaves it to the system.
+    """
+
+    def __init__(self, options: argparse.Namespace, rank: int, size: int, port: int, core: int | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, options, rank, size, port, core), daemon=True)
+        self.process.start()
+
+    def send(self, *words: object) -> None:
+        """Tell it what to do."""
+        self._pipe.send(words)
+
+    def answer(self) -> Any:
+        """Wait for what it says."""
+        return self._pipe.recv()
+
+
+def serve(pipe: Connection, options: argparse.Namespace, rank: int, size: int, port: int, core: int | None) -> None:
+    """A worker's process."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    model = open_checkpoint(options.directory, dtype=options.dtype)
+    estimator = MultiQueryRGE(lr=1e-6, zo_eps=1e-3, q=options.queries, perturb_in_place=False)
+    batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
+    with ExitStack() as opened:
+        workers = None
+        if size > 1:
+            store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+            joined = Workers.joined(rank=rank, size=size, store=store, split="directions", timeout=TIMEOUT)
+            workers = opened.enter_context(joined)
+        engine = opened.enter_context(
+            ZOEngine(
+                model,
+                estimator,
+                noise=PhiloxNoise(Distribution.RADEMACHER),
+                memory=MemoryPolicy(activations="64MiB"),
+                workers=workers,
+            )
+        )
+        pipe.send(work_bytes(model.layouts))
+        while (words := pipe.recv())[0] != "stop":
+            if words[0] == "step":
+                pipe.send((engine.step(batch).losses, sum(os.times()[:2])))
+            elif words[0] == "memory":
+                pipe.send(proportional_bytes())
+
+
+def proportional_bytes() -> dict[str, int]:
+    """The kernel's proportional count of this process, in all and of memory that is neither a file's nor its own."""
+    counted = dict.fromkeys(("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem"), 0)
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
+        name, value, *_ = line.split()
+        if name.rstrip(":") in counted:
+            counted[name.rstrip(":")] = int(value) * 1024
+    return counted
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    return int(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port)
+
+
+def speed(options: argparse.Namespace) -> dict[str, Any]:
+    """One worker and two take the same steps in turns."""
+    port = free_port()
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    alone = [Member(options, 0, 1, 0, cores[0])]
+    pair = [Member(options, rank, 2, port, core) for rank, core in enumerate(cores)]
+    for member in (*alone, *pair):
+        member.answer()
+    seconds: dict[str, list[float]] = {"one": [], "two": []}
+    for number in range(options.steps + 1):
+        losses = []
+        for name, members in (("one", alone), ("two", pair)):
+            began = time.perf_counter()
+            for member in members:
+                member.send("step")
+            said = [member.answer() for member in members]
+            if number:  # the first one reads the checkpoint
+                seconds[name].append(time.perf_counter() - began)
+            losses += [own for own, _ in said]
+        assert losses[0] == losses[1] == losses[2], "the workers' losses differ"
+    for member in (*alone, *pair):
+        member.send("stop")
+    ratios = [one / two for one, two in zip(seconds["one"], seconds["two"], strict=True)]
+    return {"seconds": {name: spread(values) for name, values in seconds.items()}, "times_faster": spread(ratios)}
+
+
+def memory(options: argparse.Namespace) -> dict[str, Any]:
+    """Several workers take two steps; then each says what it has."""
+    port = free_port()
+    members = [Member(options, rank, options.workers, port, None) for rank in range(options.workers)]
+    work, *_ = [member.answer() for member in members]
+    for _ in range(2):
+        for member in members:
+            member.send("step")
+        for member in members:
+            member.answer()
+    for member in members:
+        member.send("memory")
+    counted = [member.answer() for member in members]
+    for member in members:
+        member.send("stop")
+    model = sum(layout.nbytes for layout in open_checkpoint(options.directory, dtype=options.dtype).layouts)
+    total = {name: sum(own[name] for own in counted) for name in counted[0]}
+    allowed = 1.1 * model + options.workers * work
+    return {
+        "model_bytes": model,
+        "work_buffer_bytes": work,
+        "proportional_bytes": total,
+        "of_allowed": total["Pss"] / allowed,
+    }
+
+
+def late(options: argparse.Namespace) -> dict[str, Any]:
+    """A worker has a journal of many steps; another one comes without, and takes the next step with it."""
+    seconds = []
+    for _ in range(options.rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            seconds.append(late_seconds(options, Path(folder)))
+    return {"steps_missed": options.steps, "seconds": spread(seconds)}
+
+
+def late_seconds(options: argparse.Namespace, folder: Path) -> float:
+    """Seconds from the second worker's beginning to its first step's end, its program's start not counted."""
+    estimator = MultiQueryRGE(lr=1e-6, zo_eps=1e-3, q=options.queries, perturb_in_place=False)
+    first, model = folder / "first.jsonl", open_checkpoint(options.directory, dtype=options.dtype)
+    batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
+    noise = PhiloxNoise(Distribution.RADEMACHER)
+    with ZOEngine(model, estimator, noise=noise, journal=first) as engine:
+        engine.step(batch)
+        header, update = dict(engine.journal.header or {}), engine.journal.updates[0]
+    journal = Journal(first)
+    for step in range(1, options.steps):
+        seeds = [step * 1000 + number for number in range(options.queries)]
+        pairs = [replace_seed(evaluation, seeds[number // 2]) for number, evaluation in enumerate(update.evaluations)]
+        journal.append(replace(update, step=step, evaluations=tuple(pairs), seeds=tuple(seeds)))
+    journal.close()
+    assert header
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=come_late, args=(theirs, options, store.port, folder / "second.jsonl"), daemon=True)
+    process.start()
+    pipe.recv()  # its program has started
+    with Workers.joined(rank=0, size=2, store=store, split="directions", timeout=TIMEOUT) as workers:
+        model = open_checkpoint(options.directory, dtype=options.dtype)
+        pipe.send("begin")
+        with ZOEngine(model, estimator, noise=noise, journal=first, workers=workers) as engine:
+            engine.step(batch)
+            taken = float(pipe.recv())
+    process.join()
+    return taken
+
+
+def replace_seed(evaluation: Any, seed: int) -> Any:
+    """The same side of another direction."""
+    return evaluation._replace(seed=seed)
+
+
+def come_late(pipe: Connection, options: argparse.Namespace, port: int, journal: Path) -> None:
+    """The worker without a journal."""
+    torch.set_num_threads(1)
+    pipe.send("started")
+    pipe.recv()
+    began = time.perf_counter()
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    estimator = MultiQueryRGE(lr=1e-6, zo_eps=1e-3, q=options.queries, perturb_in_place=False)
+    model = open_checkpoint(options.directory, dtype=options.dtype)
+    batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
+    noise = PhiloxNoise(Distribution.RADEMACHER)
+    with (
+        Workers.joined(rank=1, size=2, store=store, split="directions", timeout=TIMEOUT) as workers,
+        ZOEngine(model, estimator, noise=noise, journal=journal, workers=workers) as engine,
+    ):
+        engine.step(batch)
+        pipe.send(time.perf_counter() - began)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and range."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def table(measured: dict[str, Any]) -> str:
+    """What was measured, a line each."""
+    lines = []
+    for name, value in measured.items():
+        if isinstance(value, dict) and "median" in value:
+            lines.append(f"{name:24s} {value['median']:10.3f}   {value['min']:.3f} to {value['max']:.3f}")
+        elif isinstance(value, dict):
+            lines += [f"{name} {line}" for line in table(value).splitlines()]
+        else:
+            lines.append(f"{name:24s} {value:>10}" if isinstance(value, int) else f"{name:24s} {value:10.3f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Read the command line, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["speed", "memory", "late"])
+    parser.add_argument("directory", type=Path, help="of a checkpoint")
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--queries", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--output", type=Path, default=None, help="file for the JSON")
+    options = parser.parse_args()
+    measured = {"speed": speed, "memory": memory, "late": late}[options.what](options)
+    print(table(measured), file=sys.stderr)
+    asked = {name: getattr(options, name) for name in ("what", "rows", "tokens", "queries", "workers", "steps", "dtype")}
+    machine = {"processor": platform.processor() or platform.machine(), "torch": torch.__version__}
+    keep({**asked, "directory": options.directory.name, "machine": machine, **measured}, options.output)
+
+
+if __name__ == "__main__":
+    main()
