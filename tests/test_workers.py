@@ -48,6 +48,8 @@ from zo2core import (
     ZOEngine,
     ZOEstimator,
 )
+from zo2core.journal.damage import ImpossibleRecordError
+from zo2core.journal.update_record import decode, encode
 from zo2core.planning.host_plan import HostPlan
 from zo2core.sources.shared import SharedSource
 from zo2core.types import Evaluation
@@ -665,12 +667,32 @@ def test_a_deadline_is_a_number_of_seconds(deadline: float) -> None:
 def test_a_record_lists_its_workers_and_older_ones_none(tmp_path: Path) -> None:
     crew(tmp_path, 2, RGE, steps=1)
     lines = (tmp_path / "0" / "journal.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["workers"] == [0, 1]
+    assert json.loads(lines[-1])["workers"] == "0-1"
     trained(tmp_path / "alone", RGE, steps=1)
     assert "workers" not in json.loads((tmp_path / "alone" / "journal.jsonl").read_text().splitlines()[-1])
     [update] = updates_of(tmp_path / "0")
     assert replace(update, workers=(1, 0)).contradiction() is not None
     assert replace(update, workers=(-1,)).contradiction() is not None
+
+
+@given(st.sets(st.integers(0, 30), min_size=1).map(sorted))
+def test_ranks_of_a_record_are_read_as_they_were_written(ranks: list[int]) -> None:
+    update = Update(
+        step=0,
+        evaluations=(Evaluation(1, 1.0),),
+        seeds=(1,),
+        projected_grads=(0.5,),
+        lr=0.1,
+        zo_eps=0.1,
+        weight_decay=0.0,
+        perturb_in_place=False,
+        losses=(1.0,),
+        workers=tuple(ranks),
+    )
+    assert decode(encode(update)) == update
+    for wrong in ("1,0", "0,1", "2-1", "0-", "", "a", "0,,2", "00", [0, 1], "0-99999999"):
+        with pytest.raises(ImpossibleRecordError, match="workers"):
+            decode({**encode(update), "workers": wrong})
 
 
 def test_a_batch_that_cannot_be_dealt_is_refused_before_anything_is_told(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from zo2adapters.trainers.allocator import keep_freed_memory, keeps_memory
 from zo2adapters.trainers.branching import branch_run
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory
-from zo2adapters.trainers.sharing import Sharing, is_first, own_directory, own_rank
+from zo2adapters.trainers.sharing import Sharing, directory_to_resume, holds_run, is_first, own_directory, own_rank
 from zo2core import OptionError, Workers
 
 # What a resumed run may be told anew. No bit of the result depends on where weights are kept, except by the device.
@@ -68,17 +68,15 @@ class Train(RunOptions):
         Raises:
             OptionError: if there is no such run.
         """
-        if self.resume is None:
-            own = None if self.output is None or own_rank() is None else own_directory(self.output)
-            if own is None or not (own / OPTIONS).exists():
-                return None
-            options = RunDirectory.options(own)
-            shared = {option.name: getattr(options, option.name) for option in fields(RunOptions)}
-            return Train(model=options.model, data=options.data, output=self.output, **shared)
-        options = RunDirectory.options(self.resume)
+        resume = self.resume
+        if resume is None and self.output is not None and own_rank() is not None and holds_run(self.output):
+            resume = self.output
+        if resume is None:
+            return None
+        options = RunDirectory.options(directory_to_resume(resume))
         shared = {option.name: getattr(options, option.name) for option in fields(RunOptions)}
-        output = self.resume if self.from_step is None else None
-        return Train(model=options.model, data=options.data, output=output, resume=self.resume, **shared)
+        output = resume if self.from_step is None else None
+        return Train(model=options.model, data=options.data, output=output, resume=resume, **shared)
 
     def options(self) -> TrainOptions:
         """The run's options: those given, or those of the run to resume with what was told anew.
@@ -89,7 +87,7 @@ class Train(RunOptions):
         if self.from_step is not None:
             return self._branched()
         if self.resume is not None:
-            return self._resumed(RunDirectory.options(self.resume))
+            return self._resumed(RunDirectory.options(directory_to_resume(self.resume)))
         if self.model is None or self.data is None or self.output is None:
             missing = [name for name in ("model", "data", "output") if getattr(self, name) is None]
             raise OptionError(
@@ -143,7 +141,7 @@ class Train(RunOptions):
 
         options, resume = self.options(), self.resume is not None
         first = is_first(workers)
-        if self.resume is not None and self.from_step is not None and first:
+        if self.resume is not None and self.from_step is not None and first and not (workers and holds_run(options.output)):
             branch_run(self.resume, self.from_step, options)
         if workers is not None:
             options, resume = _own_run(options)
@@ -174,11 +172,7 @@ class Train(RunOptions):
 def _own_run(options: TrainOptions) -> tuple[TrainOptions, bool]:
     """The options with a worker's own directory, and whether its run has begun."""
     own = replace(options, output=own_directory(options.output))
-    if not (own.output / OPTIONS).exists():
-        return own, False
-    begun = RunDirectory.options(own.output)
-    _require_same(begun, own, anew=_ANEW, fixed=_FIXED, remedy="or choose another --output")
-    return own, True
+    return own, (own.output / OPTIONS).exists()
 
 
 def _require_same(

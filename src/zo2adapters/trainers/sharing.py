@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zo2adapters.trainers.run_directory import OPTIONS
 from zo2core import OptionError, Workers, open_regular, reason
 
 if TYPE_CHECKING:
@@ -86,6 +87,17 @@ def own_directory(output: Path) -> Path:
     """Where this process keeps its journal: the run's directory, or one beside it for each worker but the first."""
     rank = own_rank() or 0
     return output if rank == 0 else output.with_name(f"{output.name}.worker-{rank}")
+
+
+def directory_to_resume(output: Path) -> Path:
+    """The directory whose options are those of a run: a worker's own, or the run's where it has none yet."""
+    own = own_directory(output)
+    return own if (own / OPTIONS).exists() else output
+
+
+def holds_run(output: Path) -> bool:
+    """Whether a run has begun that this process can go on with, or join."""
+    return (directory_to_resume(output) / OPTIONS).exists()
 
 
 def local_device(device: str, workers: Workers | None) -> str:

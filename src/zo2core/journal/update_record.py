@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zo2core.journal.damage import ImpossibleRecordError, shown
 from zo2core.types import Evaluation, Update
+
+_MOST_WORKERS = 1 << 24
+_RANGES = re.compile(r"\d{1,8}(-\d{1,8})?(,\d{1,8}(-\d{1,8})?)*", re.ASCII)
 
 
 def encode(update: Update) -> dict[str, Any]:
@@ -21,7 +25,7 @@ def encode(update: Update) -> dict[str, Any]:
         "weight_decay": float(update.weight_decay),
         "perturb_in_place": bool(update.perturb_in_place),
         "losses": [float(loss) for loss in update.losses],
-        **({"workers": list(update.workers)} if update.workers else {}),
+        **({"workers": _ranges(update.workers)} if update.workers else {}),
     }
 
 
@@ -41,12 +45,37 @@ def decode(record: Mapping[str, Any]) -> Update:
         weight_decay=_real(_member(record, "weight_decay"), "weight_decay"),
         perturb_in_place=_boolean(_member(record, "perturb_in_place"), "perturb_in_place"),
         losses=tuple(_real(loss, "a loss") for loss in _list(record, "losses")),
-        workers=tuple(_integer(rank, "a rank") for rank in _list(record, "workers")) if "workers" in record else (),
+        workers=_ranks(record["workers"]) if "workers" in record else (),
     )
     contradiction = update.contradiction()
     if contradiction is not None:
         raise ImpossibleRecordError(*contradiction)
     return update
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Ascending ranks as ranges, such as ``0-2,5``: there may be thousands of them, in each record."""
+    ends = [at for at in range(len(ranks)) if at + 1 == len(ranks) or ranks[at + 1] != ranks[at] + 1]
+    begins = [0, *(end + 1 for end in ends[:-1])]
+    return ",".join(
+        str(ranks[begin]) if begin == end else f"{ranks[begin]}-{ranks[end]}"
+        for begin, end in zip(begins, ends, strict=True)
+    )
+
+
+def _ranks(ranges: object) -> tuple[int, ...]:
+    """Undo ``_ranges``."""
+    if not isinstance(ranges, str) or not _RANGES.fullmatch(ranges):
+        raise ImpossibleRecordError(f"workers {shown(ranges)}", "ranks in ascending order, as 0-2,5")
+    ranks: list[int] = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        ranks.extend(range(int(first), int(last or first) + 1))
+        if len(ranks) > _MOST_WORKERS:
+            break
+    if _ranges(ranks) != ranges:
+        raise ImpossibleRecordError(f"workers {shown(ranges)}", "ranks in ascending order, as 0-2,5")
+    return tuple(ranks)
 
 
 def _member(record: Mapping[str, Any], key: str) -> object:

@@ -12,6 +12,7 @@ import torch
 import xxhash
 
 from zo2core.errors import WorkerError
+from zo2core.io.direct_file import byte_view
 from zo2core.types import Batch, Evaluation
 from zo2core.workers.share import Split
 
@@ -75,7 +76,8 @@ def batch_digest(batches: Sequence[Batch]) -> int:
     for batch in batches:
         for name, tensor in sorted(batch.items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            on_host = tensor.detach().cpu().contiguous()
+            digest.update(byte_view(on_host))
     return digest.intdigest()
 
 

@@ -1,0 +1,101 @@
+"""The commands under ``torchrun``: the bits of one process, one speaker, a directory for each worker."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_lines import ROWS, SECONDS, refusal, run_here
+from runs import small_run
+
+from zo2adapters.trainers.options import TrainOptions
+
+
+def torchrun(size: int, *arguments: object, succeeds: bool = True) -> str:
+    """What the workers print, all of them together."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "-m", "zo2adapters"]
+    ended = subprocess.run([*launcher, *map(str, arguments)], capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert (ended.returncode == 0) == succeeds, ended.stderr[-2000:]
+    return ended.stdout + ended.stderr
+
+
+def asked(options: TrainOptions, **changes: Any) -> list[object]:
+    """The command line of a small run."""
+    rows = options.data
+    given: dict[str, Any] = {"model": options.model, "data": rows, "evaluation": rows, "output": options.output}
+    given |= {"steps": 4, "lr": 1e-3, "batch_size": 4, "evaluate_every": 2, **changes}
+    return ["train", *(word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value))]
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["two", "one that comes later"])
+def test_train_makes_the_model_of_one_process(tmp_path: Path, *, kept: bool) -> None:
+    options = small_run(tmp_path)
+    alone, output = tmp_path / "alone", options.output
+    assert run_here(*asked(options, output=alone)).status == 0
+    if kept:  # the run was begun by one process
+        assert run_here(*asked(options, steps=2)).status == 0
+    said = torchrun(2, *asked(options))
+    assert said.count("step 4: evaluation loss") == 1
+    assert said.count("journal: ") == 1
+    journals = [(path / "journal.jsonl").read_bytes() for path in (output, tmp_path / "run.worker-1")]
+    assert journals[0] == journals[1]
+    lines = [json.loads(line) for line in journals[0].splitlines()]
+    assert [line.get("workers") for line in lines if "step" in line] == [
+        None if kept and step < 2 else "0-1" for step in range(4)
+    ]
+    assert (output / "model" / "model.safetensors").read_bytes() == (alone / "model" / "model.safetensors").read_bytes()
+    assert not (tmp_path / "run.worker-1" / "model").exists()
+    assert said.count("blocks in memory") == 1
+
+
+def test_tune_and_evaluate_say_what_one_process_says(tmp_path: Path) -> None:
+    options = small_run(tmp_path)
+    candidates = [{"prompt": row["prompt"], "candidates": [" on", " mat"], "answer": 1} for row in ROWS]
+    (tmp_path / "candidates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in candidates))
+    tuning = ["--model", options.model, "--data", options.data, "--forwards", 100, "--learning-rates", 1e-4, 1e-3, 1e-2]
+    torchrun(2, "tune", *tuning, "--output", tmp_path / "together")
+    assert run_here("tune", *tuning, "--output", tmp_path / "alone").status == 0
+    results = [json.loads((tmp_path / name / "tune.json").read_text())["results"] for name in ("together", "alone")]
+    assert results[0] == results[1]
+    best = tmp_path / "together" / results[0][0]["run"]
+    evaluating = ["--run-directory", best, "--data", tmp_path / "candidates.jsonl", "--batch-size", 2]
+    said = torchrun(2, "evaluate", *evaluating)
+    [line] = [line for line in said.splitlines() if line.startswith("accuracy")]
+    alone = run_here("evaluate", *evaluating).out.strip()
+    assert line.rpartition(",")[0] == alone.rpartition(",")[0]  # less the number of sweeps
+    assert said.count("accuracy") == 1
+
+
+def test_every_worker_says_once_why_it_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    options = small_run(tmp_path)
+    said = torchrun(2, *asked(options, split="2x2"), succeeds=False)
+    for speaker in ("zo2: ", "zo2, worker 1: "):
+        [line] = [line for line in said.splitlines() if line.startswith(speaker)]
+        assert "--split: found 2x2, 2 workers" in line
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "rows.jsonl"}
+
+
+def test_options_for_workers_are_refused_without_any(tmp_path: Path) -> None:
+    options = small_run(tmp_path)
+    for name, value in {"split": "rows", "step_deadline": 3.0, "key_file": tmp_path / "key"}.items():
+        line = refusal(*asked(options, **{name: value}))
+        assert line.startswith(f"zo2: --{name.replace('_', '-')}: found")
+        assert "torchrun" in line
+    assert not options.output.exists()
+
+
+@pytest.mark.parametrize("content", [None, b"short"])
+def test_a_key_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> None:
+    options = small_run(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    if content is not None:
+        (tmp_path / "key").write_bytes(content)
+    assert "--key-file" in refusal(*asked(options, key_file=tmp_path / "key"))
+    (tmp_path / "key").write_bytes(bytes(32))
+    assert run_here(*asked(options, key_file=tmp_path / "key")).status == 0
