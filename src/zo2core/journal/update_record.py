@@ -56,7 +56,7 @@ def decode(record: Mapping[str, Any]) -> Update:
 def _ranges(ranks: Sequence[int]) -> str:
     """Ascending ranks as ranges, such as ``0-2,5``: there may be thousands of them, in each record."""
     ends = [at for at in range(len(ranks)) if at + 1 == len(ranks) or ranks[at + 1] != ranks[at] + 1]
-    begins = [0, *(end + 1 for end in ends[:-1])]
+    begins = [0, *(end + 1 for end in ends)][: len(ends)]
     return ",".join(
         str(ranks[begin]) if begin == end else f"{ranks[begin]}-{ranks[end]}"
         for begin, end in zip(begins, ends, strict=True)
