@@ -67,12 +67,9 @@ def _ranks(ranges: object) -> tuple[int, ...]:
     """Undo ``_ranges``."""
     if not isinstance(ranges, str) or not _RANGES.fullmatch(ranges):
         raise ImpossibleRecordError(f"workers {shown(ranges)}", "ranks in ascending order, as 0-2,5")
-    ranks: list[int] = []
-    for part in ranges.split(","):
-        first, _, last = part.partition("-")
-        ranks.extend(range(int(first), int(last or first) + 1))
-        if len(ranks) > _MOST_WORKERS:
-            break
+    parts = [tuple(map(int, part.split("-"))) for part in ranges.split(",")]
+    count = sum(part[-1] - part[0] + 1 for part in parts)
+    ranks = [rank for part in parts for rank in range(part[0], part[-1] + 1)] if 0 < count <= _MOST_WORKERS else []
     if _ranges(ranks) != ranges:
         raise ImpossibleRecordError(f"workers {shown(ranges)}", "ranks in ascending order, as 0-2,5")
     return tuple(ranks)
