@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import simulate_workers
 import torch
 from crews import all_equal, attempted, client_of, opened_store, worked
 from hypothesis import given, settings
@@ -709,3 +710,15 @@ def test_a_process_that_torchrun_did_not_start_is_told_so(monkeypatch: pytest.Mo
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(OptionError, match="torchrun"):
         Workers.from_torchrun()
+
+
+def test_the_simulation_runs_the_same_rounds_each_time() -> None:
+    runs = [simulate_workers.simulated(12, 4, simulate_workers.World(session_seconds=20.0), seed=1) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert runs[0]["left"] > 0
+    assert 0 < runs[0]["lost_share"] < 1
+    assert runs[0]["sent_bytes_a_worker_and_step"] <= 64 + 16 * 2
+    slower = simulate_workers.simulated(12, 4, simulate_workers.World(evaluation_seconds=2.0), seed=1)
+    faster = simulate_workers.simulated(12, 4, simulate_workers.World(evaluation_seconds=0.5), seed=1)
+    assert slower["steps_an_hour"] < faster["steps_an_hour"]
+    assert simulate_workers.near(3, 2, seed=0, seconds=0.001)["workers"] == 3
