@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import tomllib
 import warnings
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_lines import SECONDS
 from models import WORDS, save_model, save_tokenizer, small_config
 from safetensors.torch import load_file
 from transformers import MistralConfig
@@ -125,6 +127,11 @@ def run_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert set(arguments) <= set(targets)
     elif program == "python":
         require_understood(arguments[0], arguments[1:])
+    elif program == "torchrun":
+        launched = [sys.executable, "-m", "torch.distributed.run", *arguments]
+        ended = subprocess.run(launched, capture_output=True, text=True, timeout=SECONDS, check=False)
+        assert ended.returncode == 0, ended.stderr[-2000:]
+        assert ended.stdout, command
     else:
         assert program == "zo2", command
         main(arguments)

@@ -79,6 +79,17 @@ def test_every_worker_says_once_why_it_is_refused_and_leaves_nothing(tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == {"base", "rows.jsonl"}
 
 
+def test_a_plan_counts_a_workers_part_of_what_all_share(tmp_path: Path) -> None:
+    options = small_run(tmp_path)
+    planning = ["plan", "--model", options.model, "--memory", "2GiB", "--scratch", tmp_path, "--json"]
+    plans = [json.loads(run_here(*planning, "--workers", count).out)["host_plan"]["parts"] for count in (1, 4)]
+    blocks = [next(part for part in parts if "3 of 3 blocks" in part["name"]) for parts in plans]
+    assert blocks[1]["name"].endswith("a 4th of what 4 workers share")
+    assert blocks[1]["nbytes"] == -(-blocks[0]["nbytes"] // 4)
+    assert "--workers" in refusal("plan", "--model", options.model, "--workers", 0)
+    assert "--workers" in refusal("plan", "--model", options.model, "--workers", 2, "--device-memory", "8GiB")
+
+
 def test_options_for_workers_are_refused_without_any(tmp_path: Path) -> None:
     options = small_run(tmp_path)
     for name, value in {"split": "rows", "step_deadline": 3.0, "key_file": tmp_path / "key"}.items():

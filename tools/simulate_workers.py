@@ -6,8 +6,8 @@
 ``far`` draws each worker's speed, latency, bandwidth and time of leaving, and lets a run of so many workers take steps.
 Reports go up a tree of relays, which pass on what came before the step's deadline; the record comes down the same tree. The
 tree and its relays are only simulated: the library has one collector. What is collected, checked, combined and written are
-the library's own messages and records. A worker that leaves is replaced at once by one that first takes over all records so far
-and replays them.
+the library's own messages and records. A worker that leaves is replaced at once by one that first takes over all records so
+far and replays them.
 
 ``near`` runs real workers over a real store on this machine, threads that sleep as long as their drawn compute takes, and
 sets the time a step beside what the simulation says of the same draws, with no relays and no latency.

@@ -10,7 +10,9 @@ from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.optimization import MOST_QUERIES, Noise, Optimization
 from zo2adapters.trainers.options import CarriedName, DtypeName, PrecisionName, precision_of_run
-from zo2core import Replay, SequentialNoise, WriteBackPolicy, choose_carrying, require_perturbation
+from zo2core import OptionError, Replay, SequentialNoise, WriteBackPolicy, choose_carrying, require_perturbation
+
+MOST_WORKERS = 1024  # of a host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,9 @@ class Plan:
     """Rank of directions beside the activations, as for training."""
     period: int = 100
     """Steps for which a factor of --rank stays, as for training."""
+    workers: int = 1
+    """Workers that torchrun starts on this host: the plan is that of one of them, with its part of the blocks that all have
+    together. Times are those of one worker alone."""
     batching: Batching = field(default_factory=Batching)
 
     def run(self) -> None:
@@ -63,6 +68,14 @@ class Plan:
         from zo2adapters.trainers.run_plan import plan_run
 
         require_between("queries", self.queries, 1, MOST_QUERIES)
+        require_between("workers", self.workers, 1, MOST_WORKERS)
+        if self.workers > 1 and self.device_memory is not None:
+            raise OptionError(
+                "workers",
+                found=f"{self.workers} beside --device-memory",
+                expected="a plan for the CPU: on GPUs each worker has a copy of its own",
+                remedy="leave one of the two out",
+            )
         optimization = Optimization(
             noise=self.noise,
             exact_mezo=self.exact_mezo,
@@ -120,5 +133,6 @@ class Plan:
             evaluations=optimization.evaluations,
             write_limit_tb=self.write_limit_tb,
             perturbation=optimization.perturbation,
+            workers=self.workers,
         )
         print(planned.to_json() if self.json else planned.table())

@@ -106,6 +106,7 @@ def plan_run(
     evaluations: int | None = None,
     write_limit_tb: float | None = None,
     perturbation: Perturbation = InWeights(),  # noqa: B008 - frozen
+    workers: int = 1,
 ) -> RunPlan:
     """Plan a run on the CPU. Nothing is loaded; the probes take a few seconds.
 
@@ -121,6 +122,8 @@ def plan_run(
         evaluations: Forwards of a batch in a step; None: two a direction.
         write_limit_tb: Most terabytes that 1,000 steps may write; None: no limit.
         perturbation: Where directions live. Factors are those of a run that begins: each period adds as many.
+        workers: Of this host: memory is that of one of them, which has its part of the blocks that they share. Time is that
+            of one worker alone.
 
     Raises:
         MemoryBudgetError: if no arrangement fits.
@@ -141,6 +144,7 @@ def plan_run(
         may_keep_noise=not isinstance(drawn, CounterNoise),
         walks=not isinstance(drawn, CounterNoise),
         factors=factor_bytes(perturbation, model.layouts),
+        sharers=workers,
     )
     host_plan = with_kept_memory(host_plan, activations)
     layouts = model.layouts if host_plan.buckets is None else on_disk  # as they will lie in buckets
