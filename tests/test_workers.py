@@ -42,6 +42,7 @@ from zo2core import (
     OptionError,
     PerRowRGE,
     PhiloxNoise,
+    Replayer,
     Update,
     WorkerError,
     Workers,
@@ -333,6 +334,13 @@ def test_an_evaluation_is_that_of_one_worker(tmp_path: Path) -> None:
     alone = run(None)
     for size in (2, 3, 7):  # of seven, two have nothing to do
         assert worked(size, run) == [alone] * size
+
+    def looked_at(workers: Workers) -> tuple[float, tuple[float, ...], int]:
+        with Replayer(toy(tmp_path / f"looked at {workers.rank}"), workers=workers) as replayer:
+            result = replayer.evaluate(batches)
+            return result.loss, result.losses, result.tokens
+
+    assert worked(2, looked_at) == [alone] * 2
 
 
 def test_workers_of_a_host_have_one_copy_of_the_model(tmp_path: Path) -> None:

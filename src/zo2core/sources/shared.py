@@ -175,9 +175,9 @@ class SharedSource:
         assert self._loader is not None
         loading = self._loader.load(index, self._pages[index], self._views[index])
         loading.wait()
-        if self._base_digests is not None:
-            text = self._base_digests.known(self._layouts[index]).encode()
-            self._digests[index, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        text = "" if self._base_digests is None else self._base_digests.known(self._layouts[index])
+        if text:  # a replayer without a journal neither knows nor learns one
+            self._digests[index, : len(text)] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         self._marks[index] = 1  # version 0
 
     def _compare(self, index: int) -> None:
