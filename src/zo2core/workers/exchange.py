@@ -27,6 +27,8 @@ TIMEOUT = 1800.0  # seconds that a worker waits for the others, unless told othe
 _POLL = 1e-3  # seconds between two looks where there is a deadline
 _GOODBYE = 10.0  # seconds that the collector waits at the end for those who have not read the last answer
 
+_FIRST_NAME = 0x21  # of a queue, a character: one byte up to 47 workers
+
 T = TypeVar("T")
 
 
@@ -58,7 +60,7 @@ class Exchange:
     @property
     def is_decided(self) -> bool:
         """Whether the next round has gone on without this worker's message: there is no use in making it."""
-        return self.rank > 0 and bool(self._call(lambda: self._store.queue_len(self._down(self.rank))) > 0)
+        return self.rank > 0 and bool(self._call(lambda: self._store.queue_len(_down(self.rank))) > 0)
 
     def gather(
         self, payload: bytes, *, deadline: float | None = None, counts: Callable[[bytes], bool] = lambda payload: True
@@ -111,7 +113,7 @@ class Exchange:
             self._thread.close()
 
     def _answer(self, message: bytes) -> bytes:
-        store, down = self._store, self._down(self.rank)
+        store, down = self._store, _down(self.rank)
 
         def ask() -> Any:
             store.queue_push(_up(self.rank), message)
@@ -138,7 +140,7 @@ class Exchange:
             self._late[rank].append(number)
         bundle = collected.bundle()
         for rank in range(1, self.size):
-            self._store.queue_push(self._down(rank), bundle)
+            self._store.queue_push(_down(rank), bundle)
         return bundle
 
     def _popped(self, rank: int, *, wait: bool) -> bytes | None:
@@ -165,9 +167,6 @@ class Exchange:
         """Call in a thread of its own: the store waits in a way in which no signal is handled."""
         assert self._thread is not None
         return self._thread.call(function)
-
-    def _down(self, rank: int) -> str:
-        return f"-{rank}"
 
 
 class _Caller:
@@ -197,7 +196,13 @@ class _Caller:
 
 
 def _up(rank: int) -> str:
-    return str(rank)  # short: it travels with each message
+    """The queue of what a worker says; short, since its name travels with each message."""
+    return chr(_FIRST_NAME + 2 * rank)
+
+
+def _down(rank: int) -> str:
+    """The queue of what it is answered."""
+    return chr(_FIRST_NAME + 2 * rank + 1)
 
 
 def _silent(rank: int, timeout: float, error: Exception) -> WorkerError:
