@@ -58,8 +58,8 @@ from zo2core.types import Evaluation
 from zo2core.workers import Split
 from zo2core.workers.exchange import TCPStore
 from zo2core.workers.report import Report, combined
-from zo2core.workers.round import Round, unbundled
-from zo2core.workers.seal import Seal
+from zo2core.workers.round import COLLECTOR, Round, unbundled
+from zo2core.workers.seal import SEAL_BYTES, Seal
 from zo2core.workers.share import choose_split, evaluations_apart
 
 STEPS = 4
@@ -417,6 +417,18 @@ def test_losses_of_another_share_are_refused() -> None:
         combined({0: Report(1, 0, (1.0,)), 1: Report(1, 0, (1.0, 2.0))}, split, 2, 1)
 
 
+def test_parts_of_the_rows_are_summed_in_the_order_of_ranks() -> None:
+    parts = [(1e16, 1), (1.0, 1), (-1e16, 1), (3.0, 5)]
+    reports = {rank: Report(tokens, 0, (loss,)) for rank, (loss, tokens) in reversed(list(enumerate(parts)))}
+    total = 0.0
+    for loss, tokens in parts:
+        total += loss * tokens
+    [joined] = combined(reports, Split(1, 4), 1, 1).values()
+    assert joined.dtype == torch.float64
+    assert joined.item() == total / 8
+    assert total != sum(loss * tokens for loss, tokens in reversed(parts))
+
+
 def sent_bytes() -> int:
     """Bytes that this process's sockets have sent and that have arrived, as the kernel counts them (tcpi_bytes_acked)."""
     total = 0
@@ -570,6 +582,9 @@ def test_a_bundle_has_what_was_said_or_is_none() -> None:
     assert list(unbundled(bundle, 7, seal) or ()) == [0, 2, 3]
     assert unbundled(bundle, 8, seal) is None
     assert unbundled(bundle[:-1], 7, seal) is None
+    altered = bytearray(bundle[SEAL_BYTES:])
+    altered[-1] ^= 1  # by the collector itself, which has the key
+    assert unbundled(seal.sealed(bytes(altered), number=7, sender=COLLECTOR), 7, seal) is None
     forged = Seal(b"guess")
     entries = Round(7, 1, forged)
     entries.offer(0, forged.sealed(b"x", number=7, sender=0))

@@ -126,11 +126,10 @@ def combined(reports: Mapping[int, Report], split: Split, evaluations: int, unit
 
 
 def _mean(parts: Sequence[tuple[float, int]]) -> float:
-    """The mean over tokens, in double precision and in this order; what has no labelled token has no loss."""
+    """The mean over tokens, in double precision and in this order; what has no labelled token weighs nothing."""
     total, tokens = 0.0, 0
     for loss, own in parts:
-        if own:
-            total, tokens = total + loss * own, tokens + own
+        total, tokens = total + loss * own, tokens + own
     return total / tokens if tokens else math.nan
 
 
