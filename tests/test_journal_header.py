@@ -6,6 +6,7 @@ import contextlib
 import json
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,19 @@ from models import CONFIGS, make_batch, save_model, small_config
 from zo2adapters import open_checkpoint
 from zo2core import (
     HostDevice,
+    Int8Rows,
     Journal,
     JournalError,
     MeZOSGD,
+    NF4Blocks,
     OptionError,
+    ParameterSpec,
     PhiloxNoise,
     PinnedSource,
     Replayer,
     ZOEngine,
 )
+from zo2core.journal import digest
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
 BATCH = make_batch(40, [7, 5])
@@ -195,3 +200,10 @@ def test_a_header_that_lacks_a_key_of_every_version_is_refused(key: str, base: P
         ZOEngine(open_checkpoint(base), MEZO, journal=path)
     with pytest.raises(JournalError, match=f"(no|without) {key}"):
         Replayer(open_checkpoint(base), path)
+
+
+def test_what_is_frozen_or_encoded_identifies_the_parameters() -> None:
+    spec = ParameterSpec("weight", (4, 8), torch.float32, 0, decays=True)
+    others = [replace(spec, frozen=True), replace(spec, encoding=Int8Rows()), replace(spec, encoding=NF4Blocks(block=64))]
+    digests = [digest([own]) for own in (spec, *others)]
+    assert len(set(digests)) == len(digests)

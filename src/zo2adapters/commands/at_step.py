@@ -65,7 +65,7 @@ class AtStep:
             )
         if self.run_directory is None and self.adapter is not None and not self.adapter.is_dir():
             raise OptionError(
-                "adapter", found=str(self.adapter), expected="a directory with a saved adapter", remedy="name one"
+                "adapter", found=str(self.adapter), expected="a directory that save_pretrained made", remedy="name one"
             )
         if self.run_directory is None:
             return self if self.precision != "auto" else replace(self, precision="exact")

@@ -23,6 +23,7 @@ _POLICIES = {
     "write_back.every": "write_back_every",
     "write_back.snapshot_every": "snapshot_every",
 }
+_PLACES = {"perturbation": "rank", "export_dtype": "output_dtype"}  # so called where an error is; words elsewhere
 _LESS = ("micro_batch_size", "loss_chunk", "sequence_length", "batch_size", "tokens", "dtype")  # takes less memory
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "bad allocation", "calculation overflowed")
 
@@ -64,8 +65,9 @@ def worded(error: ZO2Error, command: Any) -> str:
         command: The command whose options are called by their names; anything else has none.
     """
     names = set(option_names(command)) if is_dataclass(command) else set()
-    where = _POLICIES.get(error.where, error.where)
-    where = _option(where) if where in names or where in _POLICIES.values() else where
+    called = {**_POLICIES, **_PLACES}
+    where = called.get(error.where, error.where)
+    where = _option(where) if where in names or where in called.values() else where
     found, expected, remedy = error.found, error.expected, error.remedy
     if isinstance(error, MemoryBudgetError) and names:
         less = [_option(name) for name in _LESS if name in names]
