@@ -47,7 +47,13 @@ class Train(RunOptions):
     model: str | None = None
     """Model directory with safetensors weights, or a hub id."""
     data: Path | None = None
-    """JSONL file; each row has text, or prompt and completion (loss on the completion only), or messages."""
+    """JSONL file; each row has text, or prompt and completion (loss on the completion only), or messages. With --task, the
+    directory with the benchmark's files; by default they are fetched from the hub."""
+    task: str | None = None
+    """A benchmark, such as sst2: write its rows beside the run, score the model, train with --keep-best, score again. zo2
+    rows lists the benchmarks, and does the first part alone."""
+    shots: int | None = None
+    """With --task: also score the model with so many demonstrations before every prompt."""
     output: Path | None = None
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must not exist, or be empty. Workers
     beside the first have one beside it, DIR.worker-1 and so on."""
@@ -133,6 +139,13 @@ class Train(RunOptions):
 
     def run(self) -> None:
         """Train and say where the result is."""
+        if self.task is not None:
+            from zo2adapters.commands.task_run import run_task
+
+            run_task(self)
+            return
+        if self.shots is not None:
+            raise OptionError("shots", found=str(self.shots), expected="none without --task", remedy="leave it out")
         with self.sharing.workers() as workers:
             self._train(workers)
 
