@@ -555,40 +555,40 @@ def test_a_loss_that_is_not_finite_ends_the_step_on_all_workers(tmp_path: Path) 
 
 def test_a_message_counts_for_its_sender_its_round_and_its_key_alone() -> None:
     seal, other = Seal(b"key"), Seal(b"another")
-    message = seal.sealed(b"said", number=3, sender=1)
-    assert seal.opened(message, number=3, sender=1) == b"said"
-    assert seal.opened(message, number=4, sender=1) is None
-    assert seal.opened(message, number=3, sender=0) is None
-    assert other.opened(message, number=3, sender=1) is None
-    assert seal.derived(b"a").opened(message, number=3, sender=1) is None
+    message = seal.sealed(b"said", name="3", sender=1)
+    assert seal.opened(message, name="3", sender=1) == b"said"
+    assert seal.opened(message, name="4", sender=1) is None
+    assert seal.opened(message, name="3", sender=0) is None
+    assert other.opened(message, name="3", sender=1) is None
+    assert seal.derived(b"a").opened(message, name="3", sender=1) is None
     for place in range(len(message)):
         damaged = bytearray(message)
         damaged[place] ^= 1
-        assert seal.opened(bytes(damaged), number=3, sender=1) is None
-    assert seal.opened(b"", number=3, sender=1) is None
+        assert seal.opened(bytes(damaged), name="3", sender=1) is None
+    assert seal.opened(b"", name="3", sender=1) is None
 
 
 def test_a_bundle_has_what_was_said_or_is_none() -> None:
     seal = Seal(b"key")
-    collected = Round(7, 4, seal)
+    collected = Round("7", 4, seal)
     for rank in (2, 0, 3):
-        assert collected.offer(rank, seal.sealed(bytes([rank]), number=7, sender=rank))
-    assert not collected.offer(1, seal.sealed(b"x", number=6, sender=1))
-    assert not collected.offer(1, seal.sealed(b"x", number=7, sender=2))
-    assert not collected.offer(9, seal.sealed(b"x", number=7, sender=9))
+        assert collected.offer(rank, seal.sealed(bytes([rank]), name="7", sender=rank))
+    assert not collected.offer(1, seal.sealed(b"x", name="6", sender=1))
+    assert not collected.offer(1, seal.sealed(b"x", name="7", sender=2))
+    assert not collected.offer(9, seal.sealed(b"x", name="7", sender=9))
     assert collected.missing == [1]
     bundle = collected.bundle()
-    assert unbundled(bundle, 7, seal) == {0: b"\0", 2: b"\2", 3: b"\3"}
-    assert list(unbundled(bundle, 7, seal) or ()) == [0, 2, 3]
-    assert unbundled(bundle, 8, seal) is None
-    assert unbundled(bundle[:-1], 7, seal) is None
+    assert unbundled(bundle, "7", seal) == {0: b"\0", 2: b"\2", 3: b"\3"}
+    assert list(unbundled(bundle, "7", seal) or ()) == [0, 2, 3]
+    assert unbundled(bundle, "8", seal) is None
+    assert unbundled(bundle[:-1], "7", seal) is None
     altered = bytearray(bundle[SEAL_BYTES:])
     altered[-1] ^= 1  # by the collector itself, which has the key
-    assert unbundled(seal.sealed(bytes(altered), number=7, sender=COLLECTOR), 7, seal) is None
+    assert unbundled(seal.sealed(bytes(altered), name="7", sender=COLLECTOR), "7", seal) is None
     forged = Seal(b"guess")
-    entries = Round(7, 1, forged)
-    entries.offer(0, forged.sealed(b"x", number=7, sender=0))
-    assert unbundled(entries.bundle(), 7, seal) is None
+    entries = Round("7", 1, forged)
+    entries.offer(0, forged.sealed(b"x", name="7", sender=0))
+    assert unbundled(entries.bundle(), "7", seal) is None
 
 
 def test_a_worker_without_the_key_is_refused(tmp_path: Path) -> None:
@@ -604,7 +604,7 @@ def test_who_is_silent_is_named() -> None:
     workers = Workers.joined(rank=0, size=2, store=store, timeout=0.3)
     with pytest.raises(WorkerError, match="worker 1"):
         workers.gathered([1.0])
-    workers.close(clean=False)
+    workers.close("the test has ended")
 
 
 # --- a deadline

@@ -120,7 +120,7 @@ def simulated(size: int, steps: int, world: World, seed: int) -> dict[str, Any]:
     useful: list[float] = []  # seconds from coming to the first share
     for step in range(steps):
         evaluations = estimator.evaluations(step, iter(range(step * directions, (step + 1) * directions)))
-        begun, collected = tally.clock, Round(step, size, seal)
+        begun, collected = tally.clock, Round(f"losses {step}", size, seal)
         arrivals: list[tuple[float, int, bytes]] = []
         for rank, member in enumerate(members):
             ready = max(begun, member.free) + share_seconds * member.speed
@@ -135,7 +135,7 @@ def simulated(size: int, steps: int, world: World, seed: int) -> dict[str, Any]:
             tally.made += 1
             losses = tuple(1.0 + rng.gauss(0.0, 1e-3) for _ in range(2 * directions // split.groups))
             report = Report(1, step, losses, torch.float32)
-            message = seal.sealed(report.packed(), number=step, sender=rank)
+            message = seal.sealed(report.packed(), name=f"losses {step}", sender=rank)
             tally.sent += len(message) + STORE_BYTES
             arrivals.append((ready + member.up + 8 * (len(message) + STORE_BYTES) / member.up_bits, rank, message))
             member.free = ready

@@ -63,6 +63,10 @@ class WorkerError(ZO2Error):
     """Another worker of the run is silent, or says what does not fit; no step was taken."""
 
 
+class OutrunError(WorkerError):
+    """Other workers have taken steps on the weights that this one shares with them, and works on."""
+
+
 class TraceError(ZO2Error):
     """A trace cannot be read, is none, or does not hold the sweep that was asked for."""
 

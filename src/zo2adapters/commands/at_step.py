@@ -12,7 +12,7 @@ from zo2adapters.ranges import shown
 from zo2adapters.tasks.regular_file import require_regular
 from zo2adapters.trainers.options import CarriedName, DtypeName, PrecisionName
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
-from zo2adapters.trainers.sharing import local_device
+from zo2adapters.trainers.sharing import local_device, own_trace
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Workers
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class AtStep:
             memory=MemoryPolicy(host=self.memory, device=self.device_memory, activations=activation_bytes),
             device=local_device(self.device, workers),
             micro_batch_size=micro_batch_size,
-            trace=trace,
+            trace=own_trace(trace, workers),
             workers=workers,
         )
 

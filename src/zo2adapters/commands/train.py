@@ -93,7 +93,8 @@ class Train(RunOptions):
         if self.from_step is not None:
             return self._branched()
         if self.resume is not None:
-            return self._resumed(RunDirectory.options(directory_to_resume(self.resume)))
+            begun = RunDirectory.options(directory_to_resume(self.resume))
+            return self._resumed(replace(begun, output=self.resume))
         if self.model is None or self.data is None or self.output is None:
             missing = [name for name in ("model", "data", "output") if getattr(self, name) is None]
             raise OptionError(

@@ -13,9 +13,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.dealing import in_order, is_own
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.rows import parsed_rows
-from zo2adapters.tasks.turns import in_order, is_own
 from zo2core import DataError, Replayer
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -120,7 +120,7 @@ def answer(
             f1.append(max(f1_of_words(text, right) for right in row.answers))
             exact.append(float(any(normalized(text) == normalized(right) for right in row.answers)))
     counts = [len(group) for group in groups]
-    rates = [sum(in_order(engine, own, counts)) / len(asked) for own in (f1, exact)]
+    rates = [sum(in_order(engine, own, counts, asked)) / len(asked) for own in (f1, exact)]
     return Answered(tuple(texts), *rates)
 
 

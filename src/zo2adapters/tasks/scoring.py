@@ -15,8 +15,8 @@ from zo2adapters.models.footprint import forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.prepared_batch import predictions
 from zo2adapters.tasks.batches import collate
+from zo2adapters.tasks.dealing import in_order, is_own
 from zo2adapters.tasks.rows import TokenizedRow
-from zo2adapters.tasks.turns import in_order, is_own
 from zo2core import Batch, BatchError, Replayer
 
 
@@ -122,7 +122,7 @@ def score(
     for outputs in engine.forwards(batches(), LogLikelihood(model)):
         sums += torch.cat(outputs).tolist()
         sweeps += 1
-    values = iter(in_order(engine, sums, [len(group) for group in groups]))
+    values = iter(in_order(engine, sums, [len(group) for group in groups], rows))
     return Scored(
         log_likelihoods=tuple(tuple(next(values) for _ in answers) for answers in candidates),
         tokens=tuple(tuple(len(answer) for answer in answers) for answers in candidates),

@@ -17,11 +17,11 @@ from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.candidates import Choice, Choices, holds_choices, read_choices
+from zo2adapters.tasks.dealing import in_order, is_own
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.objectives import ChoiceError, ChoiceF1Error, ChoiceLoss, ChoiceObjective, Rated, choice_batch
 from zo2adapters.tasks.rows import Dataset, TokenizedRow, read_dataset
 from zo2adapters.tasks.scoring import score
-from zo2adapters.tasks.turns import in_order, is_own
 from zo2adapters.trainers.dataset_evaluation import evaluate_dataset
 from zo2core import Batch, Forward, OptionError, Replayer, StepResult, ZOEngine
 
@@ -112,7 +112,7 @@ class FunctionLesson(LossLesson):
                     yield self.batch(rows.rows[start : start + self.batch_size])
 
         own = [float(value) for outputs in engine.forwards(batches(), self._forward) for value in outputs]
-        values = in_order(engine, own, [1] * len(starts))
+        values = in_order(engine, own, [1] * len(starts), rows.rows)
         return {"loss": math.fsum(values) / len(values), "model_loss": super().evaluate(engine, rows)["loss"]}
 
 
@@ -166,7 +166,7 @@ class ExactMatchLesson(LossLesson):
         starts = range(0, len(rows), self.batch_size)
         own = [start for number, start in enumerate(starts) if is_own(engine, number)]
         counts = [self._wrong(engine, rows.rows[start : start + self.batch_size], None) for start in own]
-        wrong = int(sum(in_order(engine, counts, [1] * len(starts))))
+        wrong = int(sum(in_order(engine, counts, [1] * len(starts), rows.rows)))
         return {"loss": wrong / len(rows), "exact_match": 1 - wrong / len(rows)}
 
     def _wrong(self, engine: Replayer, rows: Sequence[TokenizedRow], at: Any) -> int:

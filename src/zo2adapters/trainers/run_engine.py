@@ -9,7 +9,7 @@ from zo2adapters.models.footprint import activation_bytes, least_activation_byte
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2adapters.trainers.sharing import local_device
+from zo2adapters.trainers.sharing import local_device, own_trace
 from zo2core import MemoryPolicy, Workers, WriteBackPolicy, ZOEngine, ZOEstimator, parse_size
 
 
@@ -84,7 +84,7 @@ def build_engine(
         overlap=execution.scheduler is Order.OVERLAPPED,
         replay=execution.replay,
         perturbation=options.optimization.perturbation,
-        trace=execution.trace,
+        trace=own_trace(execution.trace, workers),
         provenance=decides,
         workers=workers,
     )

@@ -144,6 +144,7 @@ def plan_run(
         may_keep_noise=not isinstance(drawn, CounterNoise),
         walks=not isinstance(drawn, CounterNoise),
         factors=factor_bytes(perturbation, model.layouts),
+        neighbours=workers,
         sharers=workers,
     )
     host_plan = with_kept_memory(host_plan, activations)

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zo2adapters.trainers.run_directory import OPTIONS
-from zo2core import OptionError, Workers, open_regular, reason
+from zo2core import OptionError, Workers, free_memory, open_regular, reason, resident_memory
+
+_SHARE = 0.9  # of the free memory
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
-    from zo2adapters.trainers.options import TrainOptions
+    from zo2adapters.trainers.options import Storage, TrainOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +86,12 @@ def is_first(workers: Workers | None) -> bool:
 
 
 def own_directory(output: Path) -> Path:
-    """Where this process keeps its journal: the run's directory, or one beside it for each worker but the first."""
-    rank = own_rank() or 0
-    return output if rank == 0 else output.with_name(f"{output.name}.worker-{rank}")
+    """Where this process keeps its journal: the run's directory, or one beside it for each worker but the host's first.
+
+    The place among the workers of a host stays when hosts join or leave, which ranks do not.
+    """
+    place = int(os.environ.get("LOCAL_RANK", "0")) if own_rank() is not None else 0
+    return output if place == 0 else output.with_name(f"{output.name}.worker-{place}")
 
 
 def directory_to_resume(output: Path) -> Path:
@@ -98,6 +103,37 @@ def directory_to_resume(output: Path) -> Path:
 def holds_run(output: Path) -> bool:
     """Whether a run has begun that this process can go on with, or join."""
     return (directory_to_resume(output) / OPTIONS).exists()
+
+
+def own_trace(trace: Path | None, workers: Workers | None) -> Path | None:
+    """Where a worker traces its sweeps: each has a file of its own."""
+    if trace is None or is_first(workers):
+        return trace
+    assert workers is not None
+    return trace.with_name(f"{trace.stem}.worker-{workers.rank}{trace.suffix}")
+
+
+def require_same_steps(steps: int, workers: Workers | None) -> None:
+    """Refuse another number of steps than the first worker's: it would wait for steps that nobody takes.
+
+    Raises:
+        OptionError: if it is.
+    """
+    agreed = steps if workers is None else workers.agreed(steps)
+    if agreed != steps:
+        raise OptionError(
+            "steps", found=str(steps), expected=f"{agreed}, as the first worker has", remedy="give all workers the same"
+        )
+
+
+def alone_on(storage: Storage, workers: Workers | None) -> Storage:
+    """Where a run lives that one of several workers makes alone: on its own device, with its part of what is free."""
+    if workers is None:
+        return storage
+    neighbours, memory = len(workers.neighbours()), storage.memory
+    if memory == "auto" and neighbours > 1:
+        memory = str(resident_memory() + int(_SHARE * free_memory() / neighbours))
+    return replace(storage, device=local_device(storage.device, workers), memory=memory)
 
 
 def local_device(device: str, workers: Workers | None) -> str:

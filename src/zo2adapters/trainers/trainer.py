@@ -30,7 +30,7 @@ from zo2adapters.trainers.provenance import provenance
 from zo2adapters.trainers.remarks import remarks
 from zo2adapters.trainers.run_directory import METRICS, MODEL, RunDirectory, require_new
 from zo2adapters.trainers.run_engine import build_engine, reserved_bytes
-from zo2adapters.trainers.sharing import device_kinds, is_first, settled_alike
+from zo2adapters.trainers.sharing import device_kinds, is_first, require_same_steps, settled_alike
 from zo2core import (
     CheckpointError,
     DivergenceError,
@@ -83,6 +83,7 @@ class Trainer:
         directory = resolve_directory(options.model)
         model, options = settled_alike(options, workers, lambda options: _opened(directory, options))
         self._model, self.options = model, options
+        require_same_steps(options.steps, workers)
         tokenizer = load_tokenizer(directory)
         length = options.batching.length_for(model)
         self._pad = pad_token_id(tokenizer)
@@ -203,8 +204,9 @@ class Trainer:
         evaluated = {row["step"] for row in self._run.metrics(engine.journal) if "evaluation_loss" in row}
         if self._workers is not None:  # whoever came late has no metrics, and all have to evaluate together
             evaluated = {*self._workers.agreed(sorted(evaluated))}
+        tracker = options.report_to if is_first(self._workers) else "none"
         with (
-            closing(LiveMetrics(options.report_to, options.output, options.to_json())) as live,
+            closing(LiveMetrics(tracker, options.output, options.to_json())) as live,
             (options.output / METRICS).open("ab", buffering=0) as metrics,
             tqdm(
                 total=options.steps,

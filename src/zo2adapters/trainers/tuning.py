@@ -17,7 +17,7 @@ from typing import Any
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import OPTIONS, RunDirectory, replace_file, require_new
-from zo2adapters.trainers.sharing import is_first
+from zo2adapters.trainers.sharing import alone_on, is_first
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     DivergenceError,
@@ -116,6 +116,7 @@ def tune(
     asked = _begin(options, forwards, trials, follows=not is_first(workers))
     if workers is not None and is_first(workers):
         workers.agreed(None)
+    options = replace(options, storage=alone_on(options.storage, workers))
     places = {trial.directory: place for place, trial in enumerate(trials)}
     finished: list[Trial] = []
     for steps in rounds:

@@ -179,17 +179,19 @@ class Replayer:
     def _present(self, segments: Iterable[int]) -> Generator[tuple[str, torch.Tensor], None, None]:
         self._use.require_open()
         with self._use.begun():
-            visitor, factors = self._visitor([]), self._parts.factors
+            parts, visitor, factors = self._parts, self._visitor([]), self._parts.factors
             try:
                 for index in segments:
                     layout = self._model.layouts[index]
-                    with self._parts.scheduler.replayed(visitor, index) as bucket:
+                    with parts.scheduler.replayed(visitor, index) as bucket:
                         for spec, view in zip(layout.parameters, bucket.views, strict=True):
                             weights = view if spec.encoding is None else decoded(spec, view)
                             present = weights if factors is None or spec.frozen else factors.present(spec, weights)
                             yield spec.name, present.view(spec.shape)
+                        if isinstance(parts.source, SharedSource):
+                            parts.source.require_version(self.version)
             finally:
-                self._parts.noise.retain(visitor.seeds)
+                parts.noise.retain(visitor.seeds)
                 self._recorder.flush()
 
     def export(self, directory: Path | str) -> None:
@@ -236,16 +238,19 @@ class Replayer:
 
     def _sweep(self, groups: Groups, forward: Forward | None = None) -> list[list[torch.Tensor]]:
         """Visit all segments once. Returns what the head gave, a list an evaluation."""
+        parts = self._parts
         with self._use.begun():
             visitor = self._visitor(groups, forward)
             try:
-                self._parts.scheduler.sweep(visitor, range(len(self._model.layouts)))
+                parts.scheduler.sweep(visitor, range(len(self._model.layouts)))
+                if isinstance(parts.source, SharedSource):
+                    parts.source.require_version(self.version)
             except BaseException:
                 self._recorder.flush()  # what it moved is not the next step's
                 raise
             finally:
                 visitor.finish()
-                self._parts.noise.retain(visitor.seeds)
+                parts.noise.retain(visitor.seeds)
         return visitor.outputs
 
     def _visitor(self, groups: Groups, forward: Forward | None = None) -> SegmentVisitor | StackedVisitor | TurnVisitor:

@@ -13,7 +13,7 @@ import torch
 from zo2core.beside import Perturbation
 from zo2core.build import adopt, build
 from zo2core.engine.replayer import Replayer
-from zo2core.errors import OptionError
+from zo2core.errors import OptionError, OutrunError
 from zo2core.estimators import direction_seeds, groups_of_rows, learning_rate
 from zo2core.journal import Journal
 from zo2core.planning import ACTIVATIONS, MemoryPolicy, Replay, WriteBackPolicy
@@ -191,11 +191,19 @@ class ZOEngine(Replayer):
             begun, own = begun.dealt(batches)
             self._open_step = begun
             if begun.says_nothing:
+                if self.version == self._first_version:
+                    self._sweep([])  # all the same: the first sweep notes what the base is
                 return self.tell([0.0] * len(begun.places))
             pieces = cut(own, self._parts.micro_batch_size, None if is_own else way)
             prepared = [way.prepared(self._on_device(piece)) for piece in pieces.batches]
             outputs = self._sweep(begun.swept(lambda place: prepared, walks=self._estimator.perturb_in_place), way)
             return self.tell([pieces.loss(outputs_of_pieces) for outputs_of_pieces in outputs if outputs_of_pieces])
+        except OutrunError:
+            workers = self._parts.workers
+            if workers is None or not workers.has_deadline or begun.plan is None:
+                raise
+            self._open_step = begun._replace(plan=begun.plan.without_share())  # it went on without this worker
+            return self.tell([])
         finally:
             self._open_step = None
 
@@ -252,7 +260,7 @@ class ZOEngine(Replayer):
             plan = workers.plan(begun.evaluations, rows_to_deal(batches) if deals_rows else None)
             if self.version > self._first_version and workers.is_decided:  # the first sweep notes what the base is
                 plan = plan.without_share()
-            begun = begun._replace(plan=plan, batch=batch_digest(batches) if batches else 0)
+            begun = begun._replace(plan=plan, batch=batch_digest(batches) if batches else None)
         self._open_step = begun
         return begun
 
@@ -307,7 +315,10 @@ class ZOEngine(Replayer):
         begun.require_all(told)
         journal, evaluations, ranks = self._parts.journal, begun.evaluations, tuple[int, ...]()
         if self._parts.workers is not None:
-            evaluations, told, ranks = self._parts.workers.told(begun, told, journal)
+            assert begun.plan is not None, "a step is shared out before it is told"
+            evaluations, told, ranks = self._parts.workers.told(
+                begun.plan, evaluations, told, tokens=begun.tokens, journal=journal, batch=begun.batch
+            )
         for evaluation, loss in zip(evaluations, told, strict=True):
             evaluation.require_finite(loss, step=begun.step)
         update = self._estimator.update(begun.step, evaluations, told, begun.lr, journal.updates).validated()

@@ -258,6 +258,7 @@ class Journal:
                 expected="records as they are in its journal",
                 remedy="start the workers again",
             ) from error
+        is_new = self._header is None
         for header in records[:1]:
             self.begin(header)
         for record in records[1:]:
@@ -266,6 +267,7 @@ class Journal:
         for update in updates:
             if update.step >= len(self._updates):
                 self.append(update)
+        self._begun_here = is_new  # nothing of it is this object's own: a run that is refused leaves nothing
 
     @property
     def checksum(self) -> int:

@@ -46,6 +46,7 @@ def plan_host(
     walks: bool = True,
     staging: int = 0,
     factors: int = 0,
+    neighbours: int = 1,
     sharers: int = 1,
 ) -> HostPlan:
     """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; noise is kept if it fits.
@@ -60,15 +61,15 @@ def plan_host(
         walks: Whether evaluations walk from one to the next, which takes memory where the forward's weights are rounded.
         staging: Bytes for blocks as they are carried to a device.
         factors: Bytes of the factors of directions beside the activations.
-        sharers: Workers on this host that have resident blocks together: each counts its part of them. What is free is
-            theirs together.
+        neighbours: Workers on this host: what is free is theirs together.
+        sharers: Those of them that have resident blocks together: each counts its part.
 
     Raises:
         MemoryBudgetError: if not even the smallest plan fits; it adds up what that needs.
         OptionError: if ``memory`` is no size.
     """
     process = resident_memory()
-    budget = process + int(AUTO_SHARE * free_memory() / sharers) if memory == "auto" else parse_size(memory)
+    budget = process + int(AUTO_SHARE * free_memory() / neighbours) if memory == "auto" else parse_size(memory)
     blocks = sum(not layout.resident for layout in layouts)
     work, noise = (work_bytes(layouts), noise_bytes(layouts)) if compute_on_host else (0, 0)
     work += walk_bytes(layouts, walks=walks) + carrying_bytes(layouts) if compute_on_host else 0
@@ -112,7 +113,7 @@ def plan_together(
     """The plan of a worker, and whether it has its blocks together with the others of its host.
 
     Args:
-        planned: ``plan_host`` with all but ``sharers``.
+        planned: ``plan_host`` with all but ``neighbours`` and ``sharers``.
         workers: All of the run.
         may_share: Whether this worker could: its device computes in host memory, and nothing is to be written back.
 
@@ -122,8 +123,8 @@ def plan_together(
     """
     if workers is None or workers.size == 1:
         return planned(), None
-    together = len(workers.neighbours)
-    plan = planned(sharers=together)
+    together = len(workers.neighbours())
+    plan = planned(neighbours=together, sharers=together)
     if workers.all_agree(answer=may_share and plan.buckets is None):
         return plan, workers
-    return planned(), None
+    return planned(neighbours=together), None

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from zo2core.errors import ClosedError
+from zo2core.errors import ClosedError, OutrunError
 from zo2core.io.direct_file import PAGE, whole_pages
 from zo2core.io.shared_memory import SharedMemory
 from zo2core.profiling.timeline import Timeline
@@ -24,8 +24,8 @@ from zo2core.sources.loader import SegmentLoader, portions
 from zo2core.sources.reading_order import ReadingOrder
 from zo2core.types import BlockLayout, Bucket
 
-UNREAD = 0  # a segment's mark before it was read; version v is marked v + 1
-CHANGING = -1  # while it is replayed: bytes that are lost if that does not end
+# A segment's mark: version v is v + 1, and -(v + 1) while it is brought there, which loses the bytes if it does not end.
+UNREAD = 0
 _MARK = 8  # bytes
 _DIGEST = 64  # bytes for a digest's text
 
@@ -50,7 +50,7 @@ class Turn:
     @contextmanager
     def changing(self, version: int) -> Iterator[None]:
         """Change the bytes; they have this version if that ends well, and are lost otherwise."""
-        self._marks[self._index] = CHANGING
+        self._marks[self._index] = -(version + 1)
         yield
         self._marks[self._index] = version + 1
 
@@ -149,6 +149,24 @@ class SharedSource:
         with self._turn(index) as turn:
             self._read(index)
             yield turn
+
+    def require_version(self, version: int) -> None:
+        """Refuse what was made of bytes that other workers have changed in the meantime.
+
+        Args:
+            version: That this worker is at: no segment may be further.
+
+        Raises:
+            OutrunError: if one is, or was on its way there.
+        """
+        furthest = int(self._marks.abs().max()) - 1
+        if furthest > version:
+            raise OutrunError(
+                "shared weights",
+                found=f"other workers at step {furthest}, and this one at step {version}",
+                expected="all at the same step",
+                remedy="let no worker take steps while another one looks at the weights; begin again from the journals",
+            )
 
     def close(self) -> None:
         """Wait for reads under way and let go of the memory."""

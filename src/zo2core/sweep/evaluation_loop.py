@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 
 import torch
 
@@ -14,7 +13,7 @@ from zo2core.protocols import Forward, Objective
 from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
 from zo2core.sweep.objective import require_number
 from zo2core.types import Batch, EvaluationResult
-from zo2core.workers import Workers
+from zo2core.workers import Workers, batch_digest
 
 
 def fill_sweeps(batches: Iterable[Batch], forward: Forward, allowed: int) -> Iterator[list[Batch]]:
@@ -64,9 +63,15 @@ def evaluate(
     """
     began = time.perf_counter()
     tokens: list[list[int]] = []  # of each micro-batch of each batch
+    digest = 0  # of all batches
 
     def micro_batches() -> Iterator[Batch]:
-        for batch in batches if workers is None else islice(batches, workers.rank, None, workers.size):
+        nonlocal digest
+        for number, batch in enumerate(batches):
+            if workers is not None:
+                digest ^= batch_digest([batch]) * (2 * number + 1) % 2**64
+                if number % workers.size != workers.rank:
+                    continue
             tokens.append([])
             for micro_batch in split_rows(batch, rows):
                 tokens[-1].append(labelled_tokens(micro_batch))
@@ -77,6 +82,7 @@ def evaluate(
     of_batches = [combined_loss([next(in_order) for _ in batch], batch).item() for batch in tokens]
     counts = [sum(counts_of_batch) for counts_of_batch in tokens]
     if workers is not None:
+        workers.require_same("batches", digest)
         of_batches, counts = workers.dealt_out(of_batches), [int(count) for count in workers.dealt_out(counts)]
     if sum(counts) == 0:
         raise BatchError(

@@ -21,7 +21,7 @@ class OpenStep(NamedTuple):
     evaluations: tuple[Evaluation, ...]
     began: float  # seconds, of ``time.perf_counter``
     plan: Plan | None = None  # how it is shared out among workers; None: all of it is made here
-    batch: int = 0  # digest of the batch; 0 where it is not known
+    batch: int | None = None  # digest of the batch; None where it is not known
     tokens: int = 0  # labelled ones of the rows that this worker has, where rows are shared out
 
     @property

@@ -7,6 +7,7 @@ rank 0: it ends with it, and then nobody waits for an answer in vain.
 from __future__ import annotations
 
 import contextlib
+import json
 import queue
 import threading
 import time
@@ -19,13 +20,15 @@ from typing import Any, TypeVar
 from torch.distributed import DistError, QueueEmptyError
 from torch.distributed import TCPStore as TCPStore  # type: ignore[attr-defined]
 
-from zo2core.errors import WorkerError
+from zo2core.errors import ClosedError, WorkerError
 from zo2core.workers.round import Round, unbundled
-from zo2core.workers.seal import Seal
+from zo2core.workers.seal import SEAL_BYTES, Seal
 
 TIMEOUT = 1800.0  # seconds that a worker waits for the others, unless told otherwise
 _POLL = 1e-3  # seconds between two looks where there is a deadline
 _GOODBYE = 10.0  # seconds that the collector waits at the end for those who have not read the last answer
+_LEAVES = -2  # senders from here downwards say that a worker leaves, and why
+_WHY = 300  # bytes of that
 
 _FIRST_NAME = 0x21  # of a queue, a character: one byte up to 47 workers
 
@@ -52,7 +55,9 @@ class Exchange:
         self._seal = seal
         self._timeout = timeout
         self._number = 0  # of the next round
-        self._late: list[deque[int]] = [deque() for _ in range(size)]  # rounds that went on without a worker's message
+        self._closed = False
+        self._missed = False  # the last round went on without this worker's message
+        self._late: list[deque[str]] = [deque() for _ in range(size)]  # such rounds of each worker
         self._thread = _Caller() if size > 1 else None
         if store is not None:
             store.set_timeout(timedelta(seconds=timeout))
@@ -60,15 +65,22 @@ class Exchange:
     @property
     def is_decided(self) -> bool:
         """Whether the next round has gone on without this worker's message: there is no use in making it."""
-        return self.rank > 0 and bool(self._call(lambda: self._store.queue_len(_down(self.rank))) > 0)
+        self._require_open()
+        return self._missed and bool(self._call(lambda: self._store.queue_len(_down(self.rank))) > 0)
 
     def gather(
-        self, payload: bytes, *, deadline: float | None = None, counts: Callable[[bytes], bool] = lambda payload: True
+        self,
+        payload: bytes,
+        kind: str,
+        *,
+        deadline: float | None = None,
+        counts: Callable[[bytes], bool] = lambda payload: True,
     ) -> Mapping[int, bytes]:
         """Say something and hear what all say.
 
         Args:
             payload: What this worker says.
+            kind: What the round is about, the same for all.
             deadline: Seconds that the collector waits for the others once it has said what it says; who has said nothing
                 by then is left out. None waits for all.
             counts: Whether somebody's payload counts; only the collector's word decides.
@@ -77,40 +89,65 @@ class Exchange:
             Payloads in the order of ranks, the same on all workers.
 
         Raises:
-            WorkerError: if a worker is silent for too long, or says what is not sealed for this round and run.
+            WorkerError: if a worker leaves, is silent for too long, or says what is not sealed for this round and run.
+            ClosedError: after ``close``.
         """
-        number, self._number = self._number, self._number + 1
-        message = self._seal.sealed(payload, number=number, sender=self.rank)
+        self._require_open()
+        if self.size == 1:
+            return {0: payload}
+        name, self._number = f"{kind} {self._number}", self._number + 1
+        message = self._seal.sealed(payload, name=name, sender=self.rank)
         if self.rank > 0:
             bundle = self._answer(message)
         else:
-            bundle = self._collected(Round(number, self.size, self._seal, counts), message, number, deadline)
-        payloads = unbundled(bundle, number, self._seal)
+            bundle = self._collected(Round(name, self.size, self._seal, counts), message, name, deadline)
+        payloads = unbundled(bundle, name, self._seal)
         if payloads is None:
-            raise _foreign(0)
+            raise self._refusal(0, bundle)
+        self._missed = self.rank not in payloads
         return payloads
 
-    def close(self, *, clean: bool) -> None:
+    def told(self, kind: str, values: Mapping[str, Any]) -> dict[int, Any]:
+        """As ``gather``, for JSON values."""
+        said = self.gather(json.dumps(values).encode(), kind)
+        return {rank: json.loads(payload) for rank, payload in said.items()}
+
+    def close(self, why: str | None = None) -> None:
         """Leave. May be called twice.
 
         Args:
-            clean: Whether all others leave as well now, after the same rounds: the collector then waits for them, since the
-                last answer is lost with its process.
+            why: What went wrong here, for the others, who may wait for this worker. None: nothing did, and all others leave
+                as well, after the same rounds: the collector then waits for them, since the last answer is lost with it.
         """
-        store, self._store = self._store, None
-        if store is None:
+        if self._closed:
             return
-        if clean and self.rank > 0:
-            with contextlib.suppress(DistError):
-                store.queue_push(_up(self.rank), "bye")
-        elif clean:
-            store.set_timeout(timedelta(seconds=_GOODBYE))
-            for rank in range(1, self.size):
-                with contextlib.suppress(DistError):
-                    while store.queue_pop(_up(rank)) != b"bye":
-                        pass  # a message that was late
+        self._closed = True
+        if self._store is not None:
+            with contextlib.suppress(DistError, RuntimeError):
+                self._say_goodbye(why)
         if self._thread is not None:
             self._thread.close()
+
+    def _say_goodbye(self, why: str | None) -> None:
+        said = "" if why is None else (why or "an error")
+        name = f"leaves {self.rank}"
+        message = self._seal.sealed(said.encode()[:_WHY], name=name, sender=_LEAVES - self.rank)
+        if self.rank > 0:
+            self._store.queue_push(_up(self.rank), message)
+            return
+        if why is not None:
+            for rank in range(1, self.size):
+                self._store.queue_push(_down(rank), message)
+            return
+        begun = time.monotonic()
+        for rank in range(1, self.size):
+            patience = self._timeout if self._late[rank] else _GOODBYE  # who fell behind has work to do yet
+            with contextlib.suppress(DistError):
+                while True:
+                    left = max(begun + patience - time.monotonic(), 0.01)
+                    self._store.set_timeout(timedelta(seconds=left))
+                    if self._reason_of(rank, bytes(self._store.queue_pop(_up(rank)))) is not None:
+                        break  # other messages were late
 
     def _answer(self, message: bytes) -> bytes:
         store, down = self._store, _down(self.rank)
@@ -122,22 +159,22 @@ class Exchange:
         try:
             return bytes(self._call(ask))
         except DistError as error:
-            raise _silent(0, self._timeout, error) from error
+            raise silent(0, self._timeout, error) from error
 
-    def _collected(self, collected: Round, message: bytes, number: int, deadline: float | None) -> bytes:
+    def _collected(self, collected: Round, message: bytes, name: str, deadline: float | None) -> bytes:
         collected.offer(0, message)
         end = None if deadline is None else time.monotonic() + deadline
         while missing := collected.missing:
             for rank in missing if end is not None else missing[:1]:
                 came = self._popped(rank, wait=end is None)
                 if came is not None and not collected.offer(rank, came) and not self._was_late(rank, came):
-                    raise _foreign(rank)
+                    raise self._refusal(rank, came)
             if end is not None and collected.missing:
                 if time.monotonic() >= end:
                     break
                 time.sleep(_POLL)
         for rank in collected.missing:
-            self._late[rank].append(number)
+            self._late[rank].append(name)
         bundle = collected.bundle()
         for rank in range(1, self.size):
             self._store.queue_push(_down(rank), bundle)
@@ -151,22 +188,50 @@ class Exchange:
         except QueueEmptyError:
             return None
         except DistError as error:
-            raise _silent(rank, self._timeout, error) from error
+            raise silent(rank, self._timeout, error) from error
 
     def _was_late(self, rank: int, message: bytes) -> bool:
         """Whether a message is that of a round which went on without it."""
         late = self._late[rank]
-        for number in list(late):
-            if self._seal.opened(message, number=number, sender=rank) is not None:
-                while late.popleft() != number:  # what is older was never sent: the worker saw that it was decided
+        for name in list(late):
+            if self._seal.opened(message, name=name, sender=rank) is not None:
+                while late.popleft() != name:  # what is older was never sent: the worker saw that it was decided
                     pass
                 return True
         return False
+
+    def _reason_of(self, rank: int, message: bytes) -> str | None:
+        """Why a worker says that it leaves; None if it says something else."""
+        if len(message) < SEAL_BYTES:
+            return None
+        said = self._seal.opened(message, name=f"leaves {rank}", sender=_LEAVES - rank)
+        return None if said is None else said.decode(errors="replace")
+
+    def _refusal(self, rank: int, message: bytes) -> WorkerError:
+        """Why a message cannot be taken."""
+        why = self._reason_of(rank, message)
+        if why is not None:
+            return WorkerError(
+                f"worker {rank}",
+                found=f"that it has left: {why}" if why else "that it has ended",
+                expected="what all workers say in this round",
+                remedy="mend that, and start the workers again: they go on where the longest journal ends",
+            )
+        return WorkerError(
+            f"worker {rank}",
+            found="a message that is not sealed for this round with this run's key",
+            expected="one of a worker of this run that takes the same steps and evaluations in the same order",
+            remedy="give all workers the same key and command, and let nobody else reach their network",
+        )
 
     def _call(self, function: Callable[[], T]) -> T:
         """Call in a thread of its own: the store waits in a way in which no signal is handled."""
         assert self._thread is not None
         return self._thread.call(function)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("Workers", found="closed ones", expected="open ones", remedy="use them within their context")
 
 
 class _Caller:
@@ -195,17 +260,8 @@ class _Caller:
                 future.set_exception(error)
 
 
-def _up(rank: int) -> str:
-    """The queue of what a worker says; short, since its name travels with each message."""
-    return chr(_FIRST_NAME + 2 * rank)
-
-
-def _down(rank: int) -> str:
-    """The queue of what it is answered."""
-    return chr(_FIRST_NAME + 2 * rank + 1)
-
-
-def _silent(rank: int, timeout: float, error: Exception) -> WorkerError:
+def silent(rank: int, timeout: float, error: Exception) -> WorkerError:
+    """The error for a worker from whom nothing comes."""
     said = (str(error).splitlines() or [type(error).__name__])[0][:120]
     return WorkerError(
         f"worker {rank}",
@@ -215,10 +271,11 @@ def _silent(rank: int, timeout: float, error: Exception) -> WorkerError:
     )
 
 
-def _foreign(rank: int) -> WorkerError:
-    return WorkerError(
-        f"worker {rank}",
-        found="a message that is not sealed for this round with this run's key",
-        expected="one of a worker of this run",
-        remedy="give all workers the same key, and let nobody else reach their network",
-    )
+def _up(rank: int) -> str:
+    """The queue of what a worker says; short, since its name travels with each message."""
+    return chr(_FIRST_NAME + 2 * rank)
+
+
+def _down(rank: int) -> str:
+    """The queue of what it is answered."""
+    return chr(_FIRST_NAME + 2 * rank + 1)

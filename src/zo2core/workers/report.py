@@ -58,13 +58,13 @@ def is_finite(payload: bytes) -> bool:
     return all(math.isfinite(loss) for loss in Report.unpacked(payload, 0).losses)
 
 
-def context_of(journal: int, evaluations: Sequence[Evaluation], batch: int, split: Split) -> int:
+def context_of(journal: int, evaluations: Sequence[Evaluation], batch: int | None, split: Split) -> int:
     """A checksum over what all workers have to agree on.
 
     Args:
         journal: Its checksum.
         evaluations: Of the step.
-        batch: Digest of the batch; 0 where it is not known.
+        batch: Digest of the batch; None where it is not known.
         split: How the step is shared out.
     """
     return zlib.crc32(repr((journal, [tuple(evaluation) for evaluation in evaluations], batch, tuple(split))).encode())

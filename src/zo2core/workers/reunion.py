@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any
-
 from zo2core.errors import WorkerError
 from zo2core.journal import Journal
 from zo2core.workers.exchange import Exchange
@@ -25,7 +21,7 @@ def bring_in_line(journal: Journal, exchange: Exchange) -> None:
         JournalError: if a record cannot be written.
     """
     version, is_begun = len(journal.updates), journal.header is not None
-    told = _gathered(exchange, {"version": version, "begun": is_begun, "digests": len(journal.base_digests)})
+    told = exchange.told("journals", {"version": version, "begun": is_begun, "digests": len(journal.base_digests)})
     begun = [rank for rank, own in told.items() if own["begun"]]
     if not begun:
         return
@@ -35,8 +31,8 @@ def bring_in_line(journal: Journal, exchange: Exchange) -> None:
     if longest == exchange.rank:
         raw = journal.excerpt(min(versions.values()))
         chains = [journal.chain(at) or 0 for at in versions.values()]
-    shown = _gathered(exchange, {"chains": chains, "bytes": len(raw)})[longest]
-    own = _gathered(exchange, {"chain": journal.chain(version) if is_begun else None})
+    shown = exchange.told("checksums", {"chains": chains, "bytes": len(raw)})[longest]
+    own = exchange.told("beginnings", {"chain": journal.chain(version) if is_begun else None})
     for (rank, at), chain in zip(versions.items(), shown["chains"], strict=True):
         if own[rank]["chain"] not in (None, chain):
             raise WorkerError(
@@ -45,7 +41,7 @@ def bring_in_line(journal: Journal, exchange: Exchange) -> None:
                 expected=f"the first {at} steps of its {versions[longest]}",
                 remedy="start all workers with the same command, or move that worker's run directory away",
             )
-    pieces = [exchange.gather(raw[at : at + PIECE])[longest] for at in range(0, shown["bytes"], PIECE)]
+    pieces = [exchange.gather(raw[at : at + PIECE], "records")[longest] for at in range(0, shown["bytes"], PIECE)]
     if longest != exchange.rank:
         journal.take_excerpt(b"".join(pieces))
 
@@ -58,18 +54,16 @@ def require_agreement(journal: Journal, exchange: Exchange) -> None:
         WorkerError: if the steps do.
     """
     version = len(journal.updates)
-    said = _gathered(exchange, {"header": journal.header, "version": version, "chain": journal.chain(version)})
+    known = sorted(journal.base_digests.items())
+    own = {"header": journal.header, "version": version, "chain": journal.chain(version), "base": known}
+    said = exchange.told("headers", own)
     if said[0]["header"] is not None:
         journal.begin(said[0]["header"])
     for rank, own in said.items():
-        if (own["version"], own["chain"]) != (said[0]["version"], said[0]["chain"]):
+        if any(own[key] != said[0][key] for key in ("version", "chain", "base")):
             raise WorkerError(
                 f"worker {rank}",
                 found=f"a journal of {own['version']} steps that is not worker 0's",
                 expected=f"its {said[0]['version']} steps",
                 remedy="start all workers with the same command and the same run",
             )
-
-
-def _gathered(exchange: Exchange, values: Mapping[str, Any]) -> dict[int, Any]:
-    return {rank: json.loads(payload) for rank, payload in exchange.gather(json.dumps(values).encode()).items()}

@@ -15,14 +15,14 @@ class Round:
     """Messages of one round, one a worker.
 
     Args:
-        number: Of the round.
+        name: Of the round: what it is about, and its number.
         size: Workers that are expected to say something.
         seal: Of the run.
         counts: Whether a payload counts; what does not is treated like a message that never came.
     """
 
-    def __init__(self, number: int, size: int, seal: Seal, counts: Callable[[bytes], bool] = lambda payload: True) -> None:
-        self._number = number
+    def __init__(self, name: str, size: int, seal: Seal, counts: Callable[[bytes], bool] = lambda payload: True) -> None:
+        self._name = name
         self._size = size
         self._seal = seal
         self._counts = counts
@@ -40,7 +40,7 @@ class Round:
         Returns:
             Whether it is one of this worker, for this round, under the run's key.
         """
-        payload = self._seal.opened(message, number=self._number, sender=rank)
+        payload = self._seal.opened(message, name=self._name, sender=rank)
         if payload is None or not 0 <= rank < self._size:
             return False
         if self._counts(payload):
@@ -58,17 +58,17 @@ class Round:
         entries = b"".join(
             _ENTRY.pack(rank, len(self._messages[rank])) + self._messages[rank] for rank in sorted(self._messages)
         )
-        return self._seal.sealed(entries, number=self._number, sender=COLLECTOR)
+        return self._seal.sealed(entries, name=self._name, sender=COLLECTOR)
 
 
-def unbundled(bundle: bytes, number: int, seal: Seal) -> Mapping[int, bytes] | None:
+def unbundled(bundle: bytes, name: str, seal: Seal) -> Mapping[int, bytes] | None:
     """Payloads by rank, in the order of ranks; None if the bundle, or a message in it, is not of this round and this run."""
-    entries = seal.opened(bundle, number=number, sender=COLLECTOR)
+    entries = seal.opened(bundle, name=name, sender=COLLECTOR)
     if entries is None:
         return None
     payloads: dict[int, bytes] = {}
     for rank, message in _entries(entries):
-        payload = seal.opened(message, number=number, sender=rank)
+        payload = seal.opened(message, name=name, sender=rank)
         if payload is None:
             return None
         payloads[rank] = payload

@@ -24,21 +24,21 @@ class Seal:
         """Seals of a key made of this one and something that is never used twice."""
         return Seal(hmac.digest(self._key, b"zo2core workers/" + salt, "sha256"))
 
-    def sealed(self, payload: bytes, *, number: int, sender: int) -> bytes:
+    def sealed(self, payload: bytes, *, name: str, sender: int) -> bytes:
         """A message: the seal, and the payload behind it.
 
         Args:
             payload: What is said.
-            number: Of the round that it is said in.
+            name: Of the round that it is said in.
             sender: Rank of the worker that says it.
         """
-        return self._seal(payload, number, sender) + payload
+        return self._seal(payload, name, sender) + payload
 
-    def opened(self, message: bytes, *, number: int, sender: int) -> bytes | None:
+    def opened(self, message: bytes, *, name: str, sender: int) -> bytes | None:
         """A message's payload; None if it was not sealed for this round by this sender under this key."""
         seal, payload = message[:SEAL_BYTES], message[SEAL_BYTES:]
-        return payload if hmac.compare_digest(seal, self._seal(payload, number, sender)) else None
+        return payload if hmac.compare_digest(seal, self._seal(payload, name, sender)) else None
 
-    def _seal(self, payload: bytes, number: int, sender: int) -> bytes:
-        said = number.to_bytes(8, "little") + sender.to_bytes(8, "little", signed=True) + payload
+    def _seal(self, payload: bytes, name: str, sender: int) -> bytes:
+        said = f"{name}/{sender}/".encode() + payload
         return hmac.digest(self._key, said, "sha256")[:SEAL_BYTES]

@@ -7,11 +7,11 @@ import os
 import secrets
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch.distributed import DistError
@@ -21,7 +21,7 @@ from zo2core.errors import NonFiniteLossError, OptionError, WorkerError, reason
 from zo2core.io.shared_memory import SharedMemory
 from zo2core.journal import Journal
 from zo2core.types import Evaluation
-from zo2core.workers.exchange import TIMEOUT, Exchange, TCPStore
+from zo2core.workers.exchange import TIMEOUT, Exchange, TCPStore, silent
 from zo2core.workers.report import Report, combined, context_of, is_finite, require_same_context
 from zo2core.workers.reunion import bring_in_line, require_agreement
 from zo2core.workers.seal import Seal
@@ -41,30 +41,6 @@ class Plan(NamedTuple):
     def without_share(self) -> Plan:
         """The same, with nothing for this worker to do."""
         return self._replace(share=self.share._replace(evaluations=range(0)))
-
-
-class Shared(Protocol):
-    """A step that is shared out."""
-
-    @property
-    def step(self) -> int:
-        """0-based."""
-
-    @property
-    def evaluations(self) -> tuple[Evaluation, ...]:
-        """All of them."""
-
-    @property
-    def plan(self) -> Plan | None:
-        """How it is shared out."""
-
-    @property
-    def batch(self) -> int:
-        """Digest of the batch; 0 where it is not known."""
-
-    @property
-    def tokens(self) -> int:
-        """Labelled ones of this worker's rows."""
 
 
 class Told(NamedTuple):
@@ -105,7 +81,6 @@ class Workers:
         self._exchange = exchange
         self._asked = split
         self._deadline = deadline
-        self._neighbours: tuple[int, ...] = ()
 
     @classmethod
     def joined(
@@ -158,9 +133,12 @@ class Workers:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if size == 1:
             return cls(Exchange(None, 0, 1, Seal(key)), split=split, deadline=deadline)
-        meeting, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        host = os.environ.get("MASTER_ADDR", _LOCALHOST)
-        store, salt = _served(meeting, host) if rank == 0 else _found(meeting, timeout)
+        try:
+            meeting, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+            host = os.environ.get("MASTER_ADDR", _LOCALHOST)
+            store, salt = _served(meeting, host) if rank == 0 else _found(meeting, timeout)
+        except DistError as error:
+            raise silent(0, timeout, error) from error
         return cls(Exchange(store, rank, size, Seal(key).derived(salt), timeout=timeout), split=split, deadline=deadline)
 
     @property
@@ -173,13 +151,10 @@ class Workers:
         """Workers."""
         return self._exchange.size
 
-    @property
     def neighbours(self) -> tuple[int, ...]:
-        """Ranks of those on this host, this worker among them."""
-        if not self._neighbours:
-            hosts = self._told({"host": _host()})
-            self._neighbours = tuple(rank for rank, own in hosts.items() if own["host"] == hosts[self.rank]["host"])
-        return self._neighbours
+        """Ranks of those on this host, this worker among them; all workers ask at the same time."""
+        hosts = self._exchange.told("hosts", {"host": _host()})
+        return tuple(rank for rank, own in hosts.items() if own["host"] == hosts[self.rank]["host"])
 
     def all_agree(self, *, answer: bool) -> bool:
         """Whether all workers answer with yes."""
@@ -191,13 +166,13 @@ class Workers:
         Raises:
             WorkerError: if it cannot be made or reached.
         """
-        first, made, refused = self.neighbours[0], None, None
+        first, made, refused = self.neighbours()[0], None, None
         try:
             made = SharedMemory.made(nbytes) if first == self.rank else None
         except OSError as error:
             refused = reason(error)
         own = {"process": os.getpid(), "descriptor": None if made is None else made.descriptor, "refused": refused}
-        of_first = self._told(own)[first]
+        of_first = self._exchange.told("memory", own)[first]
         try:
             if of_first["refused"] is not None:
                 raise OSError(of_first["refused"])
@@ -212,11 +187,6 @@ class Workers:
         self.all_agree(answer=True)  # the first one's descriptor has been used by all
         return memory
 
-    def _told(self, values: Mapping[str, Any]) -> dict[int, Any]:
-        if self.size == 1:
-            return {0: dict(values)}
-        return {rank: json.loads(said) for rank, said in self._exchange.gather(json.dumps(values).encode()).items()}
-
     def meet(self, journal: Journal) -> None:
         """Bring this worker's journal in line with the longest one: the run goes on where that one ends.
 
@@ -224,8 +194,7 @@ class Workers:
             WorkerError: if a journal is of another run.
             JournalError: if a record cannot be written.
         """
-        if self.size > 1:
-            bring_in_line(journal, self._exchange)
+        bring_in_line(journal, self._exchange)
 
     def require_agreement(self, journal: Journal) -> None:
         """Refuse a journal that is not rank 0's.
@@ -234,15 +203,32 @@ class Workers:
             JournalError: if the headers differ; each difference is spelled out.
             WorkerError: if the steps do.
         """
-        if self.size > 1:
-            require_agreement(journal, self._exchange)
+        require_agreement(journal, self._exchange)
 
     def gathered(self, values: Sequence[float]) -> list[tuple[float, ...]]:
         """Numbers of all workers, in the order of ranks, the same everywhere."""
-        if self.size == 1:
-            return [tuple(values)]
-        payloads = self._exchange.gather(struct.pack(f"<{len(values)}d", *values))
+        payloads = self._exchange.gather(struct.pack(f"<{len(values)}d", *values), "numbers")
         return [struct.unpack(f"<{len(payload) // 8}d", payload) for payload in payloads.values()]
+
+    def require_same(self, what: str, digest: int) -> None:
+        """Refuse to go on where workers have different things.
+
+        Args:
+            what: In words.
+            digest: Of this worker's.
+
+        Raises:
+            WorkerError: naming the worker whose are not rank 0's.
+        """
+        said = self._exchange.told("same", {what: digest})
+        for rank, own in said.items():
+            if own.get(what) != said[0].get(what):
+                raise WorkerError(
+                    f"worker {rank}",
+                    found=f"other {what} than worker 0's",
+                    expected="the same",
+                    remedy="start all workers with the same command and the same rows",
+                )
 
     def dealt_out(self, values: Sequence[float]) -> list[float]:
         """Numbers for things that the workers took in turns, in the order of the things.
@@ -267,9 +253,7 @@ class Workers:
 
     def agreed(self, value: Any) -> Any:
         """What rank 0 says, as JSON values; what others say does not matter."""
-        if self.size == 1:
-            return value
-        return json.loads(self._exchange.gather(json.dumps(value).encode() if self.rank == 0 else b"")[0])
+        return self._exchange.told("agreed", {"value": value})[0]["value"]
 
     def plan(self, evaluations: Sequence[Evaluation], rows: int | None) -> Plan:
         """Share a step out.
@@ -286,50 +270,64 @@ class Workers:
         return Plan(split, unit, split.share(self.rank, len(evaluations), unit))
 
     @property
+    def has_deadline(self) -> bool:
+        """Whether a step goes on without slow workers."""
+        return self._deadline is not None
+
+    @property
     def is_decided(self) -> bool:
         """Whether the present step has gone on without this worker: there is no use in making its share."""
-        return self._deadline is not None and self.size > 1 and self._exchange.is_decided
+        return self.has_deadline and self._exchange.is_decided
 
-    def told(self, begun: Shared, losses: Sequence[torch.Tensor], journal: Journal) -> Told:
+    def told(
+        self,
+        plan: Plan,
+        evaluations: Sequence[Evaluation],
+        losses: Sequence[torch.Tensor],
+        *,
+        tokens: int,
+        journal: Journal,
+        batch: int | None,
+    ) -> Told:
         """Tell the losses of this worker's share, and hear all.
 
         Args:
-            begun: The step.
+            plan: Of the step.
+            evaluations: Of the step, all.
             losses: Of the share, 0-d; none if they were not made, since the step has been decided.
+            tokens: Labelled ones of the share's rows.
             journal: Of the run.
+            batch: Digest of the batch; None where it is not known.
 
         Raises:
             WorkerError: if a worker is silent, or works on another step.
             NonFiniteLossError: if there is a deadline, and no worker's losses count.
         """
-        assert begun.plan is not None, "a step is shared out before it is told"
-        split, unit, _ = begun.plan
-        context = context_of(journal.checksum, begun.evaluations, begun.batch, split)
-        own = Report.of(losses, tokens=begun.tokens, context=context)
-        payloads: Mapping[int, bytes] = {0: own.packed()}
-        if self.size > 1:
-            counts = (lambda payload: True) if self._deadline is None else is_finite
-            payloads = self._exchange.gather(own.packed(), deadline=self._deadline, counts=counts)
+        split, unit, _ = plan
+        context = context_of(journal.checksum, evaluations, batch, split)
+        own = Report.of(losses, tokens=tokens, context=context)
+        counts = is_finite if self.has_deadline else _always
+        payloads = self._exchange.gather(own.packed(), "losses", deadline=self._deadline, counts=counts)
         reports = {rank: Report.unpacked(payload, rank) for rank, payload in payloads.items()}
         require_same_context(reports, context)
-        by_place = combined(reports, split, len(begun.evaluations), unit)
+        by_place = combined(reports, split, len(evaluations), unit)
         if not by_place:
             raise NonFiniteLossError(
-                f"step {begun.step}",
+                f"step {len(journal.updates)}",
                 found="no loss of any worker that is finite and came in time",
                 expected="one worker's at least",
                 remedy="lower lr or zo_eps, or allow more time; no step was taken",
             )
-        evaluations = tuple(begun.evaluations[place] for place in by_place)
-        return Told(evaluations, list(by_place.values()), tuple(reports) if self.size > 1 else ())
+        made = tuple(evaluations[place] for place in by_place)
+        return Told(made, list(by_place.values()), tuple(reports) if self.size > 1 else ())
 
-    def close(self, *, clean: bool = True) -> None:
+    def close(self, why: str | None = None) -> None:
         """Leave. May be called twice.
 
         Args:
-            clean: Whether all others leave as well now.
+            why: What went wrong here, for the others; None: nothing did, and all others leave as well now.
         """
-        self._exchange.close(clean=clean)
+        self._exchange.close(why)
 
     def __enter__(self) -> Self:
         return self
@@ -337,7 +335,11 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close(clean=kind is None)
+        self.close(None if kind is None else f"{kind.__name__}: {error}")
+
+
+def _always(payload: bytes) -> bool:
+    return True
 
 
 def _served(meeting: Any, host: str) -> tuple[TCPStore, bytes]:

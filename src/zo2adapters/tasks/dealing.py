@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 from zo2core import Replayer, WorkerError
@@ -13,19 +14,21 @@ def is_own(engine: Replayer, number: int) -> bool:
     return workers is None or number % workers.size == workers.rank
 
 
-def in_order(engine: Replayer, values: Sequence[float], counts: Sequence[int]) -> list[float]:
+def in_order(engine: Replayer, values: Sequence[float], counts: Sequence[int], rows: object) -> list[float]:
     """The numbers of all groups, in their order.
 
     Args:
         engine: Whose workers took them in turns.
         values: What this worker made of its groups, one after the other.
         counts: How many numbers each group has.
+        rows: What all groups are of; workers have to have equal ones, by their ``repr``.
 
     Raises:
         WorkerError: if another worker has other groups, or is silent.
     """
     if engine.workers is None:
         return list(values)
+    engine.workers.require_same("rows", zlib.crc32(repr(rows).encode()))
     of_ranks = engine.workers.gathered(values)
     size = len(of_ranks)
     for rank, own in enumerate(of_ranks):
