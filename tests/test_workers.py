@@ -12,6 +12,7 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from zo2core import (
     MEAZO,
     BatchError,
     BesideActivations,
+    ClosedError,
     Distribution,
     Guarded,
     Journal,
@@ -40,6 +42,7 @@ from zo2core import (
     MultiQueryRGE,
     NonFiniteLossError,
     OptionError,
+    OutrunError,
     PerRowRGE,
     PhiloxNoise,
     Replayer,
@@ -49,6 +52,8 @@ from zo2core import (
     WriteBackPolicy,
     ZOEngine,
     ZOEstimator,
+    free_memory,
+    resident_memory,
 )
 from zo2core.journal.damage import ImpossibleRecordError
 from zo2core.journal.update_record import decode, encode
@@ -282,6 +287,7 @@ def test_a_part_without_a_labelled_token_says_nothing(tmp_path: Path) -> None:
 
     by_rows = worked(2, lambda workers: run(workers, batch), split="rows")
     assert by_rows[0] == by_rows[1] == run(None, kept)
+    assert (tmp_path / "0" / "journal.jsonl").read_bytes() == (tmp_path / "1" / "journal.jsonl").read_bytes()
 
 
 def test_beside_the_activations_stacks_of_one_size_give_the_same_bits(tmp_path: Path) -> None:
@@ -745,3 +751,144 @@ def test_the_simulation_runs_the_same_rounds_each_time() -> None:
     faster = simulate_workers.simulated(12, 4, simulate_workers.World(evaluation_seconds=0.5), seed=1)
     assert slower["steps_an_hour"] < faster["steps_an_hour"]
     assert simulate_workers.near(3, 2, seed=0, seconds=0.001)["workers"] == 3
+
+
+# --- workers that do not keep together
+
+
+@pytest.mark.parametrize("looks", ["parameters", "forwards", "evaluation"])
+def test_who_looks_at_weights_that_others_take_further_is_told_so(tmp_path: Path, looks: str) -> None:
+    went_on = threading.Event()
+
+    def look(engine: ZOEngine) -> None:
+        if looks == "parameters":
+            weights(engine)
+        elif looks == "forwards":
+            list(engine.forwards([batch_of(0)]))
+        else:
+            engine.evaluate([batch_of(0)])
+
+    def run(workers: Workers) -> None:
+        folder = tmp_path / str(workers.rank)
+        with ZOEngine(toy(folder), replace(RGE, q=2), journal=folder / "journal.jsonl", workers=workers) as engine:
+            for step in range(2):
+                engine.step(batch_of(step))
+            if workers.rank == 1:
+                assert went_on.wait(60)
+                look(engine)
+            for step in range(2, 4):
+                engine.step(batch_of(step))
+            went_on.set()
+
+    [_, error] = attempted(2, run, split="directions", deadline=0.3)
+    assert isinstance(error, WorkerError)
+    assert isinstance(error, OutrunError) or looks == "evaluation"
+
+
+def test_a_step_that_others_overtake_counts_as_decided(tmp_path: Path) -> None:
+    """The second worker's sweep ends on bytes of a later version: what it made of them is nothing."""
+    went_on = threading.Event()
+    waited: list[int] = []
+
+    class Waiting(ToyBlockModel):
+        waits = False
+
+        def head(self, batch: Mapping[str, torch.Tensor], activations: torch.Tensor) -> torch.Tensor:
+            if self.waits:
+                self.waits = False
+                waited.append(1)
+                assert went_on.wait(60)
+            return super().head(batch, activations)
+
+    def run(workers: Workers) -> dict[str, torch.Tensor]:
+        folder = tmp_path / str(workers.rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        model = Waiting(11, 8, 3, tied=True, dtype=torch.float32, file=folder / "toy.safetensors")
+        with ZOEngine(model, replace(RGE, q=2), journal=folder / "journal.jsonl", workers=workers) as engine:
+            for step in range(4):
+                model.waits = workers.rank == 1 and step == 1
+                engine.step(batch_of(step))
+                if workers.rank == 0 and step == 2:
+                    went_on.set()
+            return weights(engine)
+
+    made = worked(2, run, split="directions", deadline=0.3)
+    assert waited == [1]
+    assert_equal_weights(*made)
+    assert (tmp_path / "0" / "journal.jsonl").read_bytes() == (tmp_path / "1" / "journal.jsonl").read_bytes()
+    assert [update.workers for update in updates_of(tmp_path / "0")[1:3]] == [(0,), (0,)]
+
+
+def test_what_is_closed_is_not_used(tmp_path: Path) -> None:
+    def run(workers: Workers) -> None:
+        with ZOEngine(toy(tmp_path / str(workers.rank)), RGE, workers=workers) as engine:
+            engine.step(batch_of(0))
+            workers.close()
+            with pytest.raises(ClosedError, match="Workers"):
+                engine.step(batch_of(1))
+            with pytest.raises(ClosedError, match="Workers"):
+                engine.evaluate([batch_of(1)])
+
+    worked(2, run)
+
+
+def test_other_batches_of_an_evaluation_are_refused(tmp_path: Path) -> None:
+    def run(workers: Workers) -> None:
+        with ZOEngine(toy(tmp_path / str(workers.rank)), RGE, workers=workers) as engine:
+            engine.evaluate([batch_of(10 * workers.rank), batch_of(10 * workers.rank + 1)])
+
+    for error in attempted(2, run):
+        assert isinstance(error, WorkerError)
+        assert "other batches" in str(error)
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_who_leaves_says_why_and_nobody_waits(tmp_path: Path, leaver: int) -> None:
+    def run(workers: Workers) -> None:
+        with ZOEngine(toy(tmp_path / str(workers.rank)), RGE, workers=workers) as engine:
+            engine.step(batch_of(0))
+            if workers.rank == leaver:
+                raise ZeroDivisionError("its disk is full")
+            engine.step(batch_of(1))
+
+    outcomes = attempted(2, run, timeout=60.0)
+    assert isinstance(outcomes[leaver], ZeroDivisionError)
+    assert isinstance(outcomes[1 - leaver], WorkerError)
+    assert "its disk is full" in str(outcomes[1 - leaver])
+
+
+def test_workers_that_do_different_things_are_told_so(tmp_path: Path) -> None:
+    def run(workers: Workers) -> None:
+        with ZOEngine(toy(tmp_path / str(workers.rank)), RGE, workers=workers) as engine:
+            if workers.rank == 0:
+                engine.step(batch_of(0))
+            else:
+                engine.evaluate([batch_of(0)])
+
+    outcomes = attempted(2, run, timeout=5.0)
+    assert isinstance(outcomes[0], WorkerError)
+    assert "same order" in str(outcomes[0])
+    assert isinstance(outcomes[1], WorkerError)
+
+
+def test_a_late_worker_of_another_run_keeps_nothing(tmp_path: Path) -> None:
+    trained(tmp_path / "0", RGE, steps=2)
+    seeds = [0, 5]
+    errors = attempted(
+        2, lambda workers: trained(tmp_path / str(workers.rank), RGE, workers, seed=seeds[workers.rank]), timeout=5.0
+    )
+    assert isinstance(errors[1], JournalError)
+    assert not (tmp_path / "1" / "journal.jsonl").exists()
+    assert len(updates_of(tmp_path / "0")) == 2
+
+
+def test_workers_of_a_host_plan_with_their_part_of_what_is_free(tmp_path: Path) -> None:
+    def budget(workers: Workers, every: int | None) -> float:
+        folder = tmp_path / f"{every} {workers.rank}"
+        policy = None if every is None else WriteBackPolicy(directory=folder, every=every)
+        with ZOEngine(toy(folder), RGE, workers=workers, write_back=policy) as engine:
+            assert engine.host_plan is not None
+            return (engine.host_plan.budget - resident_memory()) / free_memory()
+
+    for every in (None, 1):  # shared, and each with a copy of its own
+        assert all(share < 0.3 for share in worked(4, partial(budget, every=every)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,18 @@ def test_train_makes_the_model_of_one_process(tmp_path: Path, *, kept: bool) -> 
     assert (output / "model" / "model.safetensors").read_bytes() == (alone / "model" / "model.safetensors").read_bytes()
     assert not (tmp_path / "run.worker-1" / "model").exists()
     assert said.count("blocks in memory") == 1
+
+
+def test_workers_find_their_journals_again_and_the_longest_counts(tmp_path: Path) -> None:
+    options = small_run(tmp_path)
+    torchrun(2, *asked(options, steps=2, trace=tmp_path / "first.json"))
+    assert {path.name for path in tmp_path.glob("first*")} == {"first.json", "first.worker-1.json"}
+    journal = (tmp_path / "run.worker-1" / "journal.jsonl").read_bytes()
+    shutil.rmtree(options.output)  # the first one's disk is lost
+    torchrun(2, *asked(options, steps=2))
+    assert (options.output / "journal.jsonl").read_bytes() == journal
+    assert (options.output / "model" / "model.safetensors").exists()
+    assert {path.name for path in tmp_path.glob("run*")} == {"run", "run.worker-1"}
 
 
 def test_tune_and_evaluate_say_what_one_process_says(tmp_path: Path) -> None:

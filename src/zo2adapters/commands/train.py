@@ -56,7 +56,7 @@ class Train(RunOptions):
     """With --task: also score the model with so many demonstrations before every prompt."""
     output: Path | None = None
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must not exist, or be empty. Workers
-    beside the first have one beside it, DIR.worker-1 and so on."""
+    of a host beside its first have one beside it, DIR.worker-1 and so on."""
     resume: Path | None = None
     """Directory of a run to go on with, exactly as if it had not been interrupted. Beside it may be given what no bit
     depends on (memory, write-backs, --trace, --scheduler), and more --steps if lr is constant."""
