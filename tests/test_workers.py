@@ -243,6 +243,31 @@ def test_every_adapter_gives_the_bits_of_one_worker(tmp_path: Path, kind: str, p
     assert all_equal([(tmp_path / f"{rank}.jsonl").read_bytes() for rank in range(4)])
 
 
+@pytest.mark.parametrize("buckets", [None, 1], ids=["resident", "streamed"])
+@pytest.mark.parametrize("kind", ["opt", "llama", "qwen2", "qwen3"])
+def test_every_adapter_deals_rows_and_directions(tmp_path: Path, kind: str, buckets: int | None) -> None:
+    base = save_model(tmp_path / "base", small_config(kind))
+    batch = make_batch(40, [6, 3, 5, 4])
+    models = {rank: open_checkpoint(base) for rank in ("alone", 0, 1, 2, 3)}
+    memory = MemoryPolicy(host=HostPlan((), budget=2**28, buckets=buckets, keep_noise=False))
+
+    def run(workers: Workers | None) -> dict[str, torch.Tensor]:
+        rank = "alone" if workers is None else workers.rank
+        options: dict[str, Any] = {"journal": tmp_path / f"{rank}.jsonl", "memory": memory, "workers": workers}
+        with ZOEngine(models[rank], replace(RGE, q=2), noise=PhiloxNoise(Distribution.GAUSSIAN), **options) as engine:
+            for _ in range(3):
+                engine.step(batch)
+            return weights(engine)
+
+    alone = run(None)
+    made = worked(4, run, split="2x2")
+    assert all_equal([(tmp_path / f"{rank}.jsonl").read_bytes() for rank in range(4)])
+    for own in made:
+        assert_equal_weights(own, made[0])
+    for name, tensor in made[0].items():
+        torch.testing.assert_close(tensor, alone[name], atol=1e-3, rtol=1e-3)
+
+
 def literal_by_rows(folder: Path, parts: int, estimator: ZOEstimator) -> dict[str, torch.Tensor]:
     """One worker that runs each part of the rows apart, and joins the losses as the definition says."""
     with ZOEngine(toy(folder), estimator, journal=folder / "journal.jsonl") as engine:
