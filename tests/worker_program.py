@@ -1,6 +1,6 @@
 """What ``torchrun`` starts in tests: a worker that trains the toy until its steps are taken.
 
-torchrun --nproc-per-node 3 worker_program.py FOLDER STEPS
+torchrun --standalone --nproc-per-node 3 worker_program.py FOLDER STEPS
 """
 
 from __future__ import annotations
