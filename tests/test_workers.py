@@ -7,9 +7,11 @@ import itertools
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -880,6 +882,33 @@ def test_who_leaves_says_why_and_nobody_waits(tmp_path: Path, leaver: int) -> No
     assert isinstance(outcomes[leaver], ZeroDivisionError)
     assert isinstance(outcomes[1 - leaver], WorkerError)
     assert "its disk is full" in str(outcomes[1 - leaver])
+
+
+def waiting_worker(port: int, rank: int, told: Any) -> None:
+    """A worker in a process of its own that waits for another one, which does not come."""
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    with Workers.joined(rank=rank, size=2, store=store, timeout=600.0) as workers:
+        told.set()
+        workers.agreed(1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_is_interrupted_while_it_waits_says_so_and_goes(rank: int) -> None:
+    context = multiprocessing.get_context("spawn")
+    store, begun = opened_store(), context.Event()
+    process = context.Process(target=waiting_worker, args=(store.port, rank, begun), daemon=True)
+    process.start()
+    assert begun.wait(60)
+    time.sleep(0.5)  # it waits within the store now, or is about to
+    os.kill(process.pid or 0, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 1
+    other = Workers.joined(rank=1 - rank, size=2, store=store, timeout=60.0)
+    if rank == 1:
+        other.agreed(1)  # what it said before it was interrupted counts
+    with pytest.raises(WorkerError, match=f"worker {rank}: found that it has left: KeyboardInterrupt"):
+        other.agreed(1)
+    other.close("the test has ended")
 
 
 def test_workers_that_do_different_things_are_told_so(tmp_path: Path) -> None:

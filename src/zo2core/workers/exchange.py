@@ -132,12 +132,15 @@ class Exchange:
         said = "" if why is None else (why or "an error")
         name = f"leaves {self.rank}"
         message = self._seal.sealed(said.encode()[:_WHY], name=name, sender=_LEAVES - self.rank)
+        # Who was interrupted while it waits has a thread that waits on: it holds the client until something comes.
+        is_held = self._thread is not None and self._thread.is_busy
+        store = self._store.clone() if is_held else self._store
         if self.rank > 0:
-            self._store.queue_push(_up(self.rank), message)
+            store.queue_push(_up(self.rank), message)
             return
         if why is not None:
             for rank in range(1, self.size):
-                self._store.queue_push(_down(rank), message)
+                store.queue_push(_down(rank), message)
             return
         begun = time.monotonic()
         for rank in range(1, self.size):
@@ -145,8 +148,8 @@ class Exchange:
             with contextlib.suppress(DistError):
                 while True:
                     left = max(begun + patience - time.monotonic(), 0.01)
-                    self._store.set_timeout(timedelta(seconds=left))
-                    if self._reason_of(rank, bytes(self._store.queue_pop(_up(rank)))) is not None:
+                    store.set_timeout(timedelta(seconds=left))
+                    if self._reason_of(rank, bytes(store.queue_pop(_up(rank)))) is not None:
                         break  # other messages were late
 
     def _answer(self, message: bytes) -> bytes:
@@ -239,11 +242,18 @@ class _Caller:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._is_busy = False
         threading.Thread(target=self._run, name="zo2-exchange", daemon=True).start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it is at a call that has not ended: its caller was interrupted."""
+        return self._is_busy
 
     def call(self, function: Callable[[], T]) -> T:
         """Wait for what the thread gets."""
         future: Future[T] = Future()
+        self._is_busy = True
         self._calls.put((function, future))
         return future.result()
 
@@ -255,9 +265,13 @@ class _Caller:
         while (call := self._calls.get()) is not None:
             function, future = call
             try:
-                future.set_result(function())
+                result = function()
             except BaseException as error:
+                self._is_busy = False
                 future.set_exception(error)
+            else:
+                self._is_busy = False
+                future.set_result(result)
 
 
 def silent(rank: int, timeout: float, error: Exception) -> WorkerError:
