@@ -936,6 +936,22 @@ def test_a_late_worker_of_another_run_keeps_nothing(tmp_path: Path) -> None:
     assert len(updates_of(tmp_path / "0")) == 2
 
 
+def test_a_journal_that_was_taken_over_and_refused_can_begin_anew(tmp_path: Path) -> None:
+    trained(tmp_path / "0", RGE, steps=2)
+    late = Journal()
+
+    def run(workers: Workers) -> None:
+        folder = tmp_path / str(workers.rank)
+        journal = late if workers.rank == 1 else Journal(folder / "journal.jsonl")
+        with ZOEngine(toy(folder), RGE, journal=journal, workers=workers, seed=[0, 5][workers.rank]):
+            pass
+
+    assert isinstance(attempted(2, run, timeout=5.0)[1], JournalError)
+    assert (late.header, late.updates, late.base_digests, late.checksum) == (None, [], {}, 0)
+    with ZOEngine(toy(tmp_path / "anew"), RGE, journal=late) as engine:
+        assert engine.step(batch_of(0)).step == 0
+
+
 def test_workers_of_a_host_plan_with_their_part_of_what_is_free(tmp_path: Path) -> None:
     def budget(workers: Workers, every: int | None) -> float:
         folder = tmp_path / f"{every} {workers.rank}"

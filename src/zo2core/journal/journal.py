@@ -49,7 +49,7 @@ class Journal:
         self._base_digests: dict[str, str] = {}
         self._chain: list[int] = [0]  # version -> checksum over header and updates up to it
         self._torn = False
-        self._begun_here = False  # by this object, and no update followed
+        self._begun_here = False  # by this object, and no update of its own followed
         self._file = None if path is None else self._open(Path(path))
 
     @property
@@ -153,7 +153,9 @@ class Journal:
         self._begun_here = False
 
     def withdraw(self) -> None:
-        """Undo ``begin``, if this object began the journal and no update followed: a run that is refused leaves nothing.
+        """Undo ``begin`` or ``take_excerpt``, if this object began the journal so and no update of its own followed.
+
+        A run that is refused leaves nothing.
 
         Raises:
             OSError: if the file cannot be removed.
@@ -161,7 +163,9 @@ class Journal:
         if self._begun_here:
             if self._file is not None:
                 self._file.remove()
-            self._header, self._chain, self._base_digests, self._begun_here = None, [0], {}, False
+            self._header, self._chain, self._begun_here = None, [0], False
+            self._updates.clear()
+            self._base_digests.clear()
 
     def withdraw_if_refused(self, kind: type[BaseException] | None, *_: object) -> None:
         """``withdraw`` as an ``ExitStack`` calls it: what a refused run began must not bind the next one."""
@@ -267,7 +271,7 @@ class Journal:
         for update in updates:
             if update.step >= len(self._updates):
                 self.append(update)
-        self._begun_here = is_new  # nothing of it is this object's own: a run that is refused leaves nothing
+        self._begun_here = is_new
 
     @property
     def checksum(self) -> int:
