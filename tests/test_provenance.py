@@ -14,6 +14,7 @@ from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.provenance import provenance
+from zo2adapters.trainers.sharing import device_kinds
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import JournalError, ZO2Error
 
@@ -26,7 +27,9 @@ def options(tmp_path: Path) -> TrainOptions:
 
 
 def told(options: TrainOptions, tokens: int = 7, length: int = 12) -> dict[str, object]:
-    return provenance(options, Path(options.model), {"padding": 0, "data tokens": tokens}, sequence_length=length)
+    rows: dict[str, object] = {"padding": 0, "data tokens": tokens}
+    devices = device_kinds(options.storage.device, None)
+    return provenance(options, Path(options.model), rows, sequence_length=length, devices=devices)
 
 
 def test_whatever_shapes_the_result_is_told(options: TrainOptions) -> None:

@@ -625,7 +625,7 @@ def test_a_bundle_has_what_was_said_or_is_none() -> None:
 
 
 def test_a_worker_without_the_key_is_refused(tmp_path: Path) -> None:
-    outcomes = attempted(2, lambda workers: workers.gathered([1.0]), key=[b"one", b"two"], timeout=3.0)
+    outcomes = attempted(2, lambda workers: workers.heard(1.0), key=[b"one", b"two"], timeout=3.0)
     assert isinstance(outcomes[0], WorkerError)
     assert "key" in str(outcomes[0])
     assert isinstance(outcomes[1], WorkerError)
@@ -636,7 +636,7 @@ def test_who_is_silent_is_named() -> None:
     client_of(store)
     workers = Workers.joined(rank=0, size=2, store=store, timeout=0.3)
     with pytest.raises(WorkerError, match="worker 1"):
-        workers.gathered([1.0])
+        workers.heard(1.0)
     workers.close("the test has ended")
 
 
@@ -889,7 +889,7 @@ def waiting_worker(port: int, rank: int, told: Any) -> None:
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     with Workers.joined(rank=rank, size=2, store=store, timeout=600.0) as workers:
         told.set()
-        workers.agreed(1)
+        workers.heard(1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -905,9 +905,9 @@ def test_who_is_interrupted_while_it_waits_says_so_and_goes(rank: int) -> None:
     assert process.exitcode == 1
     other = Workers.joined(rank=1 - rank, size=2, store=store, timeout=60.0)
     if rank == 1:
-        other.agreed(1)  # what it said before it was interrupted counts
+        other.heard(1)  # what it said before it was interrupted counts
     with pytest.raises(WorkerError, match=f"worker {rank}: found that it has left: KeyboardInterrupt"):
-        other.agreed(1)
+        other.heard(1)
     other.close("the test has ended")
 
 

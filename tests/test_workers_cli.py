@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 from command_lines import ROWS, SECONDS, refusal, run_here
+from crews import attempted, worked
 from runs import small_run
 
-from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.options import Storage, TrainOptions
+from zo2adapters.trainers.sharing import alone_on, device_kinds, own_trace, require_same_steps
+from zo2core import OptionError, free_memory, resident_memory
 
 
 def torchrun(size: int, *arguments: object, succeeds: bool = True) -> str:
@@ -118,6 +121,44 @@ def test_options_for_workers_are_refused_without_any(tmp_path: Path) -> None:
         assert line.startswith(f"zo2: --{name.replace('_', '-')}: found")
         assert "torchrun" in line
     assert not options.output.exists()
+
+
+# --- what workers agree on before they begin
+
+
+def test_the_kinds_of_all_devices_are_in_the_journal() -> None:
+    kinds = worked(3, lambda workers: device_kinds(["cpu", "cuda:1", "cuda"][workers.rank], workers))
+    assert kinds == ["cpu+cuda"] * 3
+    assert device_kinds("cuda:1", None) == "cuda"
+
+
+def test_another_number_of_steps_than_the_first_workers_is_refused() -> None:
+    outcomes = attempted(3, lambda workers: require_same_steps([4, 4, 5][workers.rank], workers))
+    assert outcomes[:2] == [None, None]
+    assert isinstance(outcomes[2], OptionError)
+    assert "found 5" in str(outcomes[2])
+    assert "4" in str(outcomes[2])
+    require_same_steps(7, None)
+
+
+def test_a_worker_that_runs_alone_has_its_part_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    auto, given = Storage(memory="auto", device="cuda"), Storage(memory="2GiB")
+    assert alone_on(auto, None) == auto
+    for storage in worked(4, lambda workers: alone_on(auto, workers)):
+        assert storage.device == "cuda:2"
+        assert resident_memory() < int(storage.memory) < resident_memory() + 0.3 * free_memory()
+    assert worked(2, lambda workers: alone_on(given, workers)) == [given, given]
+    [single] = worked(1, lambda workers: alone_on(auto, workers))
+    assert single.memory == "auto"
+
+
+def test_every_worker_traces_into_a_file_of_its_own() -> None:
+    trace = Path("runs/trace.json")
+    names = worked(3, lambda workers: own_trace(trace, workers))
+    assert names == [trace, Path("runs/trace.worker-1.json"), Path("runs/trace.worker-2.json")]
+    assert own_trace(trace, None) == trace
+    assert worked(2, lambda workers: own_trace(None, workers)) == [None, None]
 
 
 @pytest.mark.parametrize("content", [None, b"short"])

@@ -210,11 +210,11 @@ def near(size: int, steps: int, seed: int, seconds: float) -> dict[str, Any]:
 
     def work(rank: int) -> None:
         with Workers.joined(rank=rank, size=size, store=clients[rank], key=KEY) as workers:
-            workers.gathered([])  # all are there
+            workers.heard(None)  # all are there
             began = time.perf_counter()
             for step in range(steps):
                 time.sleep(shares[rank][step])
-                workers.gathered([1.0, 1.0])
+                workers.heard([1.0, 1.0])
             if rank == 0:
                 taken.append((time.perf_counter() - began) / steps)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from zo2core import Replayer, WorkerError
+from zo2core import Replayer
 
 
 def is_own(engine: Replayer, number: int) -> bool:
@@ -29,15 +29,6 @@ def in_order(engine: Replayer, values: Sequence[float], counts: Sequence[int], r
     if engine.workers is None:
         return list(values)
     engine.workers.require_same("rows", zlib.crc32(repr(rows).encode()))
-    of_ranks = engine.workers.gathered(values)
-    size = len(of_ranks)
-    for rank, own in enumerate(of_ranks):
-        if len(own) != sum(counts[rank::size]):
-            raise WorkerError(
-                f"worker {rank}",
-                found=f"{len(own)} numbers",
-                expected=f"{sum(counts[rank::size])}, for its rows",
-                remedy="start all workers with the same rows",
-            )
-    taken = [iter(own) for own in of_ranks]
-    return [next(taken[number % size]) for number, count in enumerate(counts) for _ in range(count)]
+    taken = iter(values)
+    own = [[next(taken) for _ in range(count)] for number, count in enumerate(counts) if is_own(engine, number)]
+    return [value for group in engine.workers.in_order(own) for value in group]

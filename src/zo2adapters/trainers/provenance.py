@@ -23,7 +23,9 @@ _TOKENIZER_FILES = (
 )
 
 
-def provenance(options: TrainOptions, base: Path, tokens: dict[str, object], *, sequence_length: int) -> dict[str, Any]:
+def provenance(
+    options: TrainOptions, base: Path, tokens: dict[str, object], *, sequence_length: int, devices: str
+) -> dict[str, Any]:
     """What a run's steps depend on, as JSON values.
 
     Not in it is what no bit depends on: memory, write-backs, the order of transfers, evaluations, the number of steps.
@@ -33,6 +35,7 @@ def provenance(options: TrainOptions, base: Path, tokens: dict[str, object], *, 
         base: The model's directory, for the tokenizer's files.
         tokens: What the data became by the tokenizer, as ``RunDirectory`` takes it.
         sequence_length: Of the longest row that is not cut.
+        devices: The kinds of devices that it is computed on.
 
     Raises:
         DataError: if a file cannot be read.
@@ -55,7 +58,7 @@ def provenance(options: TrainOptions, base: Path, tokens: dict[str, object], *, 
         "loss chunk": batching.loss_chunk,
         "sequence length": sequence_length,
         "seed": options.seed,
-        "device": options.storage.device.partition(":")[0],
+        "device": devices,
         "schedule": _schedule(options),
     }
 

@@ -119,7 +119,7 @@ def require_same_steps(steps: int, workers: Workers | None) -> None:
     Raises:
         OptionError: if it is.
     """
-    agreed = steps if workers is None else workers.agreed(steps)
+    agreed = steps if workers is None else workers.heard(steps)[0]
     if agreed != steps:
         raise OptionError(
             "steps", found=str(steps), expected=f"{agreed}, as the first worker has", remedy="give all workers the same"
@@ -141,12 +141,10 @@ def local_device(device: str, workers: Workers | None) -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if workers is not None and device == "cuda" else device
 
 
-def device_kinds(kind: str, workers: Workers | None) -> str:
+def device_kinds(device: str, workers: Workers | None) -> str:
     """The kinds of devices that a run is computed on, of all workers."""
-    if workers is None:
-        return kind
-    on_gpu = {bool(value) for [value] in workers.gathered([float(kind == "cuda")])}
-    return "+".join("cuda" if own else "cpu" for own in sorted(on_gpu))
+    kind = device.partition(":")[0]
+    return kind if workers is None else "+".join(sorted({*workers.heard(kind)}))
 
 
 def settled_alike(
@@ -160,10 +158,10 @@ def settled_alike(
         opened: Opens the model.
     """
     if workers is not None and workers.rank > 0:
-        dtype, loss_chunk = workers.agreed(None)
+        [dtype, loss_chunk], *_ = workers.heard(None)
         options = replace(options, dtype=dtype, batching=replace(options.batching, loss_chunk=loss_chunk))
     model = opened(options)
     options = options.settled(model)
     if workers is not None and workers.rank == 0:
-        workers.agreed([options.dtype, options.batching.loss_chunk])
+        workers.heard([options.dtype, options.batching.loss_chunk])
     return model, options

@@ -106,8 +106,8 @@ class Trainer:
         self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
             self._layouts = model.layouts
-            decides = provenance(options, directory, self._tokens(), sequence_length=length)
-            decides["device"] = device_kinds(decides["device"], workers)
+            devices = device_kinds(options.storage.device, workers)
+            decides = provenance(options, directory, self._tokens(), sequence_length=length, devices=devices)
             self.engine = build_engine(
                 options, model, estimator, activations, least, decides, execution=execution, workers=workers
             )
@@ -203,7 +203,7 @@ class Trainer:
         )
         evaluated = {row["step"] for row in self._run.metrics(engine.journal) if "evaluation_loss" in row}
         if self._workers is not None:  # whoever came late has no metrics, and all have to evaluate together
-            evaluated = {*self._workers.agreed(sorted(evaluated))}
+            evaluated = {*self._workers.heard(sorted(evaluated))[0]}
         tracker = options.report_to if is_first(self._workers) else "none"
         with (
             closing(LiveMetrics(tracker, options.output, options.to_json())) as live,

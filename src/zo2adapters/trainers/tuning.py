@@ -112,10 +112,10 @@ def tune(
     rounds = planned_rounds(len(trials), forwards, options.optimization.evaluations)
     if not is_first(workers):
         assert workers is not None
-        workers.agreed(None)  # the first one has made the directory
+        workers.heard(None)  # the first one has made the directory
     asked = _begin(options, forwards, trials, follows=not is_first(workers))
     if workers is not None and is_first(workers):
-        workers.agreed(None)
+        workers.heard(None)
     options = replace(options, storage=alone_on(options.storage, workers))
     places = {trial.directory: place for place, trial in enumerate(trials)}
     finished: list[Trial] = []
@@ -175,19 +175,11 @@ def _is_own(place: int, workers: Workers | None) -> bool:
 
 def _of_all(trials: Sequence[Trial], made: Sequence[Trial], workers: Workers | None) -> list[Trial]:
     """All trials, with what the workers made of theirs."""
-    results = {trial.directory: trial for trial in made}
-    if workers is not None:
-        own = [results.get(trial.directory) for trial in trials]
-        told = workers.gathered([value for trial in own for value in _numbers(trial)])
-        for place, trial in enumerate(trials):
-            [[steps, loss]] = [of_rank[2 * place : 2 * place + 2] for of_rank in told if not math.isnan(of_rank[2 * place])]
-            results[trial.directory] = replace(trial, steps=int(steps), loss=loss)
-    return [results[trial.directory] for trial in trials]
-
-
-def _numbers(trial: Trial | None) -> tuple[float, float]:
-    """What a worker tells of a trial; of one that is not its own, nothing."""
-    return (math.nan, math.nan) if trial is None else (float(trial.steps), trial.loss)
+    own = {trial.directory.name: (trial.steps, trial.loss) for trial in made}
+    of_workers = [own] if workers is None else workers.heard(own)
+    results = {name: result for of_worker in of_workers for name, result in of_worker.items()}
+    by_trial = [(trial, *results[trial.directory.name]) for trial in trials]
+    return [replace(trial, steps=steps, loss=loss) for trial, steps, loss in by_trial]
 
 
 def _lengthened(trial: Trial, options: TrainOptions, steps: int) -> Trial:

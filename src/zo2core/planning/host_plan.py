@@ -125,6 +125,6 @@ def plan_together(
         return planned(), None
     together = len(workers.neighbours())
     plan = planned(neighbours=together, sharers=together)
-    if workers.all_agree(answer=may_share and plan.buckets is None):
+    if all(workers.heard(may_share and plan.buckets is None)):
         return plan, workers
     return planned(neighbours=together), None

@@ -83,7 +83,8 @@ def evaluate(
     counts = [sum(counts_of_batch) for counts_of_batch in tokens]
     if workers is not None:
         workers.require_same("batches", digest)
-        of_batches, counts = workers.dealt_out(of_batches), [int(count) for count in workers.dealt_out(counts)]
+        of_all = workers.in_order(list(zip(of_batches, counts, strict=True)))
+        of_batches, counts = [loss for loss, _ in of_all], [count for _, count in of_all]
     if sum(counts) == 0:
         raise BatchError(
             "batches", found="no labelled token", expected="at least one", remedy="pass labels that are not all -100"

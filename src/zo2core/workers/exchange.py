@@ -107,9 +107,9 @@ class Exchange:
         self._missed = self.rank not in payloads
         return payloads
 
-    def told(self, kind: str, values: Mapping[str, Any]) -> dict[int, Any]:
+    def told(self, kind: str, value: Any) -> dict[int, Any]:
         """As ``gather``, for JSON values."""
-        said = self.gather(json.dumps(values).encode(), kind)
+        said = self.gather(json.dumps(value).encode(), kind)
         return {rank: json.loads(payload) for rank, payload in said.items()}
 
     def close(self, why: str | None = None) -> None:

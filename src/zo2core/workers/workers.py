@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import struct
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch.distributed import DistError
@@ -29,6 +28,8 @@ from zo2core.workers.share import Share, Split, choose_split, evaluations_apart,
 
 _ADDRESS = "zo2core/workers"  # in torchrun's own store: where rank 0's is
 _LOCALHOST = "localhost"
+
+T = TypeVar("T")
 
 
 class Plan(NamedTuple):
@@ -156,10 +157,6 @@ class Workers:
         hosts = self._exchange.told("hosts", {"host": _host()})
         return tuple(rank for rank, own in hosts.items() if own["host"] == hosts[self.rank]["host"])
 
-    def all_agree(self, *, answer: bool) -> bool:
-        """Whether all workers answer with yes."""
-        return all(bool(value) for [value] in self.gathered([float(answer)]))
-
     def shared_memory(self, nbytes: int) -> SharedMemory:
         """Memory that the workers of this host have together; all workers ask for it at the same time.
 
@@ -184,7 +181,7 @@ class Workers:
                 expected=f"{nbytes} bytes for all workers of this host",
                 remedy="let the workers of a host run as one user, and free memory",
             ) from error
-        self.all_agree(answer=True)  # the first one's descriptor has been used by all
+        self.heard(None)  # the first one's descriptor has been used by all
         return memory
 
     def meet(self, journal: Journal) -> None:
@@ -205,10 +202,19 @@ class Workers:
         """
         require_agreement(journal, self._exchange)
 
-    def gathered(self, values: Sequence[float]) -> list[tuple[float, ...]]:
-        """Numbers of all workers, in the order of ranks, the same everywhere."""
-        payloads = self._exchange.gather(struct.pack(f"<{len(values)}d", *values), "numbers")
-        return [struct.unpack(f"<{len(payload) // 8}d", payload) for payload in payloads.values()]
+    def heard(self, value: Any) -> list[Any]:
+        """Say something and hear what all say.
+
+        Args:
+            value: Of JSON's kinds; numbers keep all their bits.
+
+        Returns:
+            Values in the order of ranks, the same on all workers.
+
+        Raises:
+            WorkerError: if a worker leaves, is silent for too long, or is at something else.
+        """
+        return list(self._exchange.told("values", value).values())
 
     def require_same(self, what: str, digest: int) -> None:
         """Refuse to go on where workers have different things.
@@ -220,9 +226,9 @@ class Workers:
         Raises:
             WorkerError: naming the worker whose are not rank 0's.
         """
-        said = self._exchange.told("same", {what: digest})
-        for rank, own in said.items():
-            if own.get(what) != said[0].get(what):
+        said = self.heard([what, digest])
+        for rank, own in enumerate(said):
+            if own != said[0]:
                 raise WorkerError(
                     f"worker {rank}",
                     found=f"other {what} than worker 0's",
@@ -230,16 +236,16 @@ class Workers:
                     remedy="start all workers with the same command and the same rows",
                 )
 
-    def dealt_out(self, values: Sequence[float]) -> list[float]:
-        """Numbers for things that the workers took in turns, in the order of the things.
+    def in_order(self, values: Sequence[T]) -> list[T]:
+        """What the workers made of things that they took in turns, in the order of the things.
 
         Args:
-            values: Of what this worker took: the things at the places rank, rank + size, rank + 2 size, ...
+            values: Of what this worker took, as ``heard`` takes them: of the things at the places rank, rank + size, ...
 
         Raises:
             WorkerError: if the workers did not take the same things.
         """
-        of_ranks = self.gathered(values)
+        of_ranks = self.heard(list(values))
         count = sum(map(len, of_ranks))
         for rank, own in enumerate(of_ranks):
             if len(own) != len(range(rank, count, self.size)):
@@ -250,10 +256,6 @@ class Workers:
                     remedy="start all workers with the same rows",
                 )
         return [of_ranks[place % self.size][place // self.size] for place in range(count)]
-
-    def agreed(self, value: Any) -> Any:
-        """What rank 0 says, as JSON values; what others say does not matter."""
-        return self._exchange.told("agreed", {"value": value})[0]["value"]
 
     def plan(self, evaluations: Sequence[Evaluation], rows: int | None) -> Plan:
         """Share a step out.
