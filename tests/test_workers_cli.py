@@ -108,7 +108,7 @@ def test_a_plan_counts_a_workers_part_of_what_all_share(tmp_path: Path) -> None:
     planning = ["plan", "--model", options.model, "--memory", "2GiB", "--scratch", tmp_path, "--json"]
     plans = [json.loads(run_here(*planning, "--workers", count).out)["host_plan"]["parts"] for count in (1, 4)]
     blocks = [next(part for part in parts if "3 of 3 blocks" in part["name"]) for parts in plans]
-    assert blocks[1]["name"].endswith("a 4th of what 4 workers share")
+    assert blocks[1]["name"].endswith("1/4 of what 4 workers share")
     assert blocks[1]["nbytes"] == -(-blocks[0]["nbytes"] // 4)
     assert "--workers" in refusal("plan", "--model", options.model, "--workers", 0)
     assert "--workers" in refusal("plan", "--model", options.model, "--workers", 2, "--device-memory", "8GiB")

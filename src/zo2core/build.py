@@ -165,20 +165,20 @@ def build(
         waiting = memory.activation_bytes if room < memory.activation_bytes else 0
         streamed = laid_out_as_on_disk(layouts, model.weights)
         host_plan = memory.host
-        planned = partial(
-            plan_host,
-            layouts,
-            streamed,
-            memory="auto" if isinstance(host_plan, HostPlan) else host_plan,
-            activation_bytes=memory.activation_bytes if device.in_place else waiting,
-            compute_on_host=on_host,
-            may_keep_noise=not isinstance(of_choice, CounterNoise),
-            walks=walks,
-            staging=0 if carrying is None else staging_bytes(layouts),
-            factors=held if on_host else 0,
-        )
         sharers: Workers | None = None  # None: this process has a copy of its own
         if not isinstance(host_plan, HostPlan):
+            planned = partial(
+                plan_host,
+                layouts,
+                streamed,
+                memory=host_plan,
+                activation_bytes=memory.activation_bytes if device.in_place else waiting,
+                compute_on_host=on_host,
+                may_keep_noise=not isinstance(of_choice, CounterNoise),
+                walks=walks,
+                staging=0 if carrying is None else staging_bytes(layouts),
+                factors=held if on_host else 0,
+            )
             may_share = device.in_place and (write_back is None or write_back.is_left_to_us)
             host_plan, sharers = plan_together(planned, workers, may_share=may_share)
         write_back = write_back if sharers is None else None

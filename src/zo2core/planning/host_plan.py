@@ -79,7 +79,7 @@ def plan_host(
         sizes = [whole_pages(layout.nbytes) for layout in used if not layout.resident]
         resident = sum(whole_pages(layout.nbytes) for layout in used if layout.resident)
         held = sum(sizes) if buckets is None else buckets * max(sizes, default=0)
-        together = f", a {sharers}th of what {sharers} workers share" if buckets is None and sharers > 1 else ""
+        together = f", 1/{sharers} of what {sharers} workers share" if buckets is None and sharers > 1 else ""
         if together:
             resident, held = -(-resident // sharers), -(-held // sharers)
         parts = (
