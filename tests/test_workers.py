@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import multiprocessing
@@ -57,6 +58,7 @@ from zo2core import (
     free_memory,
     resident_memory,
 )
+from zo2core.io.shared_memory import SharedMemory
 from zo2core.journal.damage import ImpossibleRecordError
 from zo2core.journal.update_record import decode, encode
 from zo2core.planning.host_plan import HostPlan
@@ -399,6 +401,47 @@ def test_workers_of_a_host_have_one_copy_of_the_model(tmp_path: Path) -> None:
             return isinstance(engine._parts.source, SharedSource)
 
     assert worked(2, alone) == [False, False]
+
+
+def test_memory_that_cannot_be_shared_is_refused_and_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    before = sorted(os.listdir("/proc/self/fd"))
+    for name in ("os.ftruncate", "mmap.mmap"):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, failing)
+            with pytest.raises(OSError, match="no memory"):
+                SharedMemory.made(4096)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+    def run(workers: Workers) -> SharedMemory:
+        with monkeypatch.context() as patch:
+            if workers.rank == 0:
+                patch.setattr(SharedMemory, "made", failing)
+            return workers.shared_memory(4096)
+
+    for error in attempted(2, run):
+        assert isinstance(error, WorkerError)
+        assert "worker 0: found memory that cannot be shared" in str(error)
+
+
+def test_a_source_that_cannot_be_made_closes_what_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    closed: list[SharedMemory] = []
+    close = SharedMemory.close
+
+    def noted(memory: SharedMemory) -> None:
+        closed.append(memory)
+        close(memory)
+
+    monkeypatch.setattr("zo2core.sources.shared.SegmentLoader", failing)
+    monkeypatch.setattr(SharedMemory, "close", noted)
+    outcomes = attempted(2, lambda workers: trained(tmp_path / str(workers.rank), RGE, workers))
+    assert [type(outcome) for outcome in outcomes] == [ZeroDivisionError] * 2
+    assert len(closed) == 2
 
 
 def test_bytes_that_a_worker_lost_in_the_middle_of_a_replay_are_made_again(tmp_path: Path) -> None:

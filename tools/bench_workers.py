@@ -179,14 +179,13 @@ def late_seconds(options: argparse.Namespace, folder: Path) -> float:
     noise = PhiloxNoise(Distribution.RADEMACHER)
     with ZOEngine(model, estimator, noise=noise, journal=first) as engine:
         engine.step(batch)
-        header, update = dict(engine.journal.header or {}), engine.journal.updates[0]
+        update = engine.journal.updates[0]
     journal = Journal(first)
     for step in range(1, options.steps):
         seeds = [step * 1000 + number for number in range(options.queries)]
-        pairs = [replace_seed(evaluation, seeds[number // 2]) for number, evaluation in enumerate(update.evaluations)]
+        pairs = [side._replace(seed=seeds[number // 2]) for number, side in enumerate(update.evaluations)]
         journal.append(replace(update, step=step, evaluations=tuple(pairs), seeds=tuple(seeds)))
     journal.close()
-    assert header
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -201,11 +200,6 @@ def late_seconds(options: argparse.Namespace, folder: Path) -> float:
             taken = float(pipe.recv())
     process.join()
     return taken
-
-
-def replace_seed(evaluation: Any, seed: int) -> Any:
-    """The same side of another direction."""
-    return evaluation._replace(seed=seed)
 
 
 def come_late(pipe: Connection, options: argparse.Namespace, port: int, journal: Path) -> None:

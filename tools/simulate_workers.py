@@ -40,7 +40,7 @@ from zo2core.types import Evaluation
 from zo2core.workers import Split
 from zo2core.workers.exchange import TCPStore
 from zo2core.workers.report import Report, combined
-from zo2core.workers.round import Round
+from zo2core.workers.round import Round, unbundled
 from zo2core.workers.seal import Seal
 
 MOST_DIRECTIONS = 64  # a step: each is replayed by every worker
@@ -120,7 +120,8 @@ def simulated(size: int, steps: int, world: World, seed: int) -> dict[str, Any]:
     useful: list[float] = []  # seconds from coming to the first share
     for step in range(steps):
         evaluations = estimator.evaluations(step, iter(range(step * directions, (step + 1) * directions)))
-        begun, collected = tally.clock, Round(f"losses {step}", size, seal)
+        name = f"losses {step}"
+        begun, collected = tally.clock, Round(name, size, seal)
         arrivals: list[tuple[float, int, bytes]] = []
         for rank, member in enumerate(members):
             ready = max(begun, member.free) + share_seconds * member.speed
@@ -135,12 +136,14 @@ def simulated(size: int, steps: int, world: World, seed: int) -> dict[str, Any]:
             tally.made += 1
             losses = tuple(1.0 + rng.gauss(0.0, 1e-3) for _ in range(2 * directions // split.groups))
             report = Report(1, step, losses, torch.float32)
-            message = seal.sealed(report.packed(), name=f"losses {step}", sender=rank)
+            message = seal.sealed(report.packed(), name=name, sender=rank)
             tally.sent += len(message) + STORE_BYTES
             arrivals.append((ready + member.up + 8 * (len(message) + STORE_BYTES) / member.up_bits, rank, message))
             member.free = ready
         decided = relayed(arrivals, collected, begun + deadline, world, size)
-        reports = {rank: Report.unpacked(payload, rank) for rank, payload in collected.payloads().items()}
+        payloads = unbundled(collected.bundle(), name, seal)
+        assert payloads is not None, "a bundle of this round and this run"
+        reports = {rank: Report.unpacked(payload, rank) for rank, payload in payloads.items()}
         tally.counted += len(reports)
         update = update_of(estimator, step, evaluations, reports, split)
         line = len(to_line(encode(update)))

@@ -20,12 +20,19 @@ class SharedMemory:
     process, however that ends.
 
     Args:
-        descriptor: Of the memory; it is this object's from now on.
+        descriptor: Of the memory; it is this object's from now on, and closed if it cannot be mapped.
+
+    Raises:
+        OSError: if it cannot be mapped.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self.buffer = mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=mmap.MAP_SHARED)
+        try:
+            self.buffer = mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags=mmap.MAP_SHARED)
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def made(cls, nbytes: int) -> Self:
@@ -35,7 +42,11 @@ class SharedMemory:
             OSError: if the system has none.
         """
         descriptor = os.memfd_create("zo2core", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, nbytes)
+        try:
+            os.ftruncate(descriptor, nbytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
         return cls(descriptor)
 
     @classmethod

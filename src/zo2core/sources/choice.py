@@ -37,15 +37,17 @@ def open_source(
         host_memory: Allocates its memory.
         buckets: Of blocks that come and go; None: all are in memory.
         shared: Memory that workers of this host have together; None: the source has its own.
-        scratch: Files that segments were written back to. They belong to the source, and are closed if there is none.
+        scratch: Files that segments were written back to.
         write_back_every: Versions that a segment may be ahead of its bytes on disk; None: it is never written.
         base_digests: What the base's segments have to be.
         timeline: Every read and write is noted there.
+
+    What is shared and the files belong to the source, and are closed if none comes of it.
     """
-    if shared is not None:
-        assert scratch is None, "what is shared is not written back"
-        return SharedSource(weights, layouts, shared, base_digests=base_digests, timeline=timeline)
+    assert shared is None or scratch is None, "what is shared is not written back"
     try:
+        if shared is not None:
+            return SharedSource(weights, layouts, shared, base_digests=base_digests, timeline=timeline)
         if buckets is None:
             return PinnedSource(
                 weights,
@@ -67,6 +69,7 @@ def open_source(
             timeline=timeline,
         )
     except BaseException:
-        if scratch is not None:
-            scratch.close()
+        for own in (shared, scratch):
+            if own is not None:
+                own.close()
         raise

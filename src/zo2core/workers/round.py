@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Mapping
 
-from zo2core.workers.seal import SEAL_BYTES, Seal
+from zo2core.workers.seal import Seal
 
 _ENTRY = struct.Struct("<II")  # rank, bytes of the message
 COLLECTOR = -1  # sender of what was collected
@@ -48,10 +48,6 @@ class Round:
         else:
             self._discounted.add(rank)
         return True
-
-    def payloads(self) -> dict[int, bytes]:
-        """What counts of all that was said, in the order of ranks."""
-        return {rank: self._messages[rank][SEAL_BYTES:] for rank in sorted(self._messages)}
 
     def bundle(self) -> bytes:
         """All that was said, in the order of ranks, as it goes to every worker: under the seal of the collector."""
