@@ -71,6 +71,12 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "zo2adapters.cli", *map(str, arguments)]
 
 
+def torchrun_command(size: int, *arguments: object) -> list[str]:
+    """The arguments of a process that lets ``torchrun`` start so many workers, on ports of their own."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    return [*launcher, *map(str, arguments)]
+
+
 def environment(**more: str) -> dict[str, str]:
     """The environment of such a process: one thread, and this process's modules."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **more}

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import ROWS, SECONDS, refusal, run_here
+from command_lines import ROWS, SECONDS, refusal, run_here, torchrun_command
 from crews import attempted, worked
 from runs import small_run
 
@@ -21,17 +20,8 @@ from zo2core import OptionError, free_memory, resident_memory
 
 def torchrun(size: int, *arguments: object, succeeds: bool = True) -> str:
     """What the workers print, all of them together."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(size),
-        "-m",
-        "zo2adapters",
-    ]
-    ended = subprocess.run([*launcher, *map(str, arguments)], capture_output=True, text=True, timeout=SECONDS, check=False)
+    launched = torchrun_command(size, "-m", "zo2adapters", *arguments)
+    ended = subprocess.run(launched, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert (ended.returncode == 0) == succeeds, ended.stderr[-2000:]
     return ended.stdout + ended.stderr
 

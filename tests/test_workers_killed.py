@@ -7,13 +7,12 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import worker_program
-from command_lines import SECONDS
+from command_lines import SECONDS, torchrun_command
 
 SIZE = 3
 STEPS = 300
@@ -22,18 +21,9 @@ PROGRAM = Path(worker_program.__file__)
 
 def launched(folder: Path, steps: int) -> subprocess.Popen[bytes]:
     """``torchrun`` with workers that it starts again as often as need be."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(SIZE),
-        "--max-restarts",
-        "1000",
-    ]
+    launcher = torchrun_command(SIZE, "--max-restarts", 1000, PROGRAM, folder, steps)
     with (folder / "output").open("ab") as output:
-        return subprocess.Popen([*launcher, str(PROGRAM), str(folder), str(steps)], stdout=output, stderr=output)
+        return subprocess.Popen(launcher, stdout=output, stderr=output)
 
 
 def longest_journal(folder: Path) -> bytes:
