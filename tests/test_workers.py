@@ -929,6 +929,7 @@ def test_who_leaves_says_why_and_nobody_waits(tmp_path: Path, leaver: int) -> No
 
 def waiting_worker(port: int, rank: int, told: Any) -> None:
     """A worker in a process of its own that waits for another one, which does not come."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs in the background ignores it
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     with Workers.joined(rank=rank, size=2, store=store, timeout=600.0) as workers:
         told.set()

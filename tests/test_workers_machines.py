@@ -1,0 +1,116 @@
+"""Workers on machines of different kinds, and on several hosts: one journal, and the same bits of every weight."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import queue
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_lines import SECONDS, run_here, torchrun_command
+from crews import all_equal, opened_store
+from models import make_batch, save_model, small_config
+from runs import small_run
+
+from zo2adapters import open_checkpoint
+from zo2core import Distribution, MemoryPolicy, MultiQueryRGE, PhiloxNoise, Replayer, Workers, ZOEngine
+from zo2core.kernels import native
+from zo2core.planning.host_plan import HostPlan
+from zo2core.workers.exchange import TCPStore
+
+KINDS = ("default", "avx2", "avx512")  # of vector instructions that torch uses
+STEPS = 4
+
+
+def _none() -> None:
+    """The compiled kernels of a machine without any."""
+
+
+def work(base: Path, folder: Path, rank: int, port: int, split: str, told: Any) -> None:
+    """A worker in a process of its own, with its own bytes of the model; the first one has no compiled kernels."""
+    if rank == 0:
+        native.library = _none  # type: ignore[assignment]
+    with Replayer(open_checkpoint(base)) as replayer:
+        alone = [replayer.evaluate([make_batch(40, [9, 3, 7, 5], seed=step)]).loss for step in range(STEPS)]
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    streamed = MemoryPolicy(host=HostPlan((), budget=2**28, buckets=1, keep_noise=False))
+    with (
+        Workers.joined(rank=rank, size=len(KINDS), store=store, split=split, timeout=SECONDS) as workers,
+        ZOEngine(
+            open_checkpoint(base),
+            MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3, weight_decay=0.1),
+            noise=PhiloxNoise(Distribution.GAUSSIAN),
+            journal=folder / "journal.jsonl",
+            memory=streamed,
+            workers=workers,
+        ) as engine,
+    ):
+        for step in range(STEPS):
+            engine.step(make_batch(40, [9, 3, 7, 5], seed=step))
+        told.put((alone, b"".join(tensor.numpy().tobytes() for _, tensor in engine.parameters_now())))
+
+
+@pytest.mark.skipif(
+    native.library() is None or torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this machine is of one kind"
+)
+@pytest.mark.parametrize("split", ["directions", "rows"])
+def test_machines_whose_forwards_differ_have_one_journal_and_the_same_bits(
+    tmp_path: Path, split: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    store, told = opened_store(), context.Queue()
+    base = save_model(tmp_path / "base", small_config("llama"))
+    folders = [tmp_path / str(rank) for rank in range(len(KINDS))]
+    processes: list[Any] = []
+    made: list[Any] = []
+    for rank, kind in enumerate(KINDS):
+        folders[rank].mkdir()
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", kind)
+        process = context.Process(target=work, args=(base, folders[rank], rank, store.port, split, told), daemon=True)
+        process.start()
+        processes.append(process)
+    while all(process.exitcode in (None, 0) for process in processes) and len(made) < len(KINDS):
+        with contextlib.suppress(queue.Empty):
+            made.append(told.get(timeout=0.1))
+    for process in processes:
+        process.join(SECONDS)
+    assert len(made) == len(KINDS), "a worker has failed"
+    assert not all_equal([losses for losses, _ in made]), "machines of one kind show nothing"
+    assert all_equal([weights for _, weights in made])
+    assert all_equal([(folder / "journal.jsonl").read_bytes() for folder in folders])
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        return int(own.getsockname()[1])
+
+
+def test_hosts_that_meet_train_the_model_of_one_process(tmp_path: Path) -> None:
+    """Two hosts, each with a torchrun and a run directory of its own, here on one machine."""
+    options = small_run(tmp_path)
+    asked = ["train", "--model", options.model, "--data", options.data, "--steps", 3, "--lr", 1e-3, "--batch-size", 4]
+    outputs = [tmp_path / "first host", tmp_path / "second host"]
+    meeting = f"--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_port()} --rdzv-id=1 --local-addr=127.0.0.1"
+    agents = []
+    for output in outputs:
+        command = torchrun_command(1, "-m", "zo2adapters", *asked, "--output", output)
+        place = command.index("--standalone")
+        command[place : place + 1] = meeting.split()
+        agents.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    said = [agent.communicate(timeout=SECONDS)[0] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    assert sum("journal: " in own for own in said) == 1
+    journals = [(output / "journal.jsonl").read_bytes() for output in outputs]
+    assert journals[0] == journals[1]
+    assert {json.loads(line).get("workers") for line in journals[0].splitlines() if b'"step"' in line} == {"0-1"}
+    assert run_here(*asked, "--output", tmp_path / "alone").status == 0
+    [exported] = [path for output in outputs if (path := output / "model" / "model.safetensors").exists()]
+    assert exported.read_bytes() == (tmp_path / "alone" / "model" / "model.safetensors").read_bytes()
