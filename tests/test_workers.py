@@ -402,6 +402,14 @@ def test_workers_of_a_host_have_one_copy_of_the_model(tmp_path: Path) -> None:
 
     assert worked(2, alone) == [False, False]
 
+    def mixed(workers: Workers) -> bool:
+        folder = tmp_path / f"mixed {workers.rank}"
+        policy = WriteBackPolicy(directory=folder, every=1) if workers.rank == 0 else None
+        with ZOEngine(toy(folder), RGE, workers=workers, write_back=policy) as engine:
+            return isinstance(engine._parts.source, SharedSource)
+
+    assert worked(2, mixed) == [False, False]
+
 
 def test_memory_that_cannot_be_shared_is_refused_and_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: object, **__: object) -> None:
@@ -491,6 +499,14 @@ def test_losses_of_another_share_are_refused() -> None:
     split = Split(2, 1)
     with pytest.raises(WorkerError, match="worker 1"):
         combined({0: Report(1, 0, (1.0,)), 1: Report(1, 0, (1.0, 2.0))}, split, 2, 1)
+
+
+def test_losses_of_several_dtypes_are_refused() -> None:
+    reports = {
+        rank: Report(1, 0, (1.0,), dtype) for rank, dtype in enumerate([torch.float32, torch.float32, torch.bfloat16])
+    }
+    with pytest.raises(WorkerError, match="worker 2: found losses in torch.bfloat16"):
+        combined(reports, Split(3, 1), 3, 1)
 
 
 def test_parts_of_the_rows_are_summed_in_the_order_of_ranks() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from command_lines import ROWS, SECONDS, refusal, run_here, torchrun_command
 from crews import attempted, worked
 from runs import small_run
 
+from zo2adapters.trainers.live_metrics import LiveMetrics, TrackerName
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.sharing import alone_on, device_kinds, own_trace, require_same_steps
-from zo2core import OptionError, free_memory, resident_memory
+from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.tuning import Trial, tune
+from zo2core import OptionError, Workers, free_memory, resident_memory
 
 
 def torchrun(size: int, *arguments: object, succeeds: bool = True) -> str:
@@ -141,6 +145,42 @@ def test_a_worker_that_runs_alone_has_its_part_of_what_is_free(monkeypatch: pyte
     assert worked(2, lambda workers: alone_on(given, workers)) == [given, given]
     [single] = worked(1, lambda workers: alone_on(auto, workers))
     assert single.memory == "auto"
+
+
+def test_the_first_worker_alone_reports_to_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = replace(small_run(tmp_path), report_to="tensorboard")
+    opened: list[tuple[str, Path]] = []
+
+    class Noted(LiveMetrics):
+        def __init__(self, tracker: TrackerName, directory: Path, *arguments: Any) -> None:
+            opened.append((tracker, directory))
+            super().__init__("none", directory, *arguments)
+
+    monkeypatch.setattr("zo2adapters.trainers.trainer.LiveMetrics", Noted)
+
+    def run(workers: Workers) -> None:
+        own = replace(options, output=tmp_path / str(workers.rank))
+        with Trainer(own, quiet=True, workers=workers) as trainer:
+            trainer.train()
+
+    worked(2, run)
+    assert sorted(opened) == [("none", tmp_path / "1"), ("tensorboard", tmp_path / "0")]
+
+
+def test_a_trial_stays_on_the_disk_of_one_worker(tmp_path: Path) -> None:
+    options = small_run(tmp_path)
+    learning_rates = [1e-2, 1e-3, 1e-4, 1e-5]  # so that the best ones are none of one worker alone
+
+    def run(workers: Workers) -> Trial:
+        own = replace(options, output=tmp_path / str(workers.rank))
+        return tune(own, forwards=400, learning_rates=learning_rates, workers=workers)
+
+    best = worked(2, run)
+    assert best[0].lr == best[1].lr
+    assert best[0].loss == best[1].loss
+    disks = [{path.name for path in (tmp_path / str(rank)).iterdir() if path.is_dir()} for rank in range(2)]
+    assert not disks[0] & disks[1]
+    assert len(disks[0] | disks[1]) == len(learning_rates)
 
 
 def test_every_worker_traces_into_a_file_of_its_own() -> None:

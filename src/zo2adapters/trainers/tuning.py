@@ -113,7 +113,7 @@ def tune(
     if not is_first(workers):
         assert workers is not None
         workers.heard(None)  # the first one has made the directory
-    asked = _begin(options, forwards, trials, follows=not is_first(workers))
+    asked = _begin(options, forwards, trials)
     if workers is not None and is_first(workers):
         workers.heard(None)
     options = replace(options, storage=alone_on(options.storage, workers))
@@ -200,14 +200,13 @@ def _lengthened(trial: Trial, options: TrainOptions, steps: int) -> Trial:
         return trial.judged(trainer.engine.journal.updates)
 
 
-def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial], *, follows: bool) -> dict[str, Any]:
+def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial]) -> dict[str, Any]:
     """Make the directory, or see that it is that of the same trials, which were interrupted. Returns what was asked for.
 
     Args:
         options: Of the runs.
         forwards: Of all trials.
         trials: All of them.
-        follows: Whether another worker has made it, if it is on the same disk.
     """
     table = options.output / TABLE
     names = [trial.directory.name for trial in trials]
@@ -226,8 +225,7 @@ def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial], *, fol
                 remedy="choose another output directory",
             )
         return asked
-    if not follows:
-        require_new(options.output)
+    require_new(options.output)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
