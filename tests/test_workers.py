@@ -505,7 +505,7 @@ def test_losses_of_several_dtypes_are_refused() -> None:
     reports = {
         rank: Report(1, 0, (1.0,), dtype) for rank, dtype in enumerate([torch.float32, torch.float32, torch.bfloat16])
     }
-    with pytest.raises(WorkerError, match="worker 2: found losses in torch.bfloat16"):
+    with pytest.raises(WorkerError, match="worker 2: found losses in"):
         combined(reports, Split(3, 1), 3, 1)
 
 
