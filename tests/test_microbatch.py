@@ -54,6 +54,21 @@ def test_pieces_hold_every_labelled_row_once_and_no_empty_column(
     ]
 
 
+def test_what_has_other_rows_keeps_its_columns() -> None:
+    """Patches of images have as many values as it happens, and positions that all rows share have columns."""
+    batch = {
+        "input_ids": torch.ones(4, 5, dtype=torch.int64),
+        "attention_mask": torch.tensor([[1, 1, 1, 0, 0]] * 4),
+        "labels": torch.tensor([[1, 1, 1, -100, -100]] * 4),
+        "pixel_values": torch.ones(32, 5),
+        "position_ids": torch.arange(5)[None],
+    }
+    for micro_batch in split_rows(batch, 2):
+        assert micro_batch["input_ids"].shape == (2, 3)
+        assert micro_batch["pixel_values"].shape == (32, 5)
+        assert micro_batch["position_ids"].shape == (1, 3)
+
+
 def test_a_label_on_padding_keeps_its_column() -> None:
     batch = make_batch(40, [5, 2, 2])
     batch["labels"][2, 3] = 7

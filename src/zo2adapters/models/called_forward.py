@@ -131,7 +131,7 @@ class CalledForward:
     def held_bytes(self, batch: Batch) -> int:
         """Expected bytes, with the logits that are kept. See the contract."""
         inputs = _inputs(batch)
-        kept = inputs["input_ids"].numel() * self._model.config.vocab_size * 4 if self._keeps_logits else 0
+        kept = inputs["input_ids"].numel() * self._model.config.get_text_config().vocab_size * 4 if self._keeps_logits else 0
         return self._model.held_bytes(inputs) + kept
 
 

@@ -34,6 +34,7 @@ from zo2adapters.models.precision import Precision, choose_precision, exact_wher
 from zo2adapters.models.quantized import EncodedTensor, Quantization, encodings_of, without_encodings
 from zo2adapters.models.qwen import QWEN2, QWEN3
 from zo2adapters.models.skeleton import build_skeleton
+from zo2adapters.models.vision import VISION_MODELS, HFVisionModel, reads_images
 from zo2core import (
     CheckpointError,
     OptionError,
@@ -46,7 +47,10 @@ from zo2core import (
     find_tensors,
 )
 
-ARCHITECTURES: Mapping[str, Architecture] = {known.model_type: known for known in (OPT, LLAMA, QWEN2, QWEN3)}
+ARCHITECTURES: Mapping[str, Architecture] = {
+    **{known.model_type: known for known in (OPT, LLAMA, QWEN2, QWEN3)},
+    **VISION_MODELS,
+}
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -131,6 +135,13 @@ def open_checkpoint(
         precision = exact_where_encoded(precision, carried)
     given = dtype != "auto"
     chosen = choose_precision(precision, _dtype(dtype, config, entries), given=given, carried=carried)
+    if adapter is not None and reads_images(config):
+        raise UnsupportedModelError(
+            f"model type {config.model_type}",
+            found="a model that reads images, and an adapter",
+            expected="a model of text alone beside an adapter",
+            remedy="train all of it, or a language model",
+        )
     skeleton = _build(directory, config, chosen.stored, kind)
     if isinstance(architecture, Path):
         architecture = read_architecture(architecture)
@@ -172,6 +183,8 @@ def open_checkpoint(
     if kind is not CAUSAL_LM:
         return HFHeadModel(kind, *parts_of_it, **options)
     chunk = _loss_chunk(config, chosen) if loss_chunk == "auto" else loss_chunk
+    if peft_options is None and reads_images(config):
+        return HFVisionModel(*parts_of_it, loss_chunk=chunk, **options)
     if peft_options is None:
         return HFBlockModel(*parts_of_it, loss_chunk=chunk, **options)
     both = AdapterReader(weights, values, str(peft_options[1] or "the new adapter"))
@@ -297,7 +310,7 @@ def _dtype(dtype: torch.dtype | str, config: PretrainedConfig, entries: Mapping[
 def _loss_chunk(config: PretrainedConfig, precision: Precision) -> int | None:
     if precision.autocast is None:
         return None
-    return max(_LOGIT_BYTES // (4 * int(config.vocab_size)), _FEWEST_AT_ONCE)
+    return max(_LOGIT_BYTES // (4 * int(config.get_text_config().vocab_size)), _FEWEST_AT_ONCE)
 
 
 def _companions(directory: Path, skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Path | bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from transformers import PretrainedConfig
 
 from zo2core import ROOMS
@@ -29,6 +30,7 @@ def expected_held_bytes(
         is_padded: Whether any token is masked. Without padding, Hugging Face passes no mask where it can.
         position_rows: Rows of the ``position_ids`` that the batch brings along; None: it brings none.
     """
+    config = config.get_text_config()
     keys = tokens if keys is None else keys
     itemsize = _itemsize(config)
     hidden = rows * tokens * config.hidden_size * itemsize
@@ -48,11 +50,26 @@ def forward_bytes(config: PretrainedConfig, rows: int, tokens: int, *, loss_chun
         tokens: Tokens of a row.
         loss_chunk: Tokens whose logits are in memory at a time; None: all.
     """
+    config = config.get_text_config()
     itemsize, hidden, positions = _itemsize(config), config.hidden_size, rows * tokens
     feed_forward = _largest(config, "intermediate_size") or _largest(config, "ffn_dim") or 4 * hidden
     block = positions * (8 * hidden + 3 * feed_forward) * itemsize + positions * tokens * itemsize
     logits = (positions if loss_chunk is None else min(positions, loss_chunk)) * config.vocab_size
     return int(max(block, logits * (itemsize + 4 * _LOGIT_COPIES)))
+
+
+def vision_bytes(config: PretrainedConfig, images: torch.Tensor) -> int:
+    """Expected peak of a vision tower's forward.
+
+    Args:
+        config: The model's config.
+        images: As the processor made them: (images, channels, height, width), or a patch each (patches, values).
+    """
+    tower = config.vision_config
+    hidden = tower.hidden_size
+    patches = len(images) if images.dim() == 2 else images[:, 0].numel() // tower.patch_size**2
+    feed_forward = _largest(tower, "intermediate_size") or 4 * hidden
+    return int(images.nbytes + patches * (8 * hidden + 3 * feed_forward) * _itemsize(config))
 
 
 def activation_bytes(
@@ -99,6 +116,7 @@ def least_activation_bytes(
 
 def cache_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:
     """Expected bytes of all layers' keys and values for so many tokens of so many rows."""
+    config = config.get_text_config()
     heads = _largest(config, "num_key_value_heads") or _largest(config, "num_attention_heads")
     return int(2 * config.num_hidden_layers * rows * tokens * heads * _head_size(config) * _itemsize(config))
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
@@ -36,6 +37,12 @@ class Head:
     targets: tuple[str, ...]
     check: Callable[[Batch, PretrainedConfig], None]
     count: Callable[[Batch], int]
+
+    def class_of(self, config: PretrainedConfig) -> Any:
+        """The class that builds the model of a config: a language model may read images, too."""
+        is_known = self is not CAUSAL_LM or type(config) in self.auto_class._model_mapping
+        reads_images = type(config) in AutoModelForImageTextToText._model_mapping
+        return AutoModelForImageTextToText if reads_images and not is_known else self.auto_class
 
 
 def head_of(name: str) -> Head:

@@ -209,7 +209,7 @@ class HFBlockModel:
 
     def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
         """Run HF's norm and head on all streams, and its loss on each. See the contract."""
-        options = {"loss_function": self._skeleton.loss_function, "vocab_size": self.config.vocab_size}
+        options = {"loss_function": self._skeleton.loss_function, "vocab_size": self.config.get_text_config().vocab_size}
         if self.loss_chunk is not None:
             return stacked_losses(activations.hidden, batches, self.loss_chunk, logits=self.logits, **options)
         logits = partial(self._epilogue, activations.hidden, "logits")
@@ -250,7 +250,7 @@ class HFBlockModel:
             self.loss_chunk,
             logits=self.logits,
             loss_function=self._skeleton.loss_function,
-            vocab_size=self.config.vocab_size,
+            vocab_size=self.config.get_text_config().vocab_size,
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

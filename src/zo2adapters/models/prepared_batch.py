@@ -33,7 +33,7 @@ def longest_row(model: PreTrainedModel) -> int | None:
 
     Where positions are counted from behind the padding's one, as in RoBERTa, those before it are no row's.
     """
-    longest: int | None = getattr(model.config, "max_position_embeddings", None)
+    longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, module in model.named_modules():
         is_table = isinstance(module, nn.Embedding) and name.endswith("position_embeddings")
         if longest is not None and is_table and module.num_embeddings == longest and module.padding_idx is not None:
@@ -86,10 +86,11 @@ def check_inputs(batch: Batch, config: PretrainedConfig, longest: int | None) ->
     tokens = ids.shape[1] if positions is None or not positions.numel() else int(positions.max()) + 1
     if longest is not None and tokens > longest:
         raise _refusal("input_ids", f"{tokens} tokens", f"at most {longest}", "cut the sequences")
+    vocabulary = config.get_text_config().vocab_size
     for key, values in (("input_ids", ids), ("labels", labels[labels != IGNORE_INDEX])):
-        if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < config.vocab_size:
+        if values.numel() and not 0 <= int(values.min()) <= int(values.max()) < vocabulary:
             found = f"token {int(values.min())} to {int(values.max())}"
-            raise _refusal(key, found, f"0 to {config.vocab_size - 1}", "use this model's own tokenizer")
+            raise _refusal(key, found, f"0 to {vocabulary - 1}", "use this model's own tokenizer")
 
 
 def predictions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:

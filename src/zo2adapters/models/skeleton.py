@@ -40,15 +40,15 @@ class _Written(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.memory = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-        self.functions: list[str] = []
+        self.names = {parameter.untyped_storage()._cdata: name for name, parameter in model.named_parameters()}
+        self.written: list[tuple[str, str]] = []  # parameter and function
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, first = getattr(func, "__name__", ""), args[0] if args else None
         is_in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        # A part of a parameter has its memory, too.
-        if is_in_place and isinstance(first, torch.Tensor) and first.untyped_storage()._cdata in self.memory:
-            self.functions.append(name)
+        if is_in_place and isinstance(first, torch.Tensor):  # a part of a parameter has its memory, too
+            parameter = self.names.get(first.untyped_storage()._cdata)
+            self.written += [] if parameter is None else [(parameter, name)]
         return func(*args, **(kwargs or {}))
 
 
@@ -59,18 +59,19 @@ def _initialize_again(model: PreTrainedModel, where: str) -> None:
     """
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    for module in model.modules():
+        module._is_hf_initialized = False  # type: ignore[assignment]
     written = _Written(model)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for path, module in model.named_modules():
-            with written:
-                model._init_weights(module)  # type: ignore[no-untyped-call]
-            if written.functions:
-                raise UnsupportedModelError(
-                    f"{where}: {path}",
-                    found=f"weights that transformers writes over after it has loaded them ({written.functions[0]})",
-                    expected="the checkpoint's own",
-                    remedy="report it to transformers: its model is not that of the checkpoint",
-                )
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), written:
+        model.initialize_weights()  # type: ignore[no-untyped-call]
+    if written.written:
+        name, function = written.written[0]
+        raise UnsupportedModelError(
+            f"{where}: {name.rpartition('.')[0]}",
+            found=f"weights that transformers writes over after it has loaded them ({function})",
+            expected="the checkpoint's own",
+            remedy="report it to transformers: its model is not that of the checkpoint",
+        )
 
 
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, head: Head = CAUSAL_LM) -> PreTrainedModel:
@@ -86,7 +87,7 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, head: Head = CA
     """
     where = f"model type {config.model_type}"
     with _ParametersOnMeta():
-        model: PreTrainedModel = head.auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
+        model: PreTrainedModel = head.class_of(config).from_config(config, dtype=dtype, trust_remote_code=False)
     model.train(mode=False)
     _initialize_again(model, where)
     _keep_dtypes(model, dtype)

@@ -49,7 +49,7 @@ class Batching:
         Raises:
             OptionError: if more was asked for than the model takes.
         """
-        longest = getattr(model.config, "max_position_embeddings", None)
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if self.sequence_length is None:
             return min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)
         if longest is not None and self.sequence_length > longest:

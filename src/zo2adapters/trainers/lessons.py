@@ -174,7 +174,7 @@ class ExactMatchLesson(LossLesson):
 
     def _groups(self, rows: Sequence[TokenizedRow]) -> Iterator[list[TokenizedRow]]:
         """Rows in order, so many at a time that the longest prompt and the longest completion fit the model together."""
-        room = getattr(self.model.config, "max_position_embeddings", None) or math.inf
+        room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
         group: list[TokenizedRow] = []
         for row in rows:
             together = [*group, row]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
+from zo2adapters.models.heads import CAUSAL_LM
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.monolithic import MonolithicMeZO
 from zo2adapters.models.precision import Precision
@@ -76,13 +76,13 @@ def verify(
     model = open_checkpoint(directory, architecture=architecture, dtype=dtype, precision=precision, loss_chunk=None)
     _require_fit(model, batch_size, tokens)
     stored = model.layouts[0].parameters[0].dtype
-    whole = AutoModelForCausalLM.from_pretrained(directory, dtype=stored, trust_remote_code=False)
-    whole.config.use_cache = False  # as in training: some forwards round keys that they cache
+    whole = CAUSAL_LM.class_of(model.config).from_pretrained(directory, dtype=stored, trust_remote_code=False)
+    whole.config.get_text_config().use_cache = False  # as in training: some forwards round keys that they cache
     mono = MonolithicMeZO(whole, lr=lr, zo_eps=zo_eps, weight_decay=weight_decay, autocast=model.autocast)
     count = sum(len(layout.parameters) for layout in model.layouts)
     with ZOEngine(model, MeZOSGD(lr=lr, zo_eps=zo_eps, weight_decay=weight_decay)) as engine:
         for step in range(steps):
-            batch = random_batch(model.config.vocab_size, batch_size, tokens, seed=seed + step)
+            batch = random_batch(model.config.get_text_config().vocab_size, batch_size, tokens, seed=seed + step)
             try:
                 ours = engine.step(batch, seed=seed + step)
             except NonFiniteLossError:
@@ -103,7 +103,7 @@ def verify(
 
 
 def _require_fit(model: HFBlockModel, batch_size: int, tokens: int) -> None:
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and tokens > longest:
         raise OptionError(
             "tokens", found=str(tokens), expected=f"at most {longest}, which the model takes", remedy="choose fewer"

@@ -155,6 +155,8 @@ def _without_padding(micro_batch: Batch) -> Batch:
     if used == width:
         return micro_batch
     return {
-        key: value[:, :used].contiguous() if value.dim() > 1 and value.shape[1] == width else value
+        key: value[:, :used].contiguous()
+        if value.dim() > 1 and value.shape[1] == width and len(value) in (1, len(labels))
+        else value
         for key, value in micro_batch.items()
     }

@@ -1,0 +1,102 @@
+"""Models that read images beside text: where their parts are, and what of a batch is images.
+
+The vision tower and its projector belong to the embedding: they run before the first layer. That cannot be learned from a
+dry run, which has no images, so it is declared, for the models that tests hold against the whole one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import AutoModelForImageTextToText, PretrainedConfig
+
+from zo2adapters.models.architecture import Architecture
+from zo2adapters.models.branch_cache import BranchCache
+from zo2adapters.models.footprint import expected_held_bytes, vision_bytes
+from zo2adapters.models.hf import Activations, HFBlockModel
+from zo2adapters.models.prepared_batch import is_padded
+from zo2core import Batch, BatchError, ZO2Error
+
+_IMAGES = ("pixel_values", "image_sizes", "image_grid_thw")  # entries of a batch that have no row for each of its rows
+_KINDS = ("token_type_ids", "mm_token_type_ids")  # which tokens stand for images
+
+
+def _declared(model_type: str, *vision: str) -> Architecture:
+    return Architecture(
+        model_type=model_type,
+        embedding=(*vision, "model.language_model.embed_tokens"),
+        blocks="model.language_model.layers",
+        head=("model.language_model.norm", "lm_head"),
+    )
+
+
+VISION_MODELS: Mapping[str, Architecture] = {
+    known.model_type: known
+    for known in (
+        _declared("gemma3", "model.vision_tower", "model.multi_modal_projector"),
+        _declared("llava", "model.vision_tower", "model.multi_modal_projector"),
+        _declared("mistral3", "model.vision_tower", "model.multi_modal_projector"),
+        _declared("qwen2_5_vl", "model.visual"),
+    )
+}
+
+
+def reads_images(config: PretrainedConfig) -> bool:
+    """Whether a config is of a model that reads images beside text."""
+    return type(config) in AutoModelForImageTextToText._model_mapping
+
+
+class HFVisionModel(HFBlockModel):
+    """A Hugging Face language model that reads images, too. Batches may have them or be text alone.
+
+    Args:
+        arguments: As for ``HFBlockModel``.
+        options: The same.
+    """
+
+    def embed(self, batch: Batch) -> Activations:
+        """Run the vision tower, and HF's forward up to the first layer. See the contract.
+
+        Raises:
+            BatchError: if images are not those of the rows.
+        """
+        try:
+            return super().embed(batch)
+        except (ZO2Error, torch.OutOfMemoryError):
+            raise
+        except (ValueError, IndexError, RuntimeError) as error:
+            if not any(name in batch for name in _IMAGES):
+                raise
+            raise BatchError(
+                "batch['pixel_values']",
+                found=f"images that are not those of the rows ({' '.join(str(error).split())[:200]})",
+                expected="what the model's processor makes of these rows, images in the order of rows",
+                remedy="pass such batches, whole where a row has not just one image: no micro-batches, no shares of rows",
+            ) from error
+
+    def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
+        """Run norm, head and loss, and not the vision tower once more."""
+        if self.loss_chunk is not None:
+            return super().head(batch, activations)
+        text = {name: value for name, value in batch.items() if name not in (*_IMAGES, *_KINDS)}
+        with BranchCache():
+            return self._epilogue(activations.hidden, "loss", **text)
+
+    def forward_bytes(self, batch: Batch) -> int:
+        """Give the bytes by formula, the vision tower's among them. See the contract."""
+        images = batch.get("pixel_values")
+        return max(super().forward_bytes(batch), 0 if images is None else vision_bytes(self.config, images))
+
+    def held_bytes(self, batch: Batch) -> int:
+        """Give the bytes by formula: masks and positions follow from where the images are. See the contract."""
+        rows, tokens = batch["input_ids"].shape
+        has_images = "pixel_values" in batch
+        rope = getattr(self.config.get_text_config(), "rope_parameters", None) or {}
+        return expected_held_bytes(
+            self.config,
+            rows,
+            tokens,
+            is_padded=has_images or is_padded(batch),
+            position_rows=rows if "mrope_section" in rope else None,  # where each row has positions of its own,
+        )
