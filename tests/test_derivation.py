@@ -15,13 +15,16 @@ from parity import assert_same_bits
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2adapters.models.checkpoint import ARCHITECTURES
 from zo2adapters.models.derivation import derive_architecture
 from zo2adapters.models.skeleton import build_skeleton
-from zo2core import UnsupportedModelError
+from zo2adapters.trainers.verification import random_batch
+from zo2core import MemoryPolicy, MeZOSGD, UnsupportedModelError, ZOEngine
+from zo2core.planning.host_plan import HostPlan
 
 UNDECLARED = ["mistral", "gpt2", "bloom", "phi", "gemma2", "gpt_bigcode", "gptj", "codegen", "openai-gpt", "olmo2"]
-UNDECLARED += ["recurrent_gemma", "mamba", "jamba", "gemma4_text"]
+UNDECLARED += ["recurrent_gemma", "mamba", "jamba", "gemma4_text", "zamba2"]
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
@@ -46,6 +49,32 @@ def test_families_that_nobody_declared_are_monolithic_mezo(
     config = small_config(model_type)
     compared = compare(small_model(config), dtype, tmp_path / "model")
     assert compared["outcome"] == "equal", compared
+
+
+@pytest.mark.parametrize("precision", ["exact", "mixed"])
+@pytest.mark.parametrize("buckets", [None, 1], ids=["resident", "streamed"])
+def test_what_layers_share_is_the_embeddings_and_they_borrow_it(tmp_path: Path, precision: str, buckets: int | None) -> None:
+    autocast = torch.bfloat16 if precision == "mixed" else None
+    made: Any = small_model(small_config("zamba2"))
+    made.to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    stored = torch.float32 if autocast else torch.bfloat16
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=stored)
+    whole.config.use_cache = False
+    numbers: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2}
+    literal = MonolithicMeZO(whole, autocast=autocast, **numbers)
+    model = open_checkpoint(tmp_path / "base", precision=precision, loss_chunk=None)
+    common = {spec.name for layout in model.layouts[1:-1] for spec in layout.borrowed}
+    assert any("shared_transformer" in name for name in common)
+    assert common <= {spec.name for spec in model.layouts[0].parameters}
+    memory = MemoryPolicy(host=HostPlan((), budget=2**28, buckets=buckets, keep_noise=False))
+    batch = random_batch(40, 2, 6, seed=0)
+    with ZOEngine(model, MeZOSGD(**numbers), memory=memory) as engine:
+        for _ in range(3):
+            result = engine.step(batch)
+            assert result.losses == literal.step(batch, *result.seeds).losses
+        own = dict(whole.named_parameters())
+        for name, value in engine.parameters_now():
+            assert_same_bits(name, value, own[name])
 
 
 def test_tables_that_no_checkpoint_holds_are_those_of_from_pretrained(tmp_path: Path) -> None:

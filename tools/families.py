@@ -84,6 +84,21 @@ ALSO: Mapping[str, Mapping[str, Any]] = {
     "mamba2": {"head_dim": 8, "n_groups": 2},
     "nemotron_h": {"layers_block_type": ["full_attention", "mlp"], "mamba_head_dim": 8, "mamba_num_heads": 4},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid"],  # of which two have one transformer
+        "layer_types": ["hybrid", "mamba", "hybrid", "hybrid"],
+        "attention_hidden_size": 32,
+        "attention_head_dim": 8,
+        "num_key_value_heads": 4,
+        "mamba_ngroups": 1,
+        "n_mamba_heads": 4,
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
+        "adapter_rank": 4,
+        "chunk_size": 8,
+    },
 }
 
 

@@ -54,8 +54,8 @@ def segment_layouts(
         kept: Parameters of the layers that are to stay in memory: they are the embedding's, and layers borrow them.
 
     Raises:
-        UnsupportedModelError: naming a parameter that lies under no declared part, a tie between other parts than
-            embedding and head, or a weight of one of these two that is encoded.
+        UnsupportedModelError: naming a parameter that lies under no declared part, or a weight of
+            embedding, head or several layers that is encoded.
     """
     blocks = len(_layers(model, architecture))
     owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
@@ -64,28 +64,23 @@ def segment_layouts(
         parameter = model.get_parameter(name)
         spec = ParameterSpec(name, tuple(parameter.shape), parameter.dtype, index, decays_in_mezo(name))
         users = sorted(aliases)
-        if len(users) > 1 and users != [0, blocks + 1]:
+        is_common = len(users) > 1 and 0 not in users  # to several layers
+        if name in encodings and (is_common or {0, blocks + 1} & set(users)):
             raise UnsupportedModelError(
                 f"{architecture.model_type}: {name}",
-                found=f"a weight that segments {users} share",
-                expected="ties between embedding and head only",
-                remedy="this architecture needs an adapter of its own",
-            )
-        if name in encodings and {0, blocks + 1} & set(users):
-            raise UnsupportedModelError(
-                f"{architecture.model_type}: {name}",
-                found=f"a weight of embedding or head in {encodings[name].name}",
-                expected="quantised weights in the layers only",
+                found=f"a weight of several layers, or of embedding or head in {encodings[name].name}",
+                expected="quantised weights in one layer each",
                 remedy="quantise the checkpoint with embedding and head left as they are",
             )
         spec = replace(spec, encoding=encodings.get(name), frozen=trained is not None and name not in trained)
-        if name in kept and not {0, blocks + 1} & set(users):
+        if is_common or (name in kept and not {0, blocks + 1} & set(users)):
             users = [0, *users]
         if carried is not None and len(spec.shape) > 1 and not {0, blocks + 1} & set(users):
             spec = replace(spec, carried_dtype=carried, carried_back=carried_back)
-        for user, place in zip(users, (owned, borrowed), strict=False):
+        for place, user in enumerate(users):
             modules = [model.get_submodule(alias.rpartition(".")[0]) for alias in aliases.get(user, ())]
-            place[user].append(replace(spec, forward_dtype=autocast_dtype(modules, autocast)))
+            own = replace(spec, forward_dtype=autocast_dtype(modules, autocast))
+            (borrowed if place else owned)[user].append(own)
     kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * blocks, SegmentKind.HEAD]
     names = ["embedding", *(f"block {i}" for i in range(blocks)), "head"]
     return tuple(

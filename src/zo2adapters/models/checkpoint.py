@@ -47,10 +47,7 @@ from zo2core import (
     find_tensors,
 )
 
-ARCHITECTURES: Mapping[str, Architecture] = {
-    **{known.model_type: known for known in (OPT, LLAMA, QWEN2, QWEN3)},
-    **VISION_MODELS,
-}
+ARCHITECTURES: Mapping[str, Architecture] = {known.model_type: known for known in (OPT, LLAMA, QWEN2, QWEN3)}
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -146,7 +143,7 @@ def open_checkpoint(
     if isinstance(architecture, Path):
         architecture = read_architecture(architecture)
     if architecture is None:
-        known = ARCHITECTURES.get(config.model_type) if kind is CAUSAL_LM else None
+        known = {**ARCHITECTURES, **VISION_MODELS}.get(config.model_type) if kind is CAUSAL_LM else None
         architecture = known or derive_architecture(skeleton, head=kind)
     if architecture.model_type != config.model_type:
         raise OptionError(
