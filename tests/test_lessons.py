@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_lines import refusal
 from models import WORDS, save_model, save_tokenizer, small_config
 from parity import assert_same_bits
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,7 +35,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for i in range(12)
     ]
     pairs = [{"prompt": " ".join(NOUNS[i % 4 : i % 4 + 1 + i % 3]), "completion": f" {NOUNS[i % 2]}"} for i in range(12)]
-    for name, rows in (("choices", choices), ("pairs", pairs)):
+    preferences = [
+        {"prompt": f"the {NOUNS[i % 5]}", "chosen": f" {NOUNS[i % 2]}", "rejected": f" {NOUNS[2]} {NOUNS[i % 4]}"}
+        for i in range(12)
+    ]
+    for name, rows in (("choices", choices), ("pairs", pairs), ("preferences", preferences)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "own.py").write_text("def calm(model, batch):\n    return model(**batch).logits.square().mean()\n")
     monkeypatch.chdir(tmp_path)
@@ -128,6 +135,87 @@ def test_objectives_of_choices_are_monolithic_mezos(here: Path, objective: str, 
         if objective != "auto":
             assert update.projected_grads == step.projected_grads
     assert len(journal.updates) == 4
+
+
+def dpo(beta: float) -> Callable[[Any, Any], torch.Tensor]:
+    """DPO's loss over a whole model, whose reference is the model of the checkpoint (arXiv 2305.18290, equation 7)."""
+    reference: Any = AutoModelForCausalLM.from_pretrained("model")
+
+    def summed(model: Any, batch: Any) -> Any:
+        return scores(model, batch) * (batch["labels"][:, 1:] != -100).sum(1).view(-1, 2)
+
+    def number(model: Any, batch: Any) -> torch.Tensor:
+        chosen, rejected = (summed(model, batch) - summed(reference, batch)).unbind(1)
+        loss: torch.Tensor = -torch.nn.functional.logsigmoid(beta * (chosen - rejected)).mean()
+        return loss
+
+    return number
+
+
+def paired(rows: Any) -> Any:
+    return choice_batch([row.prompt for row in rows], [row.candidates for row in rows], [0] * len(rows))
+
+
+@pytest.mark.parametrize("more", [(), ("--beta", "2.0"), ("--micro-batch-size", "3")], ids=str)
+def test_dpo_is_mezo_against_the_base_also_where_it_is_gone_on_with(here: Path, more: tuple[str, ...]) -> None:
+    journal, literal = train("preferences", "auto", *more), Literal(dpo(2.0 if "--beta" in more else 0.1))
+    for update, rows in zip(journal.updates, batches_of("preferences"), strict=False):
+        step = literal.step(paired(rows), *update.seeds)
+        assert update.losses == pytest.approx(step.losses, rel=1e-6)
+    main(["train", "--resume", "run", "--steps", "6"])
+    updates = Journal("run/journal.jsonl").updates
+    assert list(updates[:4]) == list(journal.updates)
+    rows = list(itertools.islice(batches_of("preferences"), 6))
+    assert updates[4].losses == pytest.approx(literal.step(paired(rows[4]), *updates[4].seeds).losses, rel=1e-6)
+    assert train("preferences", "dpo", *more, "--steps", "6", output="whole").updates == updates
+
+
+def test_dpo_is_evaluated_by_what_the_weights_have_gained_on_the_base(here: Path) -> None:
+    train("preferences", "dpo", "--evaluation", "preferences.jsonl")
+    metrics = [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
+    first, *_, last = [row for row in metrics if "evaluation_loss" in row]
+    assert first["evaluation_loss"] == pytest.approx(math.log(2), abs=1e-12)
+    assert first["evaluation_accuracy"] == 0.0
+    rows: Any = read_rows(Path("preferences.jsonl"), AutoTokenizer.from_pretrained("model"), sequence_length=32)
+    trained: Any = AutoModelForCausalLM.from_pretrained("run/model")
+    with torch.inference_mode():
+        assert last["evaluation_loss"] == pytest.approx(float(dpo(0.1)(trained, paired(list(rows)))), rel=1e-6)
+    assert last["evaluation_accuracy"] > 0.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--data", "pairs.jsonl", "--objective", "dpo"), "rows with prompt, chosen and rejected"),
+        (("--data", "pairs.jsonl", "--beta", "0.5"), "--beta: found 0.5 for loss"),
+        (("--data", "preferences.jsonl", "--beta", "0"), "--beta: found 0.0"),
+        (("--data", "preferences.jsonl", "--objective", "exact-match"), "rows with candidates"),
+    ],
+    ids=str,
+)
+def test_what_dpo_cannot_heed_is_refused(here: Path, arguments: tuple[str, ...], said: str) -> None:
+    assert said in refusal("train", "--model", "model", "--output", "run", "--steps", 1, *arguments)
+    assert not (here / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "the cat", "chosen": " sat"}, "'prompt', 'chosen' and 'rejected'"),
+        ({"prompt": "the cat", "chosen": " sat", "rejected": [{"role": "user", "content": "x"}]}, "all texts or all lists"),
+        ({"prompt": "the cat", "chosen": " sat", "rejected": " sat" * 40}, "at most 32 in all"),
+        ({"prompt": "", "chosen": " sat", "rejected": " ran"}, "at least 1 of prompt"),
+        ({"prompt": "the cat", "chosen": "", "rejected": " ran"}, "text to learn from"),
+    ],
+    ids=str,
+)
+def test_a_row_that_is_no_preference_is_refused_by_its_line(here: Path, row: Any, said: str) -> None:
+    good = {"prompt": "the cat", "chosen": " sat", "rejected": " ran"}
+    (here / "bad.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n")
+    line = refusal("train", "--model", "model", "--data", "bad.jsonl", "--output", "run", "--steps", 1)
+    assert "bad.jsonl, line 2" in line
+    assert said in line
+    assert not (here / "run").exists()
 
 
 def test_exact_match_is_mezo_over_generated_text(here: Path) -> None:

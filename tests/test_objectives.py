@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ from zo2adapters import (
     ChoiceLoss,
     HFBlockModel,
     MonolithicMeZO,
+    PreferenceLoss,
     choice_batch,
     generate,
     open_checkpoint,
+    preference_batch,
+    score,
 )
 from zo2adapters.tasks.objectives import Rated
 from zo2core import (
@@ -140,6 +144,25 @@ def test_an_evaluation_joins_the_prompts_of_all_batches(base: Path) -> None:
             assert cut.loss == pytest.approx(whole.loss, rel=1e-6)
             assert len(cut.losses) == 2
             assert whole.losses == (whole.loss,)
+
+
+def test_dpo_of_a_model_that_is_its_own_reference_is_log_two(base: Path) -> None:
+    model = open_checkpoint(base)
+    with Replayer(model) as replayer:
+        references = score(replayer, model, PROMPTS, CANDIDATES).log_likelihoods
+    batch = preference_batch(PROMPTS, CANDIDATES, references)
+    with ZOEngine(model, MeZOSGD(**NUMBERS), micro_batch_size=3) as engine:
+        assert engine.evaluate([batch], PreferenceLoss(model)).loss == pytest.approx(math.log(2), abs=1e-12)
+        for _ in range(20):
+            engine.step(batch, PreferenceLoss(model, beta=0.5))
+        assert engine.evaluate([batch], PreferenceLoss(model)).loss < math.log(2)
+        with pytest.raises(BatchError, match="make it with preference_batch"):
+            engine.step(CHOICES, PreferenceLoss(model))
+    for wrong in (0.0, -1.0, float("nan")):
+        with pytest.raises(OptionError, match="beta"):
+            PreferenceLoss(model, beta=wrong)
+    with pytest.raises(BatchError, match=r"prompts\[0\]: found 3 candidates"):
+        preference_batch([[1]], [[[2], [3], [4]]], [[0.0, 0.0]])
 
 
 ESTIMATORS: Sequence[Callable[[], ZOEstimator]] = [

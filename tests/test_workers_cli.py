@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -145,6 +146,22 @@ def test_a_worker_that_runs_alone_has_its_part_of_what_is_free(monkeypatch: pyte
     assert worked(2, lambda workers: alone_on(given, workers)) == [given, given]
     [single] = worked(1, lambda workers: alone_on(auto, workers))
     assert single.memory == "auto"
+
+
+def test_a_preference_is_learned_together(tmp_path: Path) -> None:
+    options = small_run(tmp_path)
+    rows = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": " the"} for row in ROWS]
+    options.data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(workers: Workers | None) -> bytes:
+        output = tmp_path / ("alone" if workers is None else str(workers.rank))
+        with Trainer(replace(options, output=output), quiet=True, workers=workers) as trainer:
+            trainer.train()
+        return b"".join(line for line in (output / "journal.jsonl").read_bytes().splitlines() if b'"step"' in line)
+
+    together = worked(2, run, split="directions")
+    assert together[0] == together[1]
+    assert re.sub(rb',"workers":"0-1"|,"crc32":"\w+"', b"", together[0]) == re.sub(rb',"crc32":"\w+"', b"", run(None))
 
 
 def test_the_first_worker_alone_reports_to_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from zo2adapters.tasks.objectives import ChoiceError as ChoiceError
     from zo2adapters.tasks.objectives import ChoiceF1Error as ChoiceF1Error
     from zo2adapters.tasks.objectives import ChoiceLoss as ChoiceLoss
+    from zo2adapters.tasks.objectives import PreferenceLoss as PreferenceLoss
     from zo2adapters.tasks.objectives import choice_batch as choice_batch
+    from zo2adapters.tasks.objectives import preference_batch as preference_batch
     from zo2adapters.tasks.scoring import Scored as Scored
     from zo2adapters.tasks.scoring import score as score
 
@@ -45,7 +47,9 @@ _MODULES = {
     "ChoiceError": "zo2adapters.tasks.objectives",
     "ChoiceF1Error": "zo2adapters.tasks.objectives",
     "ChoiceLoss": "zo2adapters.tasks.objectives",
+    "PreferenceLoss": "zo2adapters.tasks.objectives",
     "choice_batch": "zo2adapters.tasks.objectives",
+    "preference_batch": "zo2adapters.tasks.objectives",
     "Scored": "zo2adapters.tasks.scoring",
     "score": "zo2adapters.tasks.scoring",
 }

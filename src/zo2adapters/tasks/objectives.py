@@ -1,4 +1,4 @@
-"""What prompts with candidate answers can be trained on and evaluated by: a loss over the candidates, accuracy, F1.
+"""What prompts with candidate answers can be trained on and evaluated by: a loss over them, accuracy, F1, a preference.
 
 Every pair of prompt and candidate is a row, as in ``score``. A candidate's score is the mean log-probability of its tokens,
 as in MeZO's program (arXiv 2305.17333) where it trains on classification.
@@ -17,9 +17,11 @@ from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.scoring import LogLikelihood
-from zo2core import Batch, BatchError, predicted
+from zo2core import Batch, BatchError, predicted, require_positive
 
-PROMPT, ANSWER = "prompt", "is_answer"  # keys of a batch that the model's forward does not take
+PROMPT, ANSWER, REFERENCE = "prompt", "is_answer", "reference"  # keys of a batch that the model's forward does not take
+
+BETA = 0.1  # of DPO, unless told otherwise
 
 
 class Rated(NamedTuple):
@@ -73,6 +75,39 @@ def choice_batch(
     return {**batch, PROMPT: torch.tensor(prompt_of), ANSWER: torch.tensor(is_answer)}
 
 
+def preference_batch(
+    prompts: Sequence[Sequence[int]],
+    candidates: Sequence[Sequence[Sequence[int]]],
+    references: Sequence[Sequence[float]],
+    *,
+    pad_token_id: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Make a batch for ``PreferenceLoss``.
+
+    Args:
+        prompts: Token ids, at least one each.
+        candidates: For each prompt two lists of token ids that may follow it: the chosen one, and the rejected one.
+        references: For each prompt the log-likelihoods of these two by the reference model, as ``score`` gives them.
+        pad_token_id: Token id at padded positions.
+
+    Returns:
+        What ``choice_batch`` gives, and ``reference`` (rows,), float64.
+
+    Raises:
+        BatchError: if there is no prompt, or one is empty, has not two candidates with tokens, or not two references.
+    """
+    for number, (given, own) in enumerate(zip(candidates, references, strict=True)):
+        if len(given) != 2 or len(own) != 2:
+            raise BatchError(
+                f"prompts[{number}]",
+                found=f"{len(given)} candidates, {len(own)} references",
+                expected="a chosen one and a rejected one, and the log-likelihood of each",
+                remedy="fill them in",
+            )
+    batch = choice_batch(prompts, candidates, [0] * len(prompts), pad_token_id=pad_token_id)
+    return {**batch, REFERENCE: torch.tensor(references, dtype=torch.float64).view(-1)}
+
+
 class ChoiceObjective(ABC):
     """An objective of prompts with candidates, for batches of ``choice_batch``. See ``Objective``.
 
@@ -93,7 +128,7 @@ class ChoiceObjective(ABC):
 
     def prepared(self, batch: Batch) -> Batch:
         """Check what the model's forward takes of a batch. See the contract."""
-        return self._rows.prepared({key: value for key, value in batch.items() if key not in (PROMPT, ANSWER)})
+        return self._rows.prepared({key: value for key, value in batch.items() if key not in (PROMPT, ANSWER, REFERENCE)})
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Mean log-probability of each row's candidate: (rows,), float64."""
@@ -170,13 +205,54 @@ class ChoiceF1Error(ChoiceObjective):
         return torch.tensor(missed / (2 * hits + missed) if hits + missed else 0.0, dtype=torch.float64)
 
 
+class PreferenceLoss(ChoiceObjective):
+    """Direct preference optimisation, DPO (arXiv 2305.18290, equation 7), for batches of ``preference_batch``.
+
+    Args:
+        model: The model whose forward it is.
+        beta: How much a step away from the reference model costs.
+
+    Raises:
+        OptionError: if ``beta`` is not above 0.
+    """
+
+    def __init__(self, model: HFBlockModel, *, beta: float = BETA) -> None:
+        super().__init__(model)
+        require_positive("beta", beta)
+        self.beta = beta
+
+    def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
+        """Log-probability of each row's candidate, summed over its tokens: (rows,), float64."""
+        return self._rows.head(batch, activations)
+
+    def split(self, batch: Batch, rows: int | None) -> list[Batch]:
+        """Cut a batch between prompts. See ``ChoiceObjective``.
+
+        Raises:
+            BatchError: if the batch is not one of ``preference_batch``.
+        """
+        if REFERENCE not in batch:
+            raise _refusal(", ".join(batch), f"{REFERENCE} among it", "preference_batch")
+        return super().split(batch, rows)
+
+    def loss(self, outputs: Sequence[torch.Tensor], pieces: Sequence[Batch]) -> torch.Tensor:
+        """Join what the head gave for pieces, less what the reference model gives. See the contract."""
+        pairs = zip(outputs, pieces, strict=True)
+        return super().loss([scores.cpu() - piece[REFERENCE].cpu() for scores, piece in pairs], pieces)
+
+    def number(self, rated: Sequence[Rated]) -> torch.Tensor:
+        """The mean over prompts of -log sigmoid(beta x the margin of the chosen one)."""
+        margins = torch.stack([scores[answers[0]] - scores[1 - answers[0]] for scores, answers in rated])
+        return -torch.nn.functional.logsigmoid(self.beta * margins).mean()
+
+
 def _of(scores: torch.Tensor, answers: Sequence[int]) -> torch.Tensor:
     """The score of the right candidate; of several that of any of them."""
     return scores[answers[0]] if len(answers) == 1 else scores[list(answers)].logsumexp(0)
 
 
-def _refusal(found: str, expected: str) -> BatchError:
-    return BatchError("batch", found=found, expected=expected, remedy="make it with choice_batch")
+def _refusal(found: str, expected: str, maker: str = "choice_batch") -> BatchError:
+    return BatchError("batch", found=found, expected=expected, remedy=f"make it with {maker}")
 
 
 def _sizes(batch: Batch) -> list[int]:

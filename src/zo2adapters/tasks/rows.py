@@ -94,7 +94,7 @@ def read_dataset(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBas
     rows, truncated = [], 0
     for line, row in parsed_rows(path):
         try:
-            ids, prompt = _tokenized(row, tokenizer)
+            ids, prompt = tokenized_row(row, tokenizer)
             found = f"{len(ids)} tokens, {prompt} of them prompt, at a sequence length of {sequence_length}"
             expected = "a token to predict, after the prompt and not the first"
             remedy = "lengthen the text, shorten the prompt or raise the sequence length"
@@ -165,7 +165,15 @@ def _parsed(raw: bytes) -> dict[str, Any]:
     return {key: value for key, value in row.items() if value is not None}
 
 
-def _tokenized(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:  # ids, prompt length
+def tokenized_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+    """Tokenise a row as ``read_dataset`` does.
+
+    Returns:
+        Token ids, and how many of them are the prompt's.
+
+    Raises:
+        DataError: if the row is malformed.
+    """
     match [key for key in ("text", "prompt", "completion", "messages") if key in row]:
         case ["text"]:
             return _text_ids(_string(row, "text"), tokenizer), 0

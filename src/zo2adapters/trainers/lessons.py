@@ -19,7 +19,18 @@ from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.candidates import Choice, Choices, holds_choices, read_choices
 from zo2adapters.tasks.dealing import in_order, is_own
 from zo2adapters.tasks.generation import generate
-from zo2adapters.tasks.objectives import ChoiceError, ChoiceF1Error, ChoiceLoss, ChoiceObjective, Rated, choice_batch
+from zo2adapters.tasks.objectives import (
+    BETA,
+    ChoiceError,
+    ChoiceF1Error,
+    ChoiceLoss,
+    ChoiceObjective,
+    PreferenceLoss,
+    Rated,
+    choice_batch,
+    preference_batch,
+)
+from zo2adapters.tasks.preferences import Preferences, holds_preferences, read_preferences
 from zo2adapters.tasks.rows import Dataset, TokenizedRow, read_dataset
 from zo2adapters.tasks.scoring import score
 from zo2adapters.trainers.dataset_evaluation import evaluate_dataset
@@ -32,17 +43,19 @@ _OF_CHOICES: dict[str, type[ChoiceObjective]] = {
     "accuracy": ChoiceError,
     "f1": ChoiceF1Error,
 }
-OBJECTIVES = ("auto", "loss", *_OF_CHOICES, "exact-match")
+OBJECTIVES = ("auto", "loss", *_OF_CHOICES, "dpo", "exact-match")
 
 
 def read_rows(path: Path, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int) -> Rows:
-    """Read a file of rows, or of rows with candidates.
+    """Read a file of rows, of rows with candidates, or of preferences.
 
     Raises:
         DataError: if the file cannot be read, or a row is malformed.
     """
     if holds_choices(path):
         return read_choices(path, tokenizer, sequence_length=sequence_length)
+    if holds_preferences(path):
+        return read_preferences(path, tokenizer, sequence_length=sequence_length)
     return read_dataset(path, tokenizer, sequence_length=sequence_length)
 
 
@@ -154,6 +167,45 @@ class ChoiceLesson(Lesson):
         return {"loss": float(self._forward.number(rated)), "accuracy": right / len(rows)}
 
 
+class PreferenceLesson(Lesson):
+    """Rows with a chosen and a rejected completion, by DPO; the reference model is the base."""
+
+    def __init__(self, model: HFBlockModel, beta: float, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._forward = PreferenceLoss(model, beta=beta)
+        self._references: dict[Choice, tuple[float, ...]] = {}
+
+    def look_at_base(self, base: Replayer, rows: Sequence[Choice]) -> None:
+        """Note what the base makes of rows, before they are learned from: the reference of the loss."""
+        unknown = [row for row in dict.fromkeys(rows) if row not in self._references]
+        if unknown:
+            self._references |= dict(zip(unknown, self._scored(base, unknown), strict=True))
+
+    @property
+    def forward(self) -> PreferenceLoss:
+        """The objective."""
+        return self._forward
+
+    def batch(self, rows: Sequence[Choice]) -> Batch:
+        """Two rows a preference, with their references."""
+        given = [row.candidates for row in rows]
+        references = [self._references[row] for row in rows]
+        return preference_batch([row.prompt for row in rows], given, references, pad_token_id=self.pad)
+
+    def evaluate(self, engine: Replayer, rows: Choices) -> dict[str, float]:
+        """DPO's loss, and for how many rows the chosen completion has gained more on the base than the rejected one."""
+        pairs = zip(self._scored(engine, rows.rows), map(self._references.__getitem__, rows), strict=True)
+        margins = [torch.tensor(own, dtype=torch.float64) - torch.tensor(base, dtype=torch.float64) for own, base in pairs]
+        rated = [Rated(margin, (0,)) for margin in margins]
+        gained = sum(bool(scores[0] > scores[1]) for scores, _ in rated)
+        return {"loss": float(self._forward.number(rated)), "accuracy": gained / len(rated)}
+
+    def _scored(self, engine: Replayer, rows: Sequence[Choice]) -> tuple[tuple[float, ...], ...]:
+        prompts, given = [row.prompt for row in rows], [row.candidates for row in rows]
+        options: dict[str, Any] = {"batch_size": 2 * self.batch_size, "pad_token_id": self.pad}
+        return score(engine, self.model, prompts, given, **options).log_likelihoods
+
+
 class ExactMatchLesson(LossLesson):
     """Prompts and completions, by the share of prompts that are not continued by their completion, token for token."""
 
@@ -194,7 +246,9 @@ class ExactMatchLesson(LossLesson):
         return sum(own[: len(answer)] != answer for own, answer in zip(written, wanted, strict=True))
 
 
-def lesson_of(objective: str, model: HFBlockModel, rows: Rows, *, pad: int, batch_size: int) -> Lesson:
+def lesson_of(
+    objective: str, model: HFBlockModel, rows: Rows, *, pad: int, batch_size: int, beta: float | None = None
+) -> Lesson:
     """The lesson of an objective for rows.
 
     Args:
@@ -203,14 +257,21 @@ def lesson_of(objective: str, model: HFBlockModel, rows: Rows, *, pad: int, batc
         rows: To learn from.
         pad: Token id at padded positions.
         batch_size: Rows a batch.
+        beta: Of DPO; None is the default.
 
     Raises:
-        OptionError: if there is no such objective, or the rows are of another kind.
+        OptionError: if there is no such objective, the rows are of another kind, or ``beta`` is for nothing.
     """
     options: dict[str, Any] = {"pad": pad, "batch_size": batch_size}
     of_choices = isinstance(rows, Choices)
     if objective == "auto":
-        objective = "choice-loss" if of_choices else "loss"
+        objective = "dpo" if isinstance(rows, Preferences) else "choice-loss" if of_choices else "loss"
+    if objective == "dpo":
+        if not isinstance(rows, Preferences):
+            raise _refusal(objective, "rows without preferences", "rows with prompt, chosen and rejected")
+        return PreferenceLesson(model, BETA if beta is None else beta, **options)
+    if beta is not None:
+        raise OptionError("beta", found=f"{beta} for {objective}", expected="dpo", remedy="leave it out")
     if objective in _OF_CHOICES:
         if not of_choices:
             raise _refusal(objective, "rows without candidates", "rows with prompt, candidates and answer")

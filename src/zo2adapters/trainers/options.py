@@ -21,6 +21,7 @@ from zo2core import (
     Replay,
     ZOEstimator,
     parse_size,
+    require_positive,
 )
 
 if TYPE_CHECKING:
@@ -113,8 +114,11 @@ class RunOptions:
     """Steps after which to evaluate again."""
     objective: str = "auto"
     """What steps make smaller. loss: the model's own. Of rows with candidates: choice-loss, MeZO's loss over them, or
-    accuracy or f1, which have no gradient. exact-match: the share of completions that the model does not write by itself.
-    FILE.py:function: a function of the model and a batch. auto is loss, or choice-loss of rows with candidates."""
+    accuracy or f1, which have no gradient. Of rows with chosen and rejected completions: dpo, against the base. exact-match:
+    the share of completions that the model does not write by itself. FILE.py:function: a function of the model and a batch.
+    auto is loss, choice-loss of rows with candidates, or dpo of rows with preferences."""
+    beta: float | None = None
+    """Of dpo: how much a step away from the base costs. By default 0.1."""
     keep_best: bool = False
     """Export the model of the step whose evaluation was best, not the last one."""
     report_to: TrackerName = "none"
@@ -154,6 +158,8 @@ class RunOptions:
         require_at_least("steps", self.steps, 1)
         if self.evaluate_every is not None:
             require_at_least("evaluate_every", self.evaluate_every, 1)
+        if self.beta is not None:
+            require_positive("beta", self.beta)
         if self.keep_best and self.evaluation is None:
             raise OptionError(
                 "keep_best",
@@ -298,6 +304,7 @@ class TrainOptions(RunOptions):
 _GROUPS: dict[str, Any] = {"optimization": Optimization, "batching": Batching, "storage": Storage}
 _LATER = {
     *("architecture", "precision", "carried", "schedule_steps", "estimator", "guard", "objective", "keep_best", "report_to"),
+    "beta",
     *("clip_grad", "clip_median", "write_limit_tb", "rank", "period", "stack", "per_row"),
     *("adapter", "adapter_frozen"),
 }

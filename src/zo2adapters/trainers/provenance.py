@@ -42,11 +42,15 @@ def provenance(
     """
     batching = options.batching
     trained_on = {key: value for key, value in tokens.items() if not key.startswith("evaluation")}
-    declared = {} if options.architecture is None else {"architecture sha256": file_sha256(options.architecture)}
+    declared: dict[str, Any] = (
+        {} if options.architecture is None else {"architecture sha256": file_sha256(options.architecture)}
+    )
     if options.objective not in ("auto", "loss"):
         declared["objective"] = options.objective
         if (function := function_file(options.objective)) is not None:
             declared |= {"objective": options.objective.rpartition(":")[2], "objective sha256": file_sha256(function)}
+    if options.beta is not None:
+        declared["beta"] = options.beta
     return {
         **declared,
         "data sha256": file_sha256(options.data),

@@ -10,7 +10,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.sharing import local_device, own_trace
-from zo2core import MemoryPolicy, Workers, WriteBackPolicy, ZOEngine, ZOEstimator, parse_size
+from zo2core import MemoryPolicy, Replayer, Workers, WriteBackPolicy, ZOEngine, ZOEstimator, parse_size
 
 
 def reserved_bytes(options: TrainOptions, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
@@ -32,6 +32,27 @@ def reserved_bytes(options: TrainOptions, model: HFBlockModel, longest: int, seq
         else parse_size(given)
     )
     return reserved, least_activation_bytes(config, rows, longest, micro_rows=micro_rows, loss_chunk=chunk)
+
+
+def base_replayer(options: TrainOptions, model: HFBlockModel, activations: int, workers: Workers | None) -> Replayer:
+    """The base's weights, to look at before a run begins. It is closed before the engine is built: both use the model.
+
+    Args:
+        options: The run's.
+        model: Opened as they say.
+        activations: Bytes that activations may take.
+        workers: Others that look at the same rows.
+
+    Raises:
+        ZO2Error: of the kind that fits.
+    """
+    storage = options.storage
+    return Replayer(
+        model,
+        device=local_device(storage.device, workers),
+        memory=MemoryPolicy(host=storage.memory, device=storage.device_memory, activations=activations),
+        workers=workers,
+    )
 
 
 def build_engine(

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,14 +23,14 @@ from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.base_check import verify_with_progress
 from zo2adapters.trainers.finite_base import require_finite_base
 from zo2adapters.trainers.health import Watch, diverged, ruined
-from zo2adapters.trainers.lessons import Rows, lesson_of, read_rows
+from zo2adapters.trainers.lessons import PreferenceLesson, Rows, lesson_of, read_rows
 from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.metrics import progress, step_record
 from zo2adapters.trainers.options import Execution, TrainOptions
 from zo2adapters.trainers.provenance import provenance
 from zo2adapters.trainers.remarks import remarks
 from zo2adapters.trainers.run_directory import METRICS, MODEL, RunDirectory, require_new
-from zo2adapters.trainers.run_engine import build_engine, reserved_bytes
+from zo2adapters.trainers.run_engine import base_replayer, build_engine, reserved_bytes
 from zo2adapters.trainers.sharing import device_kinds, is_first, require_same_steps, settled_alike
 from zo2core import (
     CheckpointError,
@@ -92,7 +93,7 @@ class Trainer:
             None if options.evaluation is None else read_rows(options.evaluation, tokenizer, sequence_length=length)
         )
         pad, batch_size = self._pad, options.batching.batch_size
-        self._lesson = lesson_of(options.objective, model, self._data, pad=pad, batch_size=batch_size)
+        self._lesson = lesson_of(options.objective, model, self._data, pad=pad, batch_size=batch_size, beta=options.beta)
         read = [self._data, *([] if self._evaluation is None else [self._evaluation])]
         if len({type(rows) for rows in read}) > 1:
             raise OptionError(
@@ -103,6 +104,9 @@ class Trainer:
             )
         longest, sequences = max(rows.longest for rows in read), max(rows.most_sequences for rows in read)
         activations, least = reserved_bytes(options, model, longest, sequences)
+        if isinstance(self._lesson, PreferenceLesson):
+            with base_replayer(options, model, activations, workers) as base:
+                self._lesson.look_at_base(base, self._rows_to_come())
         self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
             self._layouts = model.layouts
@@ -195,6 +199,13 @@ class Trainer:
         if not (self._resumed or self.engine.version or isinstance(error, _RESUMABLE)):
             self.engine.close()
             self._run.remove()
+
+    def _rows_to_come(self) -> list[Any]:
+        """The rows of the run's steps and evaluations."""
+        options = self.options
+        batches = training_batches(self._data, batch_size=options.batching.batch_size, seed=options.seed)
+        steps = min(options.steps, -(-len(self._data) // options.batching.batch_size))  # an epoch has all rows
+        return [*chain.from_iterable(islice(batches, steps)), *(self._evaluation or ())]
 
     def _take_steps(self) -> None:
         options, engine = self.options, self.engine

@@ -1,0 +1,68 @@
+"""JSONL files of preferences: rows of ``prompt``, ``chosen`` and ``rejected``, as TRL's DPOTrainer takes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from zo2adapters.tasks.candidates import Choice, Choices
+from zo2adapters.tasks.rows import parsed_rows, tokenized_row
+from zo2core import DataError
+
+_KEYS = ("prompt", "chosen", "rejected")
+
+
+@dataclass(frozen=True, slots=True)
+class Preferences(Choices):
+    """The rows of a file of preferences, in file order: the first candidate is the one that was chosen."""
+
+
+def holds_preferences(path: Path) -> bool:
+    """Whether a file's first row has something that was chosen.
+
+    Raises:
+        DataError: if the file cannot be read, or its first row is no JSON object.
+    """
+    return "chosen" in next((row for _, row in parsed_rows(path)), {})
+
+
+def read_preferences(path: Path, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int) -> Preferences:
+    """Read and tokenise a file of preferences: three strings a row, or three lists of messages.
+
+    Args:
+        path: JSONL file. Both completions are closed as in ``read_dataset``.
+        tokenizer: The model's tokenizer.
+        sequence_length: Most tokens of a prompt and a completion; longer ones are refused.
+
+    Raises:
+        DataError: if the file cannot be read, or a row is malformed or too long; it names the line.
+    """
+    return Preferences(tuple(_preferences(path, tokenizer, sequence_length)))
+
+
+def _preferences(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> Iterator[Choice]:
+    for line, row in parsed_rows(path):
+
+        def refuse(found: str, expected: str, remedy: str, line: int = line) -> DataError:
+            return DataError(f"{path}, line {line}", found=found, expected=expected, remedy=remedy)
+
+        kinds = {type(row.get(key)) for key in _KEYS}
+        if kinds not in ({str}, {list}):
+            found = f"the keys {', '.join(map(repr, row))}" if type(None) in kinds else json.dumps(row)[:60]
+            raise refuse(found, "'prompt', 'chosen' and 'rejected', all texts or all lists of messages", "write it as such")
+        try:
+            both = [tokenized_row({"prompt": row["prompt"], "completion": row[key]}, tokenizer) for key in _KEYS[1:]]
+        except DataError as error:  # about the row; only here its path and line are known
+            raise refuse(error.found, error.expected, error.remedy) from error
+        shared = min(length for _, length in both)
+        longest = max(len(ids) for ids, _ in both)
+        choice = Choice(tuple(both[0][0][:shared]), tuple(tuple(ids[shared:]) for ids, _ in both), 0)
+        if not choice.prompt or not all(choice.candidates) or longest > sequence_length:
+            found = f"{shared} tokens of prompt, {longest} in all"
+            expected = f"at least 1 of prompt and of each completion, at most {sequence_length} in all"
+            raise refuse(found, expected, "mend the row, or raise the sequence length")
+        yield choice
