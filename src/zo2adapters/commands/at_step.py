@@ -10,7 +10,7 @@ import tyro
 
 from zo2adapters.ranges import shown
 from zo2adapters.tasks.regular_file import require_regular
-from zo2adapters.trainers.options import CarriedName, DtypeName, PrecisionName
+from zo2adapters.trainers.options import CarriedName, DtypeName, HeadName, PrecisionName
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
 from zo2adapters.trainers.sharing import local_device, own_trace
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Workers
@@ -34,6 +34,8 @@ class AtStep:
     """Step of the journal to stop after; by default its last one."""
     architecture: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON file that says where the model's parts are; by default they are learned. --run knows its own."""
+    head: HeadName = "causal-lm"
+    """What the model ends in; --run knows its own."""
     adapter: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory of an adapter on --model; --run knows its own."""
     adapter_begun: tyro.conf.Suppress[tuple[tuple[str, ...], int]] = ((), 0)
@@ -96,6 +98,8 @@ class AtStep:
                 expected=f"{options.architecture or 'none'}, as in the run",
                 remedy="leave it out",
             )
+        if self.head not in ("causal-lm", options.head):
+            raise OptionError("head", found=self.head, expected=f"{options.head}, as in the run", remedy="leave it out")
         if self.adapter is not None:
             raise OptionError(
                 "adapter", found=str(self.adapter), expected="the run's own", remedy="leave it out, or name --model"
@@ -106,6 +110,7 @@ class AtStep:
             adapter=options.adapter,
             adapter_begun=(options.adapter_frozen, options.seed),
             architecture=options.architecture,
+            head=options.head,
             dtype=options.dtype,
             precision=precision,
             carried=options.carried,
@@ -134,6 +139,7 @@ class AtStep:
         adapter = None if self.adapter is None else Adapter(config=self.adapter, frozen=frozen, seed=seed)
         return open_checkpoint(
             self.base(),
+            head=self.head,
             architecture=self.architecture,
             adapter=adapter,
             dtype=self.dtype,

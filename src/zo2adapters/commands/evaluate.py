@@ -31,7 +31,8 @@ class Evaluate(AtStep):
     """Evaluate a model, or a run at any of its steps, on a JSONL file."""
 
     data: Path
-    """JSONL file of rows as for training, of rows with prompt, candidates and answer, or of rows with prompt and answers."""
+    """JSONL file of rows as for training, of rows with prompt, candidates and answer, or of rows with prompt and answers.
+    With another head of rows with text and label."""
     batching: Batching = field(default_factory=Batching)
     max_new_tokens: int = 50
     """Longest answer, where rows have answers that are to be written; each token is one pass over the blocks."""
@@ -61,6 +62,9 @@ class Evaluate(AtStep):
         tokenizer = load_tokenizer(at.base())
         model = at.opened(loss_chunk=self.batching.loss_chunk)
         length = self.batching.length_for(model)
+        if at.head != "causal-lm":
+            self._classify(at, model, tokenizer, length, workers)
+            return
         if holds_choices(self.data):
             choices = read_choices(self.data, tokenizer, sequence_length=length)
             self._choose(at, model, choices, pad_token_id(tokenizer), workers)
@@ -83,6 +87,18 @@ class Evaluate(AtStep):
             f"{len(dataset)} rows, {result.sweeps} sweeps",
             workers,
         )
+
+    def _classify(self, at: AtStep, model: HFBlockModel, tokenizer: Any, length: int, workers: Workers | None) -> None:
+        from zo2adapters.tasks.labelled import read_labelled_rows
+        from zo2adapters.trainers.lessons import LabelLesson
+
+        rows = read_labelled_rows(self.data, tokenizer, model.config, sequence_length=length)
+        lesson = LabelLesson(model, batch_size=self.batching.batch_size)
+        with self._engine(at, model, rows.longest, workers) as engine:
+            values = lesson.evaluate(engine, rows)
+            _require_finite([values["loss"]], model, at)
+        accuracy = f", accuracy {values['accuracy']:.1%}" if "accuracy" in values else ""
+        _tell(f"loss {values['loss']:.6f}{accuracy}, {len(rows)} rows", workers)
 
     def _choose(self, at: AtStep, model: HFBlockModel, choices: Choices, pad: int, workers: Workers | None) -> None:
         from zo2adapters.tasks.scoring import score

@@ -9,7 +9,7 @@ from zo2adapters.ranges import require_between
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.optimization import MOST_QUERIES, Noise, Optimization
-from zo2adapters.trainers.options import CarriedName, DtypeName, PrecisionName, precision_of_run
+from zo2adapters.trainers.options import CarriedName, DtypeName, HeadName, PrecisionName, precision_of_run
 from zo2core import OptionError, Replay, SequentialNoise, WriteBackPolicy, choose_carrying, require_perturbation
 
 MOST_WORKERS = 1024  # of a host
@@ -23,6 +23,8 @@ class Plan:
     """Model directory with safetensors weights, or a hub id."""
     architecture: Path | None = None
     """JSON file that says where the model's parts are; by default they are learned."""
+    head: HeadName = "causal-lm"
+    """What the model ends in, as for training."""
     dtype: DtypeName = "auto"
     """Dtype of the weights, as for training."""
     precision: PrecisionName = "auto"
@@ -92,6 +94,7 @@ class Plan:
         precision = precision_of_run(self.precision, exact_mezo=exact, on_cpu=on_cpu)
         model = open_checkpoint(
             directory,
+            head=self.head,
             architecture=self.architecture,
             dtype=self.dtype,
             precision=precision,

@@ -9,7 +9,7 @@ from typing import Literal
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.trainers.batching import MOST_ROWS
-from zo2adapters.trainers.options import DtypeName
+from zo2adapters.trainers.options import DtypeName, HeadName
 from zo2adapters.trainers.step_size import require_sane_step
 from zo2core import MeZOSGD
 
@@ -22,6 +22,8 @@ class Verify:
     """Model directory with safetensors weights, or a hub id. The model is held in memory twice."""
     architecture: Path | None = None
     """JSON file that says where the model's parts are; by default they are learned."""
+    head: HeadName = "causal-lm"
+    """What the model ends in, as for training."""
     dtype: DtypeName = "auto"
     """Dtype of the weights; auto is the checkpoint's own. In mixed precision the dtype that is computed with."""
     precision: Literal["exact", "mixed"] = "exact"
@@ -54,6 +56,7 @@ class Verify:
         require_sane_step(self.lr, self.zo_eps, self.weight_decay)
         result = verify(
             resolve_directory(self.model),
+            head=self.head,
             architecture=self.architecture,
             dtype=self.dtype,
             precision=self.precision,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
@@ -19,6 +17,7 @@ from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.candidates import Choice, Choices, holds_choices, read_choices
 from zo2adapters.tasks.dealing import in_order, is_own
 from zo2adapters.tasks.generation import generate
+from zo2adapters.tasks.labelled import LabelledRow, LabelledRows, classifies, labelled_batch, padding_of, read_labelled_rows
 from zo2adapters.tasks.objectives import (
     BETA,
     ChoiceError,
@@ -34,9 +33,10 @@ from zo2adapters.tasks.preferences import Preferences, holds_preferences, read_p
 from zo2adapters.tasks.rows import Dataset, TokenizedRow, read_dataset
 from zo2adapters.tasks.scoring import score
 from zo2adapters.trainers.dataset_evaluation import evaluate_dataset
+from zo2adapters.trainers.user_function import user_function
 from zo2core import Batch, Forward, OptionError, Replayer, StepResult, ZOEngine
 
-Rows = Dataset | Choices
+Rows = Dataset | Choices | LabelledRows
 
 _OF_CHOICES: dict[str, type[ChoiceObjective]] = {
     "choice-loss": ChoiceLoss,
@@ -46,12 +46,26 @@ _OF_CHOICES: dict[str, type[ChoiceObjective]] = {
 OBJECTIVES = ("auto", "loss", *_OF_CHOICES, "dpo", "exact-match")
 
 
-def read_rows(path: Path, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int) -> Rows:
-    """Read a file of rows, of rows with candidates, or of preferences.
+def read_rows(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sequence_length: int,
+    labelled_for: PretrainedConfig | None = None,
+) -> Rows:
+    """Read a file of rows, of rows with candidates, of preferences, or of texts with labels.
+
+    Args:
+        path: JSONL file.
+        tokenizer: The model's tokenizer.
+        sequence_length: Most tokens of a row.
+        labelled_for: Config of the model, if that takes texts with labels.
 
     Raises:
         DataError: if the file cannot be read, or a row is malformed.
     """
+    if labelled_for is not None:
+        return read_labelled_rows(path, tokenizer, labelled_for, sequence_length=sequence_length)
     if holds_choices(path):
         return read_choices(path, tokenizer, sequence_length=sequence_length)
     if holds_preferences(path):
@@ -108,7 +122,7 @@ class FunctionLesson(LossLesson):
 
     def __init__(self, model: HFBlockModel, name: str, **options: Any) -> None:
         super().__init__(model, **options)
-        self._forward = CalledForward(model, _function(name))
+        self._forward = CalledForward(model, user_function(name))
 
     @property
     def forward(self) -> Forward:
@@ -206,6 +220,39 @@ class PreferenceLesson(Lesson):
         return score(engine, self.model, prompts, given, **options).log_likelihoods
 
 
+class LabelLesson(Lesson):
+    """Texts with labels, by the loss of a model that classifies or rates; padded as its config says.
+
+    Raises:
+        OptionError: if its config does not say.
+    """
+
+    def __init__(self, model: HFBlockModel, *, batch_size: int) -> None:
+        super().__init__(model, pad=padding_of(model.config), batch_size=batch_size)
+
+    def batch(self, rows: Sequence[LabelledRow]) -> Batch:
+        """Pad the rows."""
+        return labelled_batch(rows, pad_token_id=self.pad)
+
+    def evaluate(self, engine: Replayer, rows: LabelledRows) -> dict[str, float]:
+        """The mean loss over rows and, of classes, how often the likeliest one is right."""
+        starts = range(0, len(rows), self.batch_size)
+        groups = [rows.rows[start : start + self.batch_size] for start in starts]
+        batches = (self.batch(group) for number, group in enumerate(groups) if is_own(engine, number))
+        outputs = engine.forwards(batches, CalledForward(self.model, _loss_and_right))
+        own = [value for outputs_of_sweep in outputs for output in outputs_of_sweep for value in output.tolist()]
+        values = in_order(engine, own, [2] * len(groups), rows.rows)
+        means = [math.fsum(values[place::2]) / len(rows) for place in (0, 1)]
+        return dict(zip(("loss", "accuracy"), means, strict=True)) if classifies(self.model.config) else {"loss": means[0]}
+
+
+def _loss_and_right(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """Of a batch: its loss times its rows, and how many rows' likeliest class is the right one."""
+    output, labels = model(**batch), batch["labels"]
+    right = (output.logits.argmax(-1) == labels).sum() if labels.dim() == 1 else labels.new_zeros(())
+    return torch.stack([output.loss.double() * len(labels), right.double()])
+
+
 class ExactMatchLesson(LossLesson):
     """Prompts and completions, by the share of prompts that are not continued by their completion, token for token."""
 
@@ -263,6 +310,10 @@ def lesson_of(
         OptionError: if there is no such objective, the rows are of another kind, or ``beta`` is for nothing.
     """
     options: dict[str, Any] = {"pad": pad, "batch_size": batch_size}
+    if isinstance(rows, LabelledRows):
+        if objective not in ("auto", "loss") or beta is not None:
+            raise _refusal(objective, "rows with labels", "loss, without beta")
+        return LabelLesson(model, batch_size=batch_size)
     of_choices = isinstance(rows, Choices)
     if objective == "auto":
         objective = "dpo" if isinstance(rows, Preferences) else "choice-loss" if of_choices else "loss"
@@ -296,41 +347,6 @@ def lesson_of(
     if not all(row.prompt_length for row in rows):
         raise _refusal(objective, "rows without a prompt", "rows with prompt and completion")
     return ExactMatchLesson(model, **options)
-
-
-def _function(name: str) -> Any:
-    """Import a function by ``FILE.py:function``.
-
-    Raises:
-        OptionError: if there is none.
-    """
-    path, _, function = name.rpartition(":")
-    try:
-        spec = importlib.util.spec_from_file_location("zo2_objective", path)
-        assert spec is not None, "a path that ends in .py has a loader"
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # where its own classes look for it
-        spec.loader.exec_module(module)
-        found = getattr(module, function)
-        if not callable(found):
-            raise TypeError(f"{function} is a {type(found).__name__}, no function")
-    except Exception as error:  # any: it is somebody else's program
-        raise OptionError(
-            "objective",
-            found=f"{name}, which cannot be imported ({type(error).__name__}: {error})"[:300],
-            expected="FILE.py:function, a function of the model and a batch that returns a number",
-            remedy="check the path and the name",
-        ) from error
-
-    def one_number(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-        value = found(model, batch)
-        if isinstance(value, torch.Tensor) and value.dim() == 0:
-            return value
-        shown = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise OptionError("objective", found=f"{shown} from {function}", expected="a 0-d tensor", remedy="return one number")
-
-    return one_number
 
 
 def _refusal(objective: str, found: str, expected: str) -> OptionError:

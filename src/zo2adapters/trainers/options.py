@@ -41,6 +41,9 @@ def precision_of_run(asked: PrecisionName, *, exact_mezo: bool, on_cpu: bool) ->
     return "exact" if asked == "auto" and (exact_mezo or not on_cpu) else asked
 
 
+HeadName: TypeAlias = Literal["causal-lm", "sequence-classification"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Storage:
     """Where the weights live."""
@@ -129,6 +132,9 @@ class RunOptions:
     """Seed of the order of rows and of the directions."""
     architecture: Path | None = None
     """JSON file that says where the model's parts are; by default they are learned."""
+    head: HeadName = "causal-lm"
+    """What the model ends in. sequence-classification is trained on rows with text, perhaps text_pair, and label: a class,
+    or a number where the model rates."""
     adapter: Path | None = None
     """Train peft's LoRA instead of the weights, which are then only read: adapter_config.json as peft writes it, or a
     directory with an adapter to go on from. Exports are adapters."""
@@ -169,6 +175,11 @@ class RunOptions:
             )
         if self.optimization.per_row and self.objective not in ("auto", "loss"):
             raise _in_vain("per_row", f"--objective {self.objective}", "loss, which is each row's own")
+        if self.head != "causal-lm":
+            if self.objective not in ("auto", "loss"):
+                raise _in_vain("objective", f"{self.objective} with --head {self.head}", "the model's own loss")
+            if self.optimization.per_row:
+                raise _in_vain("per_row", f"--head {self.head}", "a causal language model")
         if self.optimization.per_row and self.batching.micro_batch_size is not None:
             raise _in_vain("per_row", "--micro-batch-size", "whole rows of one batch")
         if self.optimization.rank is not None and self.storage.snapshot_every is not None:
@@ -304,7 +315,7 @@ class TrainOptions(RunOptions):
 _GROUPS: dict[str, Any] = {"optimization": Optimization, "batching": Batching, "storage": Storage}
 _LATER = {
     *("architecture", "precision", "carried", "schedule_steps", "estimator", "guard", "objective", "keep_best", "report_to"),
-    "beta",
+    *("beta", "head"),
     *("clip_grad", "clip_median", "write_limit_tb", "rank", "period", "stack", "per_row"),
     *("adapter", "adapter_frozen"),
 }

@@ -49,6 +49,8 @@ def provenance(
         declared["objective"] = options.objective
         if (function := function_file(options.objective)) is not None:
             declared |= {"objective": options.objective.rpartition(":")[2], "objective sha256": file_sha256(function)}
+    if options.head != "causal-lm":
+        declared["head"] = options.head
     if options.beta is not None:
         declared["beta"] = options.beta
     return {

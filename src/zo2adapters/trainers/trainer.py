@@ -88,9 +88,10 @@ class Trainer:
         tokenizer = load_tokenizer(directory)
         length = options.batching.length_for(model)
         self._pad = pad_token_id(tokenizer)
-        self._data = read_rows(options.data, tokenizer, sequence_length=length)
+        how: dict[str, Any] = {"labelled_for": None if options.head == "causal-lm" else model.config}
+        self._data = read_rows(options.data, tokenizer, sequence_length=length, **how)
         self._evaluation = (
-            None if options.evaluation is None else read_rows(options.evaluation, tokenizer, sequence_length=length)
+            None if options.evaluation is None else read_rows(options.evaluation, tokenizer, sequence_length=length, **how)
         )
         pad, batch_size = self._pad, options.batching.batch_size
         self._lesson = lesson_of(options.objective, model, self._data, pad=pad, batch_size=batch_size, beta=options.beta)
@@ -331,6 +332,7 @@ class Trainer:
 def _opened(directory: Path, options: TrainOptions) -> HFBlockModel:
     return open_checkpoint(
         directory,
+        head=options.head,
         architecture=options.architecture,
         adapter=options.adapter_asked(),
         dtype=options.dtype,

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
-from zo2adapters.models.heads import CAUSAL_LM
+from zo2adapters.models.head_model import HFHeadModel
+from zo2adapters.models.heads import head_of
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.monolithic import MonolithicMeZO
 from zo2adapters.models.precision import Precision
+from zo2adapters.tasks.labelled import classifies, padding_of
 from zo2adapters.trainers.finite_base import require_finite_base
 from zo2core import (
     IGNORE_INDEX,
@@ -38,6 +42,7 @@ class Comparison:
 def verify(
     directory: Path,
     *,
+    head: str = "causal-lm",
     architecture: Path | None = None,
     dtype: torch.dtype | str = "auto",
     precision: Precision | str = "exact",
@@ -55,6 +60,7 @@ def verify(
 
     Args:
         directory: Model directory.
+        head: As ``open_checkpoint`` takes it: that of a language model, or one for classes or numbers of rows.
         architecture: As ``open_checkpoint`` takes it.
         dtype: Dtype of the weights; in mixed precision the dtype that is computed with.
         precision: As ``open_checkpoint`` takes it.
@@ -73,16 +79,19 @@ def verify(
         OptionError: if the model does not take rows of so many tokens.
         MemoryBudgetError: if model and batch do not fit into the memory that is free.
     """
-    model = open_checkpoint(directory, architecture=architecture, dtype=dtype, precision=precision, loss_chunk=None)
+    given: dict[str, Any] = {"architecture": architecture, "dtype": dtype, "precision": precision, "loss_chunk": None}
+    model = open_checkpoint(directory, head=head, **given)
     _require_fit(model, batch_size, tokens)
     stored = model.layouts[0].parameters[0].dtype
-    whole = CAUSAL_LM.class_of(model.config).from_pretrained(directory, dtype=stored, trust_remote_code=False)
+    whole = head_of(head).class_of(model.config).from_pretrained(directory, dtype=stored, trust_remote_code=False)
     whole.config.get_text_config().use_cache = False  # as in training: some forwards round keys that they cache
     mono = MonolithicMeZO(whole, lr=lr, zo_eps=zo_eps, weight_decay=weight_decay, autocast=model.autocast)
     count = sum(len(layout.parameters) for layout in model.layouts)
     with ZOEngine(model, MeZOSGD(lr=lr, zo_eps=zo_eps, weight_decay=weight_decay)) as engine:
         for step in range(steps):
             batch = random_batch(model.config.get_text_config().vocab_size, batch_size, tokens, seed=seed + step)
+            if isinstance(model, HFHeadModel):
+                batch = _labelled(batch, model.config, seed + step)
             try:
                 ours = engine.step(batch, seed=seed + step)
             except NonFiniteLossError:
@@ -117,6 +126,16 @@ def _require_fit(model: HFBlockModel, batch_size: int, tokens: int) -> None:
             expected=f"at least {needed / 2**30:.2f} GiB for the model twice and a batch's activations",
             remedy="free memory, or take smaller batches",
         )
+
+
+def _labelled(batch: Batch, config: PretrainedConfig, seed: int) -> Batch:
+    """A batch with random labels of rows, and padded as the config says."""
+    generator, rows, classes = torch.Generator().manual_seed(seed), len(batch["input_ids"]), int(config.num_labels or 1)
+    shape = (rows, classes) if classes > 1 else (rows,)
+    numbers = torch.rand(shape, generator=generator)
+    labels = torch.randint(classes, (rows,), generator=generator) if classifies(config) else numbers
+    ids = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, padding_of(config))
+    return {**batch, "input_ids": ids, "labels": labels}
 
 
 def random_batch(vocab_size: int, batch_size: int, tokens: int, *, seed: int) -> Batch:

@@ -1,0 +1,168 @@
+"""JSONL files of texts with labels, for models that classify or rate: rows of ``text`` and ``label``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from zo2adapters.tasks.rows import parsed_rows
+from zo2core import DataError, OptionError
+
+Label = int | float | tuple[float, ...]  # a class, a number, or one number for each class
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledRow:
+    """One row, as tokens."""
+
+    input_ids: array[int]  # (length,), int32
+    token_type_ids: array[int]  # the same, of a tokenizer that tells two texts apart so; else empty
+    label: Label
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledRows:
+    """The rows of a file, in file order."""
+
+    rows: tuple[LabelledRow, ...]  # at least one
+    truncated: int  # rows that lost their end to the sequence length
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> LabelledRow:
+        return self.rows[index]
+
+    def __iter__(self) -> Iterator[LabelledRow]:
+        return iter(self.rows)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(len(row.input_ids) for row in self.rows)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(len(row.input_ids) for row in self.rows)
+
+    @property
+    def most_sequences(self) -> int:
+        """Sequences that a row is."""
+        return 1
+
+    def digest(self) -> str:
+        """SHA-256 over tokens and labels."""
+        digest = hashlib.sha256()
+        for row in self.rows:
+            digest.update(json.dumps([row.input_ids.tolist(), row.token_type_ids.tolist(), row.label]).encode())
+        return digest.hexdigest()
+
+
+def read_labelled_rows(
+    path: Path, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, *, sequence_length: int
+) -> LabelledRows:
+    """Read and tokenise a file of texts with labels.
+
+    Args:
+        path: JSONL file. A row has ``text``, where two texts are compared also ``text_pair``, and ``label``: a class by its
+            place from 0 or by its name in ``label2id`` of the config; where ``num_labels`` is 1 a number; where
+            ``problem_type`` is regression or several classes a row, a number for each class.
+        tokenizer: The model's tokenizer.
+        config: The model's.
+        sequence_length: Most tokens a row may keep; longer ones lose their end.
+
+    Raises:
+        DataError: if the file cannot be read, or a row is malformed; it names the line.
+    """
+    rows, truncated = [], 0
+    for line, row in parsed_rows(path):
+
+        def refuse(found: str, expected: str, remedy: str, line: int = line) -> DataError:
+            return DataError(f"{path}, line {line}", found=found, expected=expected, remedy=remedy)
+
+        texts = [row[key] for key in ("text", "text_pair") if key in row]
+        if "text" not in row or not all(isinstance(text, str) and text for text in texts):
+            raise refuse(f"the keys {', '.join(map(repr, row))}", "a text 'text', perhaps 'text_pair'", "write it as such")
+        label, expected = _label(row.get("label"), config)
+        if label is None:
+            raise refuse(f"{json.dumps(row.get('label'))[:40]} as 'label'", expected, "write the label as such")
+        whole = tokenizer(*texts, verbose=False)
+        kept = tokenizer(*texts, verbose=False, truncation=True, max_length=sequence_length)
+        truncated += len(whole["input_ids"]) > sequence_length
+        rows.append(LabelledRow(array("i", kept["input_ids"]), array("i", kept.get("token_type_ids", [])), label))
+    return LabelledRows(tuple(rows), truncated)
+
+
+def labelled_batch(rows: Sequence[LabelledRow], *, pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Pad rows on the right into one batch.
+
+    Args:
+        rows: At least one.
+        pad_token_id: Token id at padded positions.
+
+    Returns:
+        ``input_ids``, ``attention_mask`` and, where the rows have them, ``token_type_ids``, (batch, longest row), int64;
+        ``labels``: (batch,), int64 of classes and float32 of numbers, or (batch, classes), float32.
+    """
+
+    def padded(values: Sequence[array[int]], padding: int) -> torch.Tensor:
+        tensors = [torch.tensor(own, dtype=torch.int64) for own in values]
+        return pad_sequence(tensors, batch_first=True, padding_value=padding)
+
+    ids = [row.input_ids for row in rows]
+    batch = {
+        "input_ids": padded(ids, pad_token_id),
+        "attention_mask": padded([array("i", [1] * len(own)) for own in ids], 0),
+        "labels": torch.tensor([row.label for row in rows]),
+    }
+    if rows[0].token_type_ids:
+        batch["token_type_ids"] = padded([row.token_type_ids for row in rows], 0)
+    return batch
+
+
+def padding_of(config: PretrainedConfig) -> int:
+    """The token that rows are padded with: the config's, by which a decoder that classifies finds where a row ends.
+
+    Raises:
+        OptionError: if the config does not say.
+    """
+    pad = getattr(config, "pad_token_id", None)
+    if pad is None:
+        raise OptionError(
+            "model",
+            found="a config without pad_token_id",
+            expected="one by which the model finds where a row ends",
+            remedy="add it to config.json, as the tokenizer has it",
+        )
+    return int(pad)
+
+
+def classifies(config: PretrainedConfig) -> bool:
+    """Whether a row has one class."""
+    return int(config.num_labels or 1) > 1 and config.problem_type in (None, "single_label_classification")
+
+
+def _label(value: Any, config: PretrainedConfig) -> tuple[Label | None, str]:
+    """A row's label, None if it is none, and what is expected."""
+    classes = int(config.num_labels or 1)
+    if classifies(config):
+        by_name: dict[str, Any] = dict(config.label2id or {})
+        place: Any = by_name.get(value) if isinstance(value, str) else value
+        expected = f"a class from 0 to {classes - 1}, or one of {', '.join(list(by_name)[:8])}"
+        return (place if type(place) is int and 0 <= place < classes else None), expected
+    numbers = value if isinstance(value, list) else [value]
+    are_numbers = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
+    if not are_numbers or len(numbers) != classes or isinstance(value, list) != (classes > 1):
+        return None, "a number" if classes == 1 else f"a list of {classes} numbers"
+    return (tuple(map(float, numbers)) if classes > 1 else float(value)), ""
