@@ -183,6 +183,10 @@ def test_dpo_is_evaluated_by_what_the_weights_have_gained_on_the_base(here: Path
     assert last["evaluation_accuracy"] > 0.0
 
 
+def test_preferences_are_evaluated_by_their_run_alone(here: Path) -> None:
+    assert "--evaluation of zo2 train" in refusal("evaluate", "--model", "model", "--data", "preferences.jsonl")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

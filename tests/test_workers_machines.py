@@ -19,7 +19,7 @@ from models import make_batch, save_model, small_config
 from runs import small_run
 
 from zo2adapters import open_checkpoint
-from zo2core import Distribution, MemoryPolicy, MultiQueryRGE, PhiloxNoise, Replayer, Workers, ZOEngine
+from zo2core import Distribution, MemoryPolicy, MultiQueryRGE, PhiloxNoise, Replayer, WorkerError, Workers, ZOEngine
 from zo2core.kernels import native
 from zo2core.planning.host_plan import HostPlan
 from zo2core.workers.exchange import TCPStore
@@ -32,8 +32,26 @@ def _none() -> None:
     """The compiled kernels of a machine without any."""
 
 
-def work(base: Path, folder: Path, rank: int, port: int, split: str, told: Any) -> None:
-    """A worker in a process of its own, with its own bytes of the model; the first one has no compiled kernels."""
+def work(base: Path, folder: Path, rank: int, port: int, split: str, told: Any, exact: bool) -> None:
+    """A worker in a process of its own, with its own bytes of the model; the first one has no compiled kernels.
+
+    Args:
+        base: Checkpoint.
+        folder: For its journal.
+        rank: Of the worker.
+        port: Of the store.
+        split: Of a step.
+        told: Gets its own losses and its weights, or what it was refused with.
+        exact: Whether it draws MeZO's noise.
+    """
+    try:
+        told.put(trained(base, folder, rank, port, split, exact=exact))
+    except WorkerError as error:
+        told.put(str(error))
+
+
+def trained(base: Path, folder: Path, rank: int, port: int, split: str, *, exact: bool) -> tuple[list[float], bytes]:
+    """Losses that this machine computes alone, and the weights that the workers come to."""
     if rank == 0:
         native.library = _none  # type: ignore[assignment]
     with Replayer(open_checkpoint(base)) as replayer:
@@ -45,7 +63,7 @@ def work(base: Path, folder: Path, rank: int, port: int, split: str, told: Any) 
         ZOEngine(
             open_checkpoint(base),
             MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3, weight_decay=0.1),
-            noise=PhiloxNoise(Distribution.GAUSSIAN),
+            noise=None if exact else PhiloxNoise(Distribution.GAUSSIAN),
             journal=folder / "journal.jsonl",
             memory=streamed,
             workers=workers,
@@ -53,26 +71,21 @@ def work(base: Path, folder: Path, rank: int, port: int, split: str, told: Any) 
     ):
         for step in range(STEPS):
             engine.step(make_batch(40, [9, 3, 7, 5], seed=step))
-        told.put((alone, b"".join(tensor.numpy().tobytes() for _, tensor in engine.parameters_now())))
+        return alone, b"".join(tensor.numpy().tobytes() for _, tensor in engine.parameters_now())
 
 
-@pytest.mark.skipif(
-    native.library() is None or torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this machine is of one kind"
-)
-@pytest.mark.parametrize("split", ["directions", "rows"])
-def test_machines_whose_forwards_differ_have_one_journal_and_the_same_bits(
-    tmp_path: Path, split: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def on_machines(folder: Path, split: str, monkeypatch: pytest.MonkeyPatch, *, exact: bool) -> list[Any]:
+    """What workers on machines of all kinds come to, in no order."""
     context = multiprocessing.get_context("spawn")
     store, told = opened_store(), context.Queue()
-    base = save_model(tmp_path / "base", small_config("llama"))
-    folders = [tmp_path / str(rank) for rank in range(len(KINDS))]
+    base = save_model(folder / "base", small_config("llama"))
     processes: list[Any] = []
     made: list[Any] = []
     for rank, kind in enumerate(KINDS):
-        folders[rank].mkdir()
+        (folder / str(rank)).mkdir()
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", kind)
-        process = context.Process(target=work, args=(base, folders[rank], rank, store.port, split, told), daemon=True)
+        given = (base, folder / str(rank), rank, store.port, split, told, exact)
+        process = context.Process(target=work, args=given, daemon=True)
         process.start()
         processes.append(process)
     while all(process.exitcode in (None, 0) for process in processes) and len(made) < len(KINDS):
@@ -81,9 +94,32 @@ def test_machines_whose_forwards_differ_have_one_journal_and_the_same_bits(
     for process in processes:
         process.join(SECONDS)
     assert len(made) == len(KINDS), "a worker has failed"
+    return made
+
+
+several_kinds = pytest.mark.skipif(
+    native.library() is None or torch.backends.cpu.get_cpu_capability() != "AVX512", reason="this machine is of one kind"
+)
+
+
+@several_kinds
+@pytest.mark.parametrize("split", ["directions", "rows"])
+def test_machines_whose_forwards_differ_have_one_journal_and_the_same_bits(
+    tmp_path: Path, split: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = on_machines(tmp_path, split, monkeypatch, exact=False)
     assert not all_equal([losses for losses, _ in made]), "machines of one kind show nothing"
     assert all_equal([weights for _, weights in made])
-    assert all_equal([(folder / "journal.jsonl").read_bytes() for folder in folders])
+    assert all_equal([(tmp_path / str(rank) / "journal.jsonl").read_bytes() for rank in range(len(KINDS))])
+
+
+@several_kinds
+def test_machines_that_draw_other_noise_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch draws normal numbers in another way without vector instructions: the same record would be another update."""
+    for said in on_machines(tmp_path, "directions", monkeypatch, exact=True):
+        assert "other torch-cpu-sequential noise than worker 0's" in said
+        assert "PhiloxNoise" in said
+    assert not list(tmp_path.glob("*/journal.jsonl"))
 
 
 def free_port() -> int:

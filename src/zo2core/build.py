@@ -187,7 +187,7 @@ def build(
         opened.push(journal.withdraw_if_refused)
         journal.begin(_header(model, of_choice, estimator, seed, provenance, where))
         if workers is not None:
-            workers.require_agreement(journal)
+            workers.require_agreement(journal, of_choice, layouts, device.torch_device)
         used = layouts if host_plan.buckets is None else streamed
         kept, buckets = 0 if device_plan is None else device_plan.kept, host_plan.buckets
         in_place = estimator is None or walks
@@ -298,7 +298,7 @@ def adopt(
         opened.push(journal.withdraw_if_refused)
         journal.begin(_header(model, noise, estimator, seed, provenance, InWeights()))
         if workers is not None:
-            workers.require_agreement(journal)
+            workers.require_agreement(journal, noise, model.layouts, device.torch_device)
         if scheduler is None:
             scheduler = OverlappedScheduler(source, device, timeline=timeline)
         opened.callback(scheduler.settle)  # buckets go back to the source, which lives on

@@ -15,7 +15,7 @@ from zo2adapters.commands.at_step import AtStep
 from zo2adapters.ranges import require_between
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.sharing import Sharing, is_first
-from zo2core import NonFiniteLossError, Replayer, Workers, parse_size
+from zo2core import NonFiniteLossError, OptionError, Replayer, Workers, parse_size
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
@@ -52,6 +52,7 @@ class Evaluate(AtStep):
     def _evaluate(self, workers: Workers | None) -> None:
         from zo2adapters.tasks.answers import holds_answers, read_asked
         from zo2adapters.tasks.candidates import holds_choices, read_choices
+        from zo2adapters.tasks.preferences import holds_preferences
         from zo2adapters.tasks.rows import read_dataset
         from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
         from zo2adapters.trainers.dataset_evaluation import evaluate_dataset, perplexity
@@ -69,6 +70,13 @@ class Evaluate(AtStep):
             choices = read_choices(self.data, tokenizer, sequence_length=length)
             self._choose(at, model, choices, pad_token_id(tokenizer), workers)
             return
+        if holds_preferences(self.data):
+            raise OptionError(
+                "data",
+                found=f"{self.data}, rows of preferences",
+                expected="other rows: what a run has gained on its base is evaluated as it trains",
+                remedy="name them as --evaluation of zo2 train",
+            )
         if holds_answers(self.data):
             asked = read_asked(self.data, tokenizer, most_tokens=length - self.max_new_tokens)
             self._answer(at, model, tokenizer, asked, pad_token_id(tokenizer), workers)

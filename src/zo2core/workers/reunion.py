@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
+
+import torch
+
 from zo2core.errors import WorkerError
+from zo2core.io.direct_file import byte_view
 from zo2core.journal import Journal
+from zo2core.protocols import NoiseGenerator
+from zo2core.types import BlockLayout
 from zo2core.workers.exchange import Exchange
 
 PIECE = 1 << 18  # bytes of records that are told at a time
@@ -46,16 +54,26 @@ def bring_in_line(journal: Journal, exchange: Exchange) -> None:
         journal.take_excerpt(b"".join(pieces))
 
 
-def require_agreement(journal: Journal, exchange: Exchange) -> None:
-    """Refuse a journal that is not rank 0's: header, steps, or what is known of the base.
+def require_agreement(
+    journal: Journal,
+    noise: NoiseGenerator,
+    layouts: Sequence[BlockLayout],
+    device: torch.device,
+    exchange: Exchange,
+) -> None:
+    """Refuse a journal that is not rank 0's: header, steps, or what is known of the base; and noise that is not rank 0's.
+
+    Torch's own normal numbers, which MeZO draws, differ between kinds of processors: the same record would then be another
+    update.
 
     Raises:
         JournalError: if the headers differ; each difference is spelled out.
-        WorkerError: if the steps do.
+        WorkerError: if the steps or the noise do.
     """
     version = len(journal.updates)
     known = sorted(journal.base_digests.items())
-    own = {"header": journal.header, "version": version, "chain": journal.chain(version), "base": known}
+    drawn = _noise_checksum(noise, layouts, device)
+    own = {"header": journal.header, "version": version, "chain": journal.chain(version), "base": known, "noise": drawn}
     said = exchange.told("headers", own)
     if said[0]["header"] is not None:
         journal.begin(said[0]["header"])
@@ -67,3 +85,20 @@ def require_agreement(journal: Journal, exchange: Exchange) -> None:
                 expected=f"its {said[0]['version']} steps",
                 remedy="start all workers with the same command and the same run",
             )
+        if own["noise"] != said[0]["noise"]:
+            raise WorkerError(
+                f"worker {rank}",
+                found=f"a machine that draws other {noise.name} noise than worker 0's",
+                expected="the same numbers on all machines",
+                remedy="draw counter-based noise: PhiloxNoise, or no --exact-mezo; or take machines of one kind",
+            )
+
+
+def _noise_checksum(noise: NoiseGenerator, layouts: Sequence[BlockLayout], device: torch.device) -> int:
+    """A checksum over the first numbers that this machine draws."""
+    first = min((spec for layout in layouts for spec in layout.parameters if not spec.frozen), key=lambda spec: spec.index)
+    start, stop = noise.chunks(first)[0]
+    drawn = torch.empty(stop - start, dtype=first.dtype, device=device)
+    noise.fill(drawn, 0, first)
+    noise.retain(())
+    return zlib.crc32(byte_view(drawn.cpu()))

@@ -19,7 +19,8 @@ from torch.distributed.rendezvous import rendezvous
 from zo2core.errors import NonFiniteLossError, OptionError, WorkerError, reason
 from zo2core.io.shared_memory import SharedMemory
 from zo2core.journal import Journal
-from zo2core.types import Evaluation
+from zo2core.protocols import NoiseGenerator
+from zo2core.types import BlockLayout, Evaluation
 from zo2core.workers.exchange import TIMEOUT, Exchange, TCPStore, silent
 from zo2core.workers.report import Report, combined, context_of, is_finite, require_same_context
 from zo2core.workers.reunion import bring_in_line, require_agreement
@@ -193,14 +194,22 @@ class Workers:
         """
         bring_in_line(journal, self._exchange)
 
-    def require_agreement(self, journal: Journal) -> None:
-        """Refuse a journal that is not rank 0's.
+    def require_agreement(
+        self, journal: Journal, noise: NoiseGenerator, layouts: Sequence[BlockLayout], device: torch.device
+    ) -> None:
+        """Refuse a journal that is not rank 0's, and noise that is not.
+
+        Args:
+            journal: Of the run.
+            noise: Of the run, as this machine draws it.
+            layouts: Of the model.
+            device: That this worker computes on.
 
         Raises:
             JournalError: if the headers differ; each difference is spelled out.
-            WorkerError: if the steps do.
+            WorkerError: if the steps or the noise do.
         """
-        require_agreement(journal, self._exchange)
+        require_agreement(journal, noise, layouts, device, self._exchange)
 
     def heard(self, value: Any) -> list[Any]:
         """Say something and hear what all say.
