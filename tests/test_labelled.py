@@ -54,6 +54,7 @@ def whole(folder: Path) -> Any:
     return AutoModelForSequenceClassification.from_pretrained(folder / "model").eval()
 
 
+ONE_OR_NONE = {"num_labels": 1, "problem_type": "multi_label_classification"}
 HEAD = ("--head", "sequence-classification")
 CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "classes": (classes(), {}),
@@ -62,6 +63,10 @@ CASES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "a number for each class": (
         [{"text": row["text"], "label": [row["label"] / 2, 1, 0.5]} for row in classes()],
         {"problem_type": "regression"},
+    ),
+    "one class or none": (
+        [{"text": row["text"], "label": [row["label"] % 2]} for row in classes()],
+        ONE_OR_NONE,
     ),
     "several classes": (
         [{"text": row["text"], "label": [row["label"] % 2, 1, 0]} for row in classes()],
@@ -132,6 +137,8 @@ def test_classes_have_names_and_long_texts_lose_their_end(tmp_path: Path) -> Non
         ({"prompt": "the cat", "completion": "sat"}, {}, "a text 'text'"),
         ({"text": "the cat", "text_pair": 3, "label": 1}, {}, "a text 'text'"),
         ({"text": "the cat", "label": "x"}, {"num_labels": 1}, "a number"),
+        ({"text": " ", "label": 1}, {}, "a text of no tokens"),
+        ({"text": "the cat", "label": 1}, ONE_OR_NONE, "a list of 1 numbers"),
         ({"text": "the cat", "label": [1, 0]}, {"problem_type": "regression"}, "a list of 3 numbers"),
     ],
     ids=str,
@@ -152,7 +159,8 @@ def test_a_row_without_a_label_for_the_model_is_refused_by_its_line(
         ((*HEAD, "--objective", "accuracy"), "--objective: found accuracy with --head"),
         ((*HEAD, "--rank", 2, "--per-row"), "--per-row: found --head"),
         ((*HEAD, "--loss-chunk", 3), "loss-chunk"),
-        (("--head", "question-answering"), "head"),
+        (("--head", "question-answering"), "sequence-classification"),
+        ((*HEAD, "--beta", 0.5), "--beta: found 0.5 with --head"),
     ],
     ids=str,
 )
@@ -185,6 +193,7 @@ def test_rows_are_padded_as_the_models_config_says_or_refused(tmp_path: Path) ->
     batch = labelled_batch(next(training_batches(read, batch_size=4, seed=0)), pad_token_id=5)
     assert MonolithicMeZO(whole(tmp_path), lr=1e-2, zo_eps=1e-3).step(batch, *update.seeds).losses == update.losses
     text = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**text, "pad_token_id": None}))
-    assert "pad_token_id" in refusal(*asked(tmp_path, *HEAD, output="unpadded"))
-    assert not (tmp_path / "unpadded").exists()
+    for pad in (None, -1):
+        (tmp_path / "model" / "config.json").write_text(json.dumps({**text, "pad_token_id": pad}))
+        assert "pad_token_id" in refusal(*asked(tmp_path, *HEAD, output="unpadded"))
+        assert not (tmp_path / "unpadded").exists()

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from command_lines import refusal
+from command_lines import refusal, run_here
 from models import WORDS, save_model, save_tokenizer, small_config
 from parity import assert_same_bits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from zo2adapters import MonolithicMeZO
+from zo2adapters import HFBlockModel, MonolithicMeZO
 from zo2adapters.cli import main
 from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.objectives import choice_batch
-from zo2adapters.trainers.lessons import read_rows
+from zo2adapters.trainers.lessons import PreferenceLesson, read_rows
 from zo2core import Journal
 
 NOUNS = WORDS[3:]
@@ -183,6 +183,55 @@ def test_dpo_is_evaluated_by_what_the_weights_have_gained_on_the_base(here: Path
     assert last["evaluation_accuracy"] > 0.0
 
 
+@pytest.mark.parametrize("carried", ["float8", "bfloat16-back"])
+def test_dpo_learns_with_weights_that_are_carried_in_fewer_bits(here: Path, carried: str) -> None:
+    opening = ("--model", "model", "--precision", "mixed", "--carried", carried)
+    rows = ("--data", "preferences.jsonl", "--evaluation", "preferences.jsonl")
+    ended = run_here("train", *opening, *rows, "--output", "run", "--steps", 2, "--lr", 1e-3)
+    assert ended.status == 0, ended.err
+    metrics = [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["evaluation_loss"] == math.log(2)  # the reference is what the steps see of the base
+    assert run_here("evaluate", *opening, "--data", "pairs.jsonl").status == 0
+
+
+def test_references_take_no_more_rows_at_a_time_than_steps(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    embed = HFBlockModel.embed
+
+    def counted(model: HFBlockModel, batch: Any) -> Any:
+        rows.append(len(batch["input_ids"]))
+        return embed(model, batch)
+
+    monkeypatch.setattr(HFBlockModel, "embed", counted)
+    train("preferences", "dpo", "--micro-batch-size", "2", "--evaluation", "preferences.jsonl")
+    assert set(rows) == {2}
+
+
+def test_a_resumed_run_looks_at_the_base_for_what_is_to_come_alone(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train("preferences", "dpo")
+    looked: list[int] = []
+    look = PreferenceLesson.look_at_base
+
+    def noted(lesson: PreferenceLesson, base: Any, rows: Any) -> None:
+        looked.append(len(rows))
+        look(lesson, base, rows)
+
+    monkeypatch.setattr(PreferenceLesson, "look_at_base", noted)
+    main(["train", "--resume", "run", "--steps", "5"])
+    assert looked == [4]
+    assert "at least 5" in refusal("train", "--resume", "run", "--steps", 2)
+    lines = (here / "preferences.jsonl").read_text()
+    (here / "preferences.jsonl").write_text(lines + lines.splitlines()[0] + "\n")
+    assert refusal("train", "--resume", "run", "--steps", 6)
+    assert looked == [4]
+
+
+def test_what_dpo_depends_on_is_in_the_journal(here: Path) -> None:
+    told = train("preferences", "auto").header
+    assert told is not None
+    assert (told["provenance"]["objective"], told["provenance"]["beta"]) == ("dpo", 0.1)
+
+
 def test_preferences_are_evaluated_by_their_run_alone(here: Path) -> None:
     assert "--evaluation of zo2 train" in refusal("evaluate", "--model", "model", "--data", "preferences.jsonl")
 
@@ -194,6 +243,9 @@ def test_preferences_are_evaluated_by_their_run_alone(here: Path) -> None:
         (("--data", "pairs.jsonl", "--beta", "0.5"), "--beta: found 0.5 for loss"),
         (("--data", "preferences.jsonl", "--beta", "0"), "--beta: found 0.0"),
         (("--data", "preferences.jsonl", "--objective", "exact-match"), "rows with candidates"),
+        (("--data", "preferences.jsonl", "--rank", "2", "--per-row"), "--per-row: found rows with candidates"),
+        (("--data", "choices.jsonl", "--rank", "2", "--per-row"), "--per-row: found rows with candidates"),
+        (("--data", "choices.jsonl", "--evaluation", "preferences.jsonl"), "rows of one kind"),
     ],
     ids=str,
 )

@@ -52,6 +52,8 @@ def test_one_command_does_what_its_parts_do(folder: Path) -> None:
         (["--task", "sst2", "--lr", "0"], "--lr"),
         (["--task", "sst2", "--evaluation", "rows.jsonl"], "--evaluation"),
         (["--task", "sst2", "--adapter", "adapter.json"], "--adapter"),
+        (["--task", "sst2", "--head", "sequence-classification"], "--head"),
+        (["--task", "sst2", "--beta", "0.3"], "--beta"),
         (["--shots", "2"], "--shots"),
     ],
 )

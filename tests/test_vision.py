@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from zo2adapters import Adapter, MonolithicMeZO, generate, open_checkpoint
+from zo2adapters.models.footprint import vision_bytes
 from zo2core import BatchError, BesideActivations, MeZOSGD, Replayer, UnsupportedModelError, ZOEngine
 
 NUMBERS: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2}
@@ -208,7 +209,10 @@ def test_what_a_batch_holds_is_known_without_running_it(tmp_path: Path, family: 
         batch = model.prepared(batch_of(family, 0, images=images))
         held = really_held(model.embed(batch))
         assert held <= model.held_bytes(batch) <= 2 * held
-        assert model.forward_bytes(batch) >= batch.get("pixel_values", batch["labels"]).nbytes
+        if images:
+            pixels, patches = batch["pixel_values"], images * (16 if family in WHOLE else 4)
+            assert vision_bytes(model.config, pixels) == pixels.nbytes + patches * 4 * (8 * 16 + 3 * 24)
+            assert model.forward_bytes(batch) >= vision_bytes(model.config, pixels)
 
 
 def test_what_nobody_has_held_against_the_whole_model_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.sharing import alone_on, device_kinds, own_trace, require_same_steps
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import Trial, tune
-from zo2core import OptionError, Workers, free_memory, resident_memory
+from zo2core import OptionError, WorkerError, Workers, free_memory, resident_memory
 
 
 def torchrun(size: int, *arguments: object, succeeds: bool = True) -> str:
@@ -198,6 +198,20 @@ def test_a_trial_stays_on_the_disk_of_one_worker(tmp_path: Path) -> None:
     disks = [{path.name for path in (tmp_path / str(rank)).iterdir() if path.is_dir()} for rank in range(2)]
     assert not disks[0] & disks[1]
     assert len(disks[0] | disks[1]) == len(learning_rates)
+
+
+def test_workers_that_try_other_trials_are_refused(tmp_path: Path) -> None:
+    options = small_run(tmp_path)
+    learning_rates = [[1e-2, 1e-3, 1e-4], [1e-2, 1e-4, 1e-3]]
+
+    def run(workers: Workers) -> Trial:
+        own = replace(options, output=tmp_path / str(workers.rank))
+        return tune(own, forwards=400, learning_rates=learning_rates[workers.rank], workers=workers)
+
+    for error in attempted(2, run):
+        assert isinstance(error, WorkerError)
+        assert "other trials" in str(error)
+    assert not (tmp_path / "0").exists()
 
 
 def test_every_worker_traces_into_a_file_of_its_own() -> None:

@@ -136,8 +136,8 @@ def build(
             device = choose_device(device)
             opened.callback(device.close)
         recorded, where = journal.noise, choose_perturbation(perturbation, journal)
-        if noise is None and recorded is None and isinstance(where, BesideActivations):
-            noise = PhiloxNoise(Distribution.GAUSSIAN)
+        if noise is None and recorded is None and (estimator is None or isinstance(where, BesideActivations)):
+            noise = PhiloxNoise(Distribution.GAUSSIAN)  # also where nothing will be drawn: it goes with all else
         of_choice = choose_noise(recorded, layouts, device.torch_device) if noise is None else noise
         every = None if write_back is None else write_back.every
         snapshots = None if write_back is None else write_back.snapshot_every

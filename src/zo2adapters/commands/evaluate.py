@@ -32,7 +32,7 @@ class Evaluate(AtStep):
 
     data: Path
     """JSONL file of rows as for training, of rows with prompt, candidates and answer, or of rows with prompt and answers.
-    With another head of rows with text and label."""
+    With another --head it has rows with text and label."""
     batching: Batching = field(default_factory=Batching)
     max_new_tokens: int = 50
     """Longest answer, where rows have answers that are to be written; each token is one pass over the blocks."""
@@ -101,7 +101,8 @@ class Evaluate(AtStep):
         from zo2adapters.trainers.lessons import LabelLesson
 
         rows = read_labelled_rows(self.data, tokenizer, model.config, sequence_length=length)
-        lesson = LabelLesson(model, batch_size=self.batching.batch_size)
+        rows_at_once = self.batching.micro_batch_size or self.batching.batch_size
+        lesson = LabelLesson(model, batch_size=rows_at_once)
         with self._engine(at, model, rows.longest, workers) as engine:
             values = lesson.evaluate(engine, rows)
             _require_finite([values["loss"]], model, at)

@@ -24,7 +24,7 @@ from zo2adapters.models.companions import (
 )
 from zo2adapters.models.derivation import derive_architecture
 from zo2adapters.models.head_model import HFHeadModel
-from zo2adapters.models.heads import CAUSAL_LM, Head, head_of
+from zo2adapters.models.heads import CAUSAL_LM, Head, head_of, reads_images
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.llama import LLAMA
 from zo2adapters.models.matching import load_buffers, match_tensors, require_dtype
@@ -34,7 +34,7 @@ from zo2adapters.models.precision import Precision, choose_precision, exact_wher
 from zo2adapters.models.quantized import EncodedTensor, Quantization, encodings_of, without_encodings
 from zo2adapters.models.qwen import QWEN2, QWEN3
 from zo2adapters.models.skeleton import build_skeleton
-from zo2adapters.models.vision import VISION_MODELS, HFVisionModel, reads_images
+from zo2adapters.models.vision import VISION_MODELS, HFVisionModel
 from zo2core import (
     CheckpointError,
     OptionError,

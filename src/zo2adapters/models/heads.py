@@ -41,8 +41,12 @@ class Head:
     def class_of(self, config: PretrainedConfig) -> Any:
         """The class that builds the model of a config: a language model may read images, too."""
         is_known = self is not CAUSAL_LM or type(config) in self.auto_class._model_mapping
-        reads_images = type(config) in AutoModelForImageTextToText._model_mapping
-        return AutoModelForImageTextToText if reads_images and not is_known else self.auto_class
+        return AutoModelForImageTextToText if reads_images(config) and not is_known else self.auto_class
+
+
+def reads_images(config: PretrainedConfig) -> bool:
+    """Whether a config is of a model that reads images beside text."""
+    return type(config) in AutoModelForImageTextToText._model_mapping
 
 
 def head_of(name: str) -> Head:
@@ -75,7 +79,7 @@ def _labels_of_rows(batch: Batch, config: PretrainedConfig) -> None:
         raise _refusal("labels", f"{labels.dtype} for {kind}", "integers for one class a row, else floating-point numbers")
     if kind == "single_label_classification":
         _require_classes(labels, classes)
-    elif labels.numel() != rows * classes:
+    elif labels.numel() != rows * classes or (kind == "multi_label_classification" and labels.dim() != 2):
         raise _refusal("labels", f"shape {tuple(labels.shape)}", f"{classes} for each of {rows} rows")
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from zo2adapters.models.architecture import Architecture
 from zo2adapters.models.branch_cache import BranchCache
@@ -42,11 +41,6 @@ VISION_MODELS: Mapping[str, Architecture] = {
 }
 
 
-def reads_images(config: PretrainedConfig) -> bool:
-    """Whether a config is of a model that reads images beside text."""
-    return type(config) in AutoModelForImageTextToText._model_mapping
-
-
 class HFVisionModel(HFBlockModel):
     """A Hugging Face language model that reads images, too. Batches may have them or be text alone.
 
@@ -59,18 +53,18 @@ class HFVisionModel(HFBlockModel):
         """Run the vision tower, and HF's forward up to the first layer. See the contract.
 
         Raises:
-            BatchError: if images are not those of the rows.
+            BatchError: if images are not those of the rows, or fail to be embedded for another reason of their own.
         """
         try:
             return super().embed(batch)
         except (ZO2Error, torch.OutOfMemoryError):
             raise
         except (ValueError, IndexError, RuntimeError) as error:
-            if not any(name in batch for name in _IMAGES):
+            if not any(name in batch for name in _IMAGES) or "alloc" in str(error) or "CUDA" in str(error):
                 raise
             raise BatchError(
                 "batch['pixel_values']",
-                found=f"images that are not those of the rows ({' '.join(str(error).split())[:200]})",
+                found=f"images that cannot be embedded with these rows ({' '.join(str(error).split())[:200]})",
                 expected="what the model's processor makes of these rows, images in the order of rows",
                 remedy="pass such batches, whole where a row has not just one image: no micro-batches, no shares of rows",
             ) from error

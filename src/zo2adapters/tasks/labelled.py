@@ -99,6 +99,8 @@ def read_labelled_rows(
             raise refuse(f"{json.dumps(row.get('label'))[:40]} as 'label'", expected, "write the label as such")
         whole = tokenizer(*texts, verbose=False)
         kept = tokenizer(*texts, verbose=False, truncation=True, max_length=sequence_length)
+        if not kept["input_ids"]:
+            raise refuse("a text of no tokens", "one that the tokenizer makes something of", "mend the row, or remove it")
         truncated += len(whole["input_ids"]) > sequence_length
         rows.append(LabelledRow(array("i", kept["input_ids"]), array("i", kept.get("token_type_ids", [])), label))
     return LabelledRows(tuple(rows), truncated)
@@ -135,22 +137,29 @@ def padding_of(config: PretrainedConfig) -> int:
     """The token that rows are padded with: the config's, by which a decoder that classifies finds where a row ends.
 
     Raises:
-        OptionError: if the config does not say.
+        OptionError: if the config names none of the vocabulary.
     """
-    pad = getattr(config, "pad_token_id", None)
-    if pad is None:
+    pad, vocabulary = getattr(config, "pad_token_id", None), config.get_text_config().vocab_size
+    if pad is None or not 0 <= pad < vocabulary:
         raise OptionError(
             "model",
-            found="a config without pad_token_id",
-            expected="one by which the model finds where a row ends",
-            remedy="add it to config.json, as the tokenizer has it",
+            found=f"{pad} as the config's pad_token_id",
+            expected=f"a token from 0 to {vocabulary - 1}, by which the model finds where a row ends",
+            remedy="write it into config.json, as the tokenizer has it",
         )
     return int(pad)
 
 
 def classifies(config: PretrainedConfig) -> bool:
     """Whether a row has one class."""
-    return int(config.num_labels or 1) > 1 and config.problem_type in (None, "single_label_classification")
+    if config.problem_type is None:
+        return int(config.num_labels or 1) > 1
+    return bool(config.problem_type == "single_label_classification")
+
+
+def rates_once(config: PretrainedConfig) -> bool:
+    """Whether a row that has no class has one number, not a list of them."""
+    return int(config.num_labels or 1) == 1 and config.problem_type != "multi_label_classification"
 
 
 def _label(value: Any, config: PretrainedConfig) -> tuple[Label | None, str]:
@@ -163,6 +172,6 @@ def _label(value: Any, config: PretrainedConfig) -> tuple[Label | None, str]:
         return (place if type(place) is int and 0 <= place < classes else None), expected
     numbers = value if isinstance(value, list) else [value]
     are_numbers = all(type(number) in (int, float) and math.isfinite(number) for number in numbers)
-    if not are_numbers or len(numbers) != classes or isinstance(value, list) != (classes > 1):
-        return None, "a number" if classes == 1 else f"a list of {classes} numbers"
-    return (tuple(map(float, numbers)) if classes > 1 else float(value)), ""
+    if not are_numbers or len(numbers) != classes or isinstance(value, list) == rates_once(config):
+        return None, "a number" if rates_once(config) else f"a list of {classes} numbers"
+    return (float(value) if rates_once(config) else tuple(map(float, numbers))), ""

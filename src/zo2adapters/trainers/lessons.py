@@ -80,12 +80,19 @@ class Lesson(ABC):
         model: The model.
         pad: Token id at padded positions.
         batch_size: Rows a batch.
+        micro_batch_size: Rows that run at a time; None: all of a batch.
     """
 
-    def __init__(self, model: HFBlockModel, *, pad: int, batch_size: int) -> None:
+    def __init__(self, model: HFBlockModel, *, pad: int, batch_size: int, micro_batch_size: int | None = None) -> None:
         self.model = model
         self.pad = pad
         self.batch_size = batch_size
+        self.micro_batch_size = micro_batch_size
+
+    @property
+    def decides(self) -> dict[str, Any]:
+        """What the options leave open and a step depends on, as JSON values."""
+        return {}
 
     @abstractmethod
     def batch(self, rows: Sequence[Any]) -> Batch:
@@ -169,7 +176,7 @@ class ChoiceLesson(Lesson):
             self.model,
             [row.prompt for row in rows],
             [row.candidates for row in rows],
-            batch_size=self.batch_size * rows.most_sequences,
+            batch_size=self.micro_batch_size or self.batch_size * rows.most_sequences,
             pad_token_id=self.pad,
         )
         right = sum(row.is_right(place) for row, place in zip(rows, scored.choices(by_length=True), strict=True))
@@ -188,6 +195,11 @@ class PreferenceLesson(Lesson):
         super().__init__(model, **options)
         self._forward = PreferenceLoss(model, beta=beta)
         self._references: dict[Choice, tuple[float, ...]] = {}
+
+    @property
+    def decides(self) -> dict[str, Any]:
+        """The objective and its beta."""
+        return {"objective": "dpo", "beta": self._forward.beta}
 
     def look_at_base(self, base: Replayer, rows: Sequence[Choice]) -> None:
         """Note what the base makes of rows, before they are learned from: the reference of the loss."""
@@ -216,7 +228,7 @@ class PreferenceLesson(Lesson):
 
     def _scored(self, engine: Replayer, rows: Sequence[Choice]) -> tuple[tuple[float, ...], ...]:
         prompts, given = [row.prompt for row in rows], [row.candidates for row in rows]
-        options: dict[str, Any] = {"batch_size": 2 * self.batch_size, "pad_token_id": self.pad}
+        options: dict[str, Any] = {"batch_size": self.micro_batch_size or 2 * self.batch_size, "pad_token_id": self.pad}
         return score(engine, self.model, prompts, given, **options).log_likelihoods
 
 
@@ -227,8 +239,8 @@ class LabelLesson(Lesson):
         OptionError: if its config does not say.
     """
 
-    def __init__(self, model: HFBlockModel, *, batch_size: int) -> None:
-        super().__init__(model, pad=padding_of(model.config), batch_size=batch_size)
+    def __init__(self, model: HFBlockModel, *, batch_size: int, micro_batch_size: int | None = None) -> None:
+        super().__init__(model, pad=padding_of(model.config), batch_size=batch_size, micro_batch_size=micro_batch_size)
 
     def batch(self, rows: Sequence[LabelledRow]) -> Batch:
         """Pad the rows."""
@@ -236,8 +248,8 @@ class LabelLesson(Lesson):
 
     def evaluate(self, engine: Replayer, rows: LabelledRows) -> dict[str, float]:
         """The mean loss over rows and, of classes, how often the likeliest one is right."""
-        starts = range(0, len(rows), self.batch_size)
-        groups = [rows.rows[start : start + self.batch_size] for start in starts]
+        size = self.micro_batch_size or self.batch_size
+        groups = [rows.rows[start : start + size] for start in range(0, len(rows), size)]
         batches = (self.batch(group) for number, group in enumerate(groups) if is_own(engine, number))
         outputs = engine.forwards(batches, CalledForward(self.model, _loss_and_right))
         own = [value for outputs_of_sweep in outputs for output in outputs_of_sweep for value in output.tolist()]
@@ -294,7 +306,14 @@ class ExactMatchLesson(LossLesson):
 
 
 def lesson_of(
-    objective: str, model: HFBlockModel, rows: Rows, *, pad: int, batch_size: int, beta: float | None = None
+    objective: str,
+    model: HFBlockModel,
+    rows: Rows,
+    *,
+    pad: int,
+    batch_size: int,
+    micro_batch_size: int | None = None,
+    beta: float | None = None,
 ) -> Lesson:
     """The lesson of an objective for rows.
 
@@ -304,16 +323,15 @@ def lesson_of(
         rows: To learn from.
         pad: Token id at padded positions.
         batch_size: Rows a batch.
+        micro_batch_size: Rows that run at a time; None: all of a batch.
         beta: Of DPO; None is the default.
 
     Raises:
         OptionError: if there is no such objective, the rows are of another kind, or ``beta`` is for nothing.
     """
-    options: dict[str, Any] = {"pad": pad, "batch_size": batch_size}
+    options: dict[str, Any] = {"pad": pad, "batch_size": batch_size, "micro_batch_size": micro_batch_size}
     if isinstance(rows, LabelledRows):
-        if objective not in ("auto", "loss") or beta is not None:
-            raise _refusal(objective, "rows with labels", "loss, without beta")
-        return LabelLesson(model, batch_size=batch_size)
+        return LabelLesson(model, batch_size=batch_size, micro_batch_size=micro_batch_size)
     of_choices = isinstance(rows, Choices)
     if objective == "auto":
         objective = "dpo" if isinstance(rows, Preferences) else "choice-loss" if of_choices else "loss"

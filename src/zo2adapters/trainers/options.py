@@ -155,6 +155,11 @@ class RunOptions:
     batching: Batching = field(default_factory=Batching)
     storage: Storage = field(default_factory=Storage)
 
+    @property
+    def takes_labels(self) -> bool:
+        """Whether rows are texts with labels."""
+        return self.head != "causal-lm"
+
     def require_valid(self) -> None:
         """Refuse what no model and no data could make right.
 
@@ -175,9 +180,11 @@ class RunOptions:
             )
         if self.optimization.per_row and self.objective not in ("auto", "loss"):
             raise _in_vain("per_row", f"--objective {self.objective}", "loss, which is each row's own")
-        if self.head != "causal-lm":
+        if self.takes_labels:
             if self.objective not in ("auto", "loss"):
                 raise _in_vain("objective", f"{self.objective} with --head {self.head}", "the model's own loss")
+            if self.beta is not None:
+                raise _in_vain("beta", f"{self.beta} with --head {self.head}", "the model's own loss")
             if self.optimization.per_row:
                 raise _in_vain("per_row", f"--head {self.head}", "a causal language model")
         if self.optimization.per_row and self.batching.micro_batch_size is not None:

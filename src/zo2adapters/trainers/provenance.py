@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from zo2adapters.trainers.options import TrainOptions, function_file
@@ -24,7 +25,13 @@ _TOKENIZER_FILES = (
 
 
 def provenance(
-    options: TrainOptions, base: Path, tokens: dict[str, object], *, sequence_length: int, devices: str
+    options: TrainOptions,
+    base: Path,
+    tokens: dict[str, object],
+    *,
+    sequence_length: int,
+    devices: str,
+    learned: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """What a run's steps depend on, as JSON values.
 
@@ -36,6 +43,7 @@ def provenance(
         tokens: What the data became by the tokenizer, as ``RunDirectory`` takes it.
         sequence_length: Of the longest row that is not cut.
         devices: The kinds of devices that it is computed on.
+        learned: What is learned from the rows, where the options leave it open.
 
     Raises:
         DataError: if a file cannot be read.
@@ -49,12 +57,11 @@ def provenance(
         declared["objective"] = options.objective
         if (function := function_file(options.objective)) is not None:
             declared |= {"objective": options.objective.rpartition(":")[2], "objective sha256": file_sha256(function)}
-    if options.head != "causal-lm":
+    if options.takes_labels:
         declared["head"] = options.head
-    if options.beta is not None:
-        declared["beta"] = options.beta
     return {
         **declared,
+        **learned,
         "data sha256": file_sha256(options.data),
         "tokens": trained_on,
         "tokenizer sha256": tokenizer_sha256(base),

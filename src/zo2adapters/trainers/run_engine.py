@@ -49,6 +49,7 @@ def base_replayer(options: TrainOptions, model: HFBlockModel, activations: int, 
     storage = options.storage
     return Replayer(
         model,
+        micro_batch_size=options.batching.micro_batch_size,
         device=local_device(storage.device, workers),
         memory=MemoryPolicy(host=storage.memory, device=storage.device_memory, activations=activations),
         workers=workers,

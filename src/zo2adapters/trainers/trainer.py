@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -29,12 +30,13 @@ from zo2adapters.trainers.metrics import progress, step_record
 from zo2adapters.trainers.options import Execution, TrainOptions
 from zo2adapters.trainers.provenance import provenance
 from zo2adapters.trainers.remarks import remarks
-from zo2adapters.trainers.run_directory import METRICS, MODEL, RunDirectory, require_new
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
 from zo2adapters.trainers.run_engine import base_replayer, build_engine, reserved_bytes
 from zo2adapters.trainers.sharing import device_kinds, is_first, require_same_steps, settled_alike
 from zo2core import (
     CheckpointError,
     DivergenceError,
+    Journal,
     JournalError,
     MemoryPolicy,
     NonFiniteLossError,
@@ -88,31 +90,48 @@ class Trainer:
         tokenizer = load_tokenizer(directory)
         length = options.batching.length_for(model)
         self._pad = pad_token_id(tokenizer)
-        how: dict[str, Any] = {"labelled_for": None if options.head == "causal-lm" else model.config}
-        self._data = read_rows(options.data, tokenizer, sequence_length=length, **how)
-        self._evaluation = (
-            None if options.evaluation is None else read_rows(options.evaluation, tokenizer, sequence_length=length, **how)
+        labelled_for = model.config if options.takes_labels else None
+        read_file = partial(read_rows, tokenizer=tokenizer, sequence_length=length, labelled_for=labelled_for)
+        self._data = read_file(options.data)
+        self._evaluation = None if options.evaluation is None else read_file(options.evaluation)
+        self._lesson = lesson_of(
+            options.objective,
+            model,
+            self._data,
+            pad=self._pad,
+            batch_size=options.batching.batch_size,
+            micro_batch_size=options.batching.micro_batch_size,
+            beta=options.beta,
         )
-        pad, batch_size = self._pad, options.batching.batch_size
-        self._lesson = lesson_of(options.objective, model, self._data, pad=pad, batch_size=batch_size, beta=options.beta)
+        if options.optimization.per_row and self._lesson.forward is not None:
+            raise OptionError(
+                "per_row", found="rows with candidates or preferences", expected="rows of text", remedy="leave it out"
+            )
         read = [self._data, *([] if self._evaluation is None else [self._evaluation])]
         if len({type(rows) for rows in read}) > 1:
             raise OptionError(
                 "evaluation",
                 found="rows of another kind than those to train on",
-                expected="both with candidates, or both without",
+                expected="rows of one kind",
                 remedy="name other rows",
             )
         longest, sequences = max(rows.longest for rows in read), max(rows.most_sequences for rows in read)
         activations, least = reserved_bytes(options, model, longest, sequences)
-        if isinstance(self._lesson, PreferenceLesson):
-            with base_replayer(options, model, activations, workers) as base:
-                self._lesson.look_at_base(base, self._rows_to_come())
         self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
+            if isinstance(self._lesson, PreferenceLesson):
+                rows = self._rows_to_come()
+                with base_replayer(options, model, activations, workers) as base:
+                    self._lesson.look_at_base(base, rows)
             self._layouts = model.layouts
-            devices = device_kinds(options.storage.device, workers)
-            decides = provenance(options, directory, self._tokens(), sequence_length=length, devices=devices)
+            decides = provenance(
+                options,
+                directory,
+                self._tokens(),
+                sequence_length=length,
+                devices=device_kinds(options.storage.device, workers),
+                learned=self._lesson.decides,
+            )
             self.engine = build_engine(
                 options, model, estimator, activations, least, decides, execution=execution, workers=workers
             )
@@ -202,10 +221,18 @@ class Trainer:
             self._run.remove()
 
     def _rows_to_come(self) -> list[Any]:
-        """The rows of the run's steps and evaluations."""
-        options = self.options
-        batches = training_batches(self._data, batch_size=options.batching.batch_size, seed=options.seed)
-        steps = min(options.steps, -(-len(self._data) // options.batching.batch_size))  # an epoch has all rows
+        """The rows of the steps and evaluations to come, the same for all workers.
+
+        Raises:
+            OptionError: if more steps were taken than are asked for.
+        """
+        options, batch_size = self.options, self.options.batching.batch_size
+        with closing(Journal(options.output / JOURNAL if self._resumed else None)) as journal:
+            taken = len(journal.updates)
+        _require_steps_to_come(options, taken)
+        taken = taken if self._workers is None else min(self._workers.heard(taken))
+        batches = training_batches(self._data, batch_size=batch_size, seed=options.seed, first_step=taken)
+        steps = min(options.steps - taken, 1 + len(self._data) // batch_size)  # so many have all rows
         return [*chain.from_iterable(islice(batches, steps)), *(self._evaluation or ())]
 
     def _take_steps(self) -> None:
@@ -248,8 +275,8 @@ class Trainer:
     def _export(self) -> Path:
         """Write the model, if it is not there: a directory appears whole or not at all."""
         exported = self.options.output / MODEL
-        for partial in self.options.output.glob(f".{MODEL}.partial-*"):  # of an export that was killed, also at its very end
-            shutil.rmtree(partial)
+        for left in self.options.output.glob(f".{MODEL}.partial-*"):  # of an export that was killed, also at its very end
+            shutil.rmtree(left)
         if not holds_model(exported):
             best = _best_step(self._evaluations()) if self.options.keep_best else None
             if best in (None, self.engine.version):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,6 +111,8 @@ def tune(
         for eps in scales
     ]
     rounds = planned_rounds(len(trials), forwards, options.optimization.evaluations)
+    if workers is not None:
+        workers.require_same("trials", zlib.crc32(repr((forwards, [trial.directory.name for trial in trials])).encode()))
     if not is_first(workers):
         assert workers is not None
         workers.heard(None)  # the first one has made the directory

@@ -16,7 +16,7 @@ from zo2adapters.models.heads import head_of
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.monolithic import MonolithicMeZO
 from zo2adapters.models.precision import Precision
-from zo2adapters.tasks.labelled import classifies, padding_of
+from zo2adapters.tasks.labelled import classifies, padding_of, rates_once
 from zo2adapters.trainers.finite_base import require_finite_base
 from zo2core import (
     IGNORE_INDEX,
@@ -131,7 +131,7 @@ def _require_fit(model: HFBlockModel, batch_size: int, tokens: int) -> None:
 def _labelled(batch: Batch, config: PretrainedConfig, seed: int) -> Batch:
     """A batch with random labels of rows, and padded as the config says."""
     generator, rows, classes = torch.Generator().manual_seed(seed), len(batch["input_ids"]), int(config.num_labels or 1)
-    shape = (rows, classes) if classes > 1 else (rows,)
+    shape = (rows,) if rates_once(config) else (rows, classes)
     numbers = torch.rand(shape, generator=generator)
     labels = torch.randint(classes, (rows,), generator=generator) if classifies(config) else numbers
     ids = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, padding_of(config))
