@@ -127,6 +127,16 @@ def test_classes_have_names_and_long_texts_lose_their_end(tmp_path: Path) -> Non
     assert (read.truncated, read.longest) == (1, 4)
 
 
+def test_two_texts_are_told_apart_where_the_tokenizer_does(tmp_path: Path) -> None:
+    config = made(tmp_path, "bert", [{"text": "the cat", "text_pair": "dog", "label": 1}, {"text": "dog", "label": 0}])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
+    read = read_labelled_rows(tmp_path / "rows.jsonl", tokenizer, config, sequence_length=8)
+    batch = labelled_batch(list(read), pad_token_id=0)
+    assert batch["token_type_ids"].tolist() == [[0, 0, 1], [0, 0, 0]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
 @pytest.mark.parametrize(
     ("row", "changes", "said"),
     [

@@ -226,6 +226,15 @@ def test_a_resumed_run_looks_at_the_base_for_what_is_to_come_alone(here: Path, m
     assert looked == [4]
 
 
+def test_the_chosen_completion_is_the_first_one_and_ends(here: Path) -> None:
+    rows: Any = read_rows(Path("preferences.jsonl"), AutoTokenizer.from_pretrained("model"), sequence_length=32)
+    written = [json.loads(line) for line in (here / "preferences.jsonl").read_text().splitlines()]
+    for row, own in zip(rows, written, strict=True):
+        texts = [" ".join(WORDS[token] for token in candidate) for candidate in row.candidates]
+        assert texts == [f"{own[key].strip()} </s>" for key in ("chosen", "rejected")]
+        assert row.answer == 0
+
+
 def test_what_dpo_depends_on_is_in_the_journal(here: Path) -> None:
     told = train("preferences", "auto").header
     assert told is not None

@@ -161,6 +161,17 @@ def test_it_is_monolithic_mezo(tmp_path: Path, family: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_the_vision_tower_runs_once_a_forward(tmp_path: Path, family: str) -> None:
+    model = open_checkpoint(saved(tmp_path / "base", CONFIGS[family]), precision="exact")
+    [tower] = [module for name, module in model.skeleton.named_modules() if name in ("model.vision_tower", "model.visual")]
+    calls: list[Any] = []
+    tower.register_forward_pre_hook(lambda module, inputs: calls.append(module))
+    with Replayer(model) as replayer:
+        replayer.evaluate([batch_of(family, seed) for seed in range(3)])
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_in_mixed_precision_it_is_monolithic_mezo_under_autocast(tmp_path: Path, family: str) -> None:
     base = saved(tmp_path / "base", CONFIGS[family], torch.bfloat16)
     literal = MonolithicMeZO(whole_model(base), autocast=torch.bfloat16, **NUMBERS)
