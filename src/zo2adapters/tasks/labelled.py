@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from zo2adapters.tasks.rows import parsed_rows
+from zo2adapters.tasks.rows import TokenRows, parsed_rows
 from zo2core import DataError, OptionError
 
 Label = int | float | tuple[float, ...]  # a class, a number, or one number for each class
@@ -31,35 +31,8 @@ class LabelledRow:
 
 
 @dataclass(frozen=True, slots=True)
-class LabelledRows:
-    """The rows of a file, in file order."""
-
-    rows: tuple[LabelledRow, ...]  # at least one
-    truncated: int  # rows that lost their end to the sequence length
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> LabelledRow:
-        return self.rows[index]
-
-    def __iter__(self) -> Iterator[LabelledRow]:
-        return iter(self.rows)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
-        return max(len(row.input_ids) for row in self.rows)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all rows."""
-        return sum(len(row.input_ids) for row in self.rows)
-
-    @property
-    def most_sequences(self) -> int:
-        """Sequences that a row is."""
-        return 1
+class LabelledRows(TokenRows[LabelledRow]):
+    """Texts with labels."""
 
     def digest(self) -> str:
         """SHA-256 over tokens and labels."""

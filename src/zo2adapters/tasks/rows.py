@@ -10,7 +10,7 @@ import os
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -28,11 +28,19 @@ class TokenizedRow:
     line: int  # of the file, from 1
 
 
-@dataclass(frozen=True, slots=True)
-class Dataset:
-    """The rows of a data file, in file order."""
+class _Tokens(Protocol):
+    @property
+    def input_ids(self) -> "array[int]": ...
 
-    rows: tuple[TokenizedRow, ...]  # at least one
+
+Row = TypeVar("Row", bound=_Tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows(Generic[Row]):
+    """The rows of a data file, in file order: each is one sequence of tokens."""
+
+    rows: tuple[Row, ...]  # at least one
     truncated: int  # rows that lost their end to the sequence length
 
     def __post_init__(self) -> None:
@@ -41,10 +49,10 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> TokenizedRow:
+    def __getitem__(self, index: int) -> Row:
         return self.rows[index]
 
-    def __iter__(self) -> Iterator[TokenizedRow]:
+    def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
     @property
@@ -61,6 +69,11 @@ class Dataset:
     def most_sequences(self) -> int:
         """Sequences that a row is."""
         return 1
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset(TokenRows[TokenizedRow]):
+    """Rows to predict the next tokens of."""
 
     def digest(self) -> str:
         """SHA-256 over what the rows become as batches: tokens, and which of them are without loss."""
