@@ -307,6 +307,12 @@ VARIANTS: tuple[Variant, ...] = (
     ZerothOrder(name="rademacher-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=two_point),
     ZerothOrder(name="rademacher-bfloat16", opening=IN_BFLOAT16, noise=RADEMACHER, estimator=two_point),
     ZerothOrder(name="rademacher-mixed", opening=IN_MIXED, noise=RADEMACHER, estimator=two_point),
+    ZerothOrder(
+        name="rademacher-mixed-float8-carried",
+        opening={**IN_MIXED, "carried": "float8"},
+        noise=RADEMACHER,
+        estimator=two_point,
+    ),
     ZerothOrder(name="rank-8-bfloat16", opening=IN_BFLOAT16, noise=GAUSSIAN, estimator=two_point, rank=8),
     ZerothOrder(
         name="per-row-rank-8-bfloat16", opening=IN_BFLOAT16, noise=GAUSSIAN, estimator=per_row, rank=8, lrs=PER_ROW_LRS
