@@ -181,11 +181,11 @@ def test_blocks_are_brought_and_never_taken_back(tmp_path: Path) -> None:
     with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4))) as device:
         model = open_checkpoint(base, adapter=Adapter(config=lora()))
         with ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), device=device, memory=policy) as engine:
-            engine.step(make_batch(40, [7, 5]))
-            lanes = engine.step(make_batch(40, [7, 5])).lanes
-    assert lanes[Lane.UPLOAD].nbytes >= sum(layout.nbytes for layout in model.layouts if not layout.resident)
-    assert lanes[Lane.OFFLOAD].nbytes == 0
-    assert lanes[Lane.WRITE].nbytes == 0
+            # What comes ahead of the second step may count for the first one.
+            lanes = [engine.step(make_batch(40, [7, 5])).lanes for _ in range(2)]
+    uploaded = sum(own[Lane.UPLOAD].nbytes for own in lanes)
+    assert uploaded >= 2 * sum(layout.nbytes for layout in model.layouts if not layout.resident)
+    assert all(own[lane].nbytes == 0 for own in lanes for lane in (Lane.OFFLOAD, Lane.WRITE))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
