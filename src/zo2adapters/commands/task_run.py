@@ -53,11 +53,11 @@ def _require_consistent(command: Train) -> None:
     for option, found, expected in (
         ("resume", command.resume, "none: --resume alone goes on, with the rows that are there"),
         ("evaluation", command.evaluation, "none: the task has its own rows to choose a step by"),
-        ("head", command.head, "none: the task's rows have candidates"),
+        ("head", command.head if command.takes_labels else None, "none: the task's rows have candidates"),
         ("beta", command.beta, "none: the task's rows have candidates"),
         ("adapter", command.adapter, "none: write the rows with zo2 rows, and train on them"),
     ):
-        if found not in (None, "causal-lm"):
+        if found is not None:
             raise OptionError(option, found=f"{found} beside --task", expected=expected, remedy="leave it out")
     if own_rank() is not None:
         raise OptionError(

@@ -54,8 +54,8 @@ def segment_layouts(
         kept: Parameters of the layers that are to stay in memory: they are the embedding's, and layers borrow them.
 
     Raises:
-        UnsupportedModelError: naming a parameter that lies under no declared part, or a weight of
-            embedding, head or several layers that is encoded.
+        UnsupportedModelError: naming a parameter that lies under no declared part, or a weight of embedding,
+            head or several layers that is encoded.
     """
     blocks = len(_layers(model, architecture))
     owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
@@ -64,7 +64,7 @@ def segment_layouts(
         parameter = model.get_parameter(name)
         spec = ParameterSpec(name, tuple(parameter.shape), parameter.dtype, index, decays_in_mezo(name))
         users = sorted(aliases)
-        is_common = len(users) > 1 and 0 not in users  # to several layers
+        is_common = len(users) > 1 and 0 not in users  # to layers, and perhaps the head
         if name in encodings and (is_common or {0, blocks + 1} & set(users)):
             raise UnsupportedModelError(
                 f"{architecture.model_type}: {name}",
