@@ -92,10 +92,12 @@ def small_config(model_type: str = "opt", **changes: Any) -> PretrainedConfig:
     return kind(**{**shape, **common, **changes})
 
 
-def random_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+def random_model(
+    config: PretrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0, *, auto_class: Any = AutoModelForCausalLM
+) -> PreTrainedModel:
     """A whole model in which every parameter, norms and biases too, is random."""
     with torch.random.fork_rng(devices=[]):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = auto_class.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         value = torch.empty(parameter.shape).normal_(0.0, 0.3, generator=generator)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import LONGEST, make_batch, small_config
+from models import LONGEST, make_batch, random_model, small_config
 from parity import assert_same_bits
 from transformers import (
     BertConfig,
@@ -67,13 +67,7 @@ def saved(directory: Path, family: str, head: str, dtype: torch.dtype = torch.fl
     config = type(CONFIGS[family])(
         **{**CONFIGS[family].to_dict(), "num_labels": 2 if head == "question-answering" else 3, **changes}
     )
-    with torch.random.fork_rng(devices=[]):
-        model = HEADS[head].auto_class.from_config(config, dtype=dtype)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        value = torch.empty(parameter.shape).normal_(0.0, 0.3, generator=generator)
-        parameter.data.copy_(value + (1.0 if parameter.dim() == 1 else 0.0))
-    model.save_pretrained(directory)
+    random_model(config, dtype, auto_class=HEADS[head].auto_class).save_pretrained(directory)
     return directory
 
 

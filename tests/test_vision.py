@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from command_lines import ROWS, run_here
-from models import save_tokenizer
+from models import random_model, save_tokenizer
 from parity import assert_same_bits
 from peft import LoraConfig
 from test_footprint import really_held
@@ -95,13 +95,7 @@ WHOLE = ("qwen2_5_vl",)  # whose images are patches one after the other
 
 def saved(directory: Path, config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Path:
     """A checkpoint with every parameter random."""
-    with torch.random.fork_rng(devices=[]):
-        model: Any = AutoModelForImageTextToText.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        value = torch.empty(parameter.shape).normal_(0.0, 0.3, generator=generator)
-        parameter.data.copy_(value + (1.0 if parameter.dim() == 1 else 0.0))
-    model.save_pretrained(directory)
+    random_model(config, dtype, auto_class=AutoModelForImageTextToText).save_pretrained(directory)
     return directory
 
 
