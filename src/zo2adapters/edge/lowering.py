@@ -1,0 +1,195 @@
+"""From a model with an adapter to an ExecuTorch program that trains it.
+
+A program has methods that share one state, B of all layers and the seed of the next step:
+
+    step         (input_ids, labels, lr) -> (the two losses, projected gradient, seed); takes a step
+    state        () -> (B, seed)
+    restore      (B, seed) -> seed; sets the state, to go on from
+    frozen       () -> A of each layer, which no step changes
+    description  () -> what ``ProgramDescription`` says, as JSON
+
+The state's first values are in the program, and loading a method puts them in place: all methods are loaded before the first
+step. In C++ they share their state if the ``Module`` was made with ``share_memory_arenas``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zo2adapters.edge.assembly import assemble
+from zo2adapters.edge.description import ProgramDescription
+from zo2adapters.edge.digest import append_digest
+from zo2adapters.edge.dual_forward import StateReader, StateWriter, TrainingStep
+from zo2adapters.edge.executorch_package import executorch
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
+from zo2adapters.models.peft_kinds.files import plain_config
+from zo2core import (
+    OptionError,
+    OutputError,
+    UnsupportedModelError,
+    ZO2Error,
+    create_file,
+    reason,
+    require_positive,
+    sync_path,
+)
+
+_LARGEST_SEED = 1 << 62  # of the first step: so many steps can follow
+_STATE = ("state_adapter", "state_seed")  # parts of the names that the exported program gives the state's buffers
+
+
+class _Constants(nn.Module):
+    """Gives tensors that never change, as a method of a program."""
+
+    def __init__(self, values: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        for place, value in enumerate(values):
+            self.register_buffer(f"value_{place}", value)
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        return tuple(value.clone() for value in self.buffers())
+
+
+def write_program(
+    path: Path | str,
+    model: HFBlockModel,
+    *,
+    rows: int,
+    tokens: int,
+    zo_eps: float,
+    seed: int = 0,
+    partitioners: Sequence[Any] | None = None,
+) -> None:
+    """Write a program that trains an adapter in ExecuTorch's runtime, by zeroth-order LoRA-FA.
+
+    Args:
+        path: The file, ``.pte`` by custom; must not exist.
+        model: Opened with ``open_checkpoint(..., adapter=Adapter(config=..., frozen=("lora_A",)))``; it stays as it is. Its
+            adapter's values are what the program begins with.
+        rows: Of a step's batch, at most; a step runs two times as many.
+        tokens: Of a row, at most.
+        zo_eps: Perturbation scale, of all steps. The learning rate is an input of each.
+        seed: Of the first step's direction; each later step's is greater by 1.
+        partitioners: ExecuTorch's, of the backends that are to compute the forward. None is XNNPACK's, for CPUs; an empty
+            sequence leaves everything to the portable kernels.
+
+    Raises:
+        MissingPackageError: if ExecuTorch is not installed.
+        OptionError: if a number is out of its range, or A is to be trained, too.
+        UnsupportedModelError: if the model has no adapter, is quantised, or cannot be exported.
+        CheckpointError: if a weight cannot be read.
+        OutputError: if there is something at the path, or it cannot be written.
+    """
+    path = Path(path)
+    if path.exists() or path.is_symlink():
+        raise _in_use(path)
+    _require_ranges(model, rows, tokens, seed)
+    require_positive("zo_eps", zo_eps)
+    exir = executorch("exir")
+    assembled = assemble(model, rows=rows, tokens=tokens, zo_eps=zo_eps, seed=seed)
+    assert isinstance(model, PeftBlockModel), "others were refused"
+    names = model.adapter.inserted.parameters
+    description = ProgramDescription(
+        rows=rows,
+        tokens=tokens,
+        vocabulary=int(model.config.get_text_config().vocab_size),
+        zo_eps=zo_eps,
+        config=plain_config(model.adapter.config),
+        trained={names[name]: shape for name, shape in assembled.trained.items()},
+        frozen=tuple(names[name] for name in assembled.frozen),
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of ExecuTorch, about itself and about states, which have first values here
+            program = _lowered(exir, assembled.step, list(assembled.frozen.values()), description, partitioners)
+    except ZO2Error:
+        raise
+    except Exception as error:  # any: what a model does that cannot be exported surfaces inside the exporter's own code
+        raise UnsupportedModelError(
+            f"model type {model.config.model_type}",
+            found=f"a model that cannot be exported ({type(error).__name__}: {' '.join(str(error).split())[:300]})",
+            expected="a decoder whose forward torch.export and ExecuTorch take",
+            remedy="name fewer layers in the adapter's target_modules, or use another model",
+        ) from error
+    _write(path, program)
+
+
+def _lowered(
+    exir: Any,
+    step: TrainingStep,
+    frozen: Sequence[torch.Tensor],
+    description: ProgramDescription,
+    partitioners: Sequence[Any] | None,
+) -> Any:
+    """ExecuTorch's program of all methods."""
+    if partitioners is None:
+        partitioners = [executorch("backends.xnnpack.partition.xnnpack_partitioner").XnnpackPartitioner()]
+    tokens = torch.zeros(description.rows, description.tokens, dtype=torch.int64)
+    state = step.state
+    methods: Mapping[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
+        "step": (step, (tokens, tokens.clone(), torch.zeros(()))),
+        "state": (StateReader(state), ()),
+        "restore": (StateWriter(state), (state.adapter.clone(), state.seed.clone())),
+        "frozen": (_Constants(frozen), ()),
+    }
+    with torch.no_grad():
+        exported = {name: torch.export.export(module, inputs, strict=False) for name, (module, inputs) in methods.items()}
+    edge = exir.to_edge_transform_and_lower(
+        exported,
+        partitioner={"step": list(partitioners)},
+        constant_methods={"description": description.to_json()},
+    )
+    return edge.to_executorch(
+        exir.ExecutorchBackendConfig(
+            passes=[executorch("exir.passes.init_mutable_pass").InitializedMutableBufferPass(list(_STATE))],
+            memory_planning_pass=executorch("exir.passes").MemoryPlanningPass(share_mutable_buffers=True),
+        )
+    )
+
+
+def _require_ranges(model: HFBlockModel, rows: int, tokens: int, seed: int) -> None:
+    longest = model.longest_row
+    for name, value, least, most in (
+        ("rows", rows, 1, None),
+        ("tokens", tokens, 2, longest),
+        ("seed", seed, 0, _LARGEST_SEED),
+    ):
+        if type(value) is not int or value < least or (most is not None and value > most):
+            expected = f"a whole number of at least {least}" + ("" if most is None else f" and at most {most}")
+            raise OptionError(name, found=repr(value)[:40], expected=expected, remedy="choose such a number")
+
+
+def _write(path: Path, program: Any) -> None:
+    try:
+        with create_file(path) as file:
+            try:
+                program.write_to_file(file)
+                file.flush()
+                append_digest(path)
+            except BaseException:
+                path.unlink()  # it is this call's own: it was created here
+                raise
+        sync_path(path)
+        sync_path(path.parent)
+    except FileExistsError as error:
+        raise _in_use(path) from error
+    except OSError as error:
+        raise OutputError(
+            path, found=reason(error), expected="a file that can be written", remedy="free space or choose another path"
+        ) from error
+
+
+def _in_use(path: Path) -> OutputError:
+    return OutputError(
+        path,
+        found="something at this path",
+        expected="a path that does not exist yet",
+        remedy="choose another path, or remove this file",
+    )
