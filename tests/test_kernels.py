@@ -270,3 +270,43 @@ def test_every_range_is_cut_from_the_same_numbers(distribution: Distribution) ->
         part = torch.empty(stop - start)
         dispatch.fill(part, distribution, 5, 2, start)
         assert torch.equal(part, whole[start:stop])
+
+
+@pytest.mark.parametrize("compiles", [True, False], ids=["as it is", "reference"])
+@given(
+    distribution=st.sampled_from(Distribution),
+    into=st.sampled_from(DTYPES),
+    length=lengths,
+    seed=st.integers(0, 2**32),
+    shifts=st.lists(st.sampled_from([1.0, -1.0, 0.0, 0.3]), min_size=1, max_size=5),
+)
+def test_moves_by_themselves_are_each_one_move(
+    *, compiles: bool, distribution: Distribution, into: torch.dtype, length: int, seed: int, shifts: list[float]
+) -> None:
+    theta = weights(length, torch.float32, seed)
+    places = [seed % (1 + place) for place in range(len(shifts))]
+    moves = Program((5, 6, 7, 8, 2**62), tuple(Perturb(*of, 1e-3) for of in zip(places, shifts, strict=True)))
+    out, before = torch.empty(len(shifts), length, dtype=into), theta.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiles:
+            patch.setattr(native, "takes", lambda *tensors: False)
+        dispatch.move_each(theta, moves, distribution, 3, out)
+        assert_same(theta, before)
+        for row, place, shift in zip(out, places, shifts, strict=True):
+            expected = theta.to(into, copy=True)
+            if shift != 0:
+                alone = Program((moves.seeds[place],), (), then=Perturb(0, shift, 1e-3))
+                dispatch.apply_drawing(theta, alone, distribution, 3, out=expected)
+            assert_same(row, expected)
+
+
+@compiled
+def test_moves_by_themselves_are_the_references() -> None:
+    theta = weights(3000, torch.float32, 1)
+    moves = Program((5, 6), (Perturb(0, 1.0, 1e-3), Perturb(0, -1.0, 1e-3), Perturb(1, 0.5, 1e-3), Perturb(0, 0.0, 1e-3)))
+    ours, theirs = (torch.empty(4, 3000, dtype=torch.bfloat16) for _ in range(2))
+    dispatch.move_each(theta, moves, Distribution.GAUSSIAN, 3, ours)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "takes", lambda *tensors: False)
+        dispatch.move_each(theta, moves, Distribution.GAUSSIAN, 3, theirs)
+    assert_same(ours, theirs)

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 from zo2core import Distribution
-from zo2core.kernels import dispatch
+from zo2core.kernels import dispatch, forming
 from zo2core.types import Descend, Perturb, Program
 
 ARGUMENTS = {
@@ -30,6 +30,14 @@ ARGUMENTS = {
     "kind": "i32",
     "scale": "fp32",
     "rate": "fp32",
+    "base": "*{}",
+    "factor": "*fp32",
+    "shared": "*fp32",
+    "rows": "i32",
+    "columns": "i32",
+    "thin": "i32",
+    "HIGH": "constexpr",
+    "WIDE": "constexpr",
     "GAUSSIAN": "constexpr",
     "BLOCK": "constexpr",
 }
@@ -69,6 +77,13 @@ def interpret() -> None:
                     compared = (("theta", ours, theirs), ("out", out, expected), ("z given", given, also))
                     for name, a, b in compared:
                         assert torch.equal(a.view(integer), b.view(integer)), (distribution, dtype, start, name)
+    for dtype, integer in ((torch.float32, torch.int32), (torch.float16, torch.int16)):
+        for rows, columns, thin in ((16, 128, 1), (19, 150, 5), (1, 1, 3)):
+            base, shared = torch.randn(rows, columns).to(dtype), torch.randn(columns, thin)
+            factor, formed, expected = torch.randn(rows, thin), torch.empty_like(base), torch.empty_like(base)
+            triton_kernels.form(base, factor, shared.t().contiguous(), formed)
+            forming.form(base, factor, shared, expected)
+            assert torch.equal(formed.view(integer), expected.view(integer)), (dtype, rows, columns, thin)
 
 
 def compile_to_ptx() -> None:
@@ -80,12 +95,14 @@ def compile_to_ptx() -> None:
     from zo2core.kernels import triton_kernels
 
     drawing = product((triton_kernels._apply, triton_kernels._fill), ({"GAUSSIAN": True}, {"GAUSSIAN": False}))
-    variants = [*drawing, (triton_kernels._walk, {}), (triton_kernels._perturb, {})]
+    one_dimension = [*drawing, (triton_kernels._walk, {}), (triton_kernels._perturb, {})]
+    variants = [(kernel, {**constants, "BLOCK": triton_kernels.BLOCK}) for kernel, constants in one_dimension]
+    variants.append((triton_kernels._form, dict(zip(("HIGH", "WIDE"), triton_kernels.FORMED, strict=True))))
     for (kernel, constants), number in product(variants, ("fp32", "bf16", "fp16")):
         source = ASTSource(
             fn=kernel,
             signature={name: ARGUMENTS[name].format(number) for name in kernel.arg_names},
-            constexprs=constants | {"BLOCK": triton_kernels.BLOCK},
+            constexprs=constants,
         )
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=triton_kernels.LAUNCH)
         ptx = compiled.asm["ptx"]

@@ -1,6 +1,8 @@
 """Directions of low rank beside the activations: weights are only read."""
 
+from zo2core.beside.factor_store import Columns as Columns
 from zo2core.beside.factor_store import FactorStore as FactorStore
+from zo2core.beside.factor_store import Learned as Learned
 from zo2core.beside.factor_store import factor_bytes as factor_bytes
 from zo2core.beside.factor_store import open_factors as open_factors
 from zo2core.beside.perturbation import BesideActivations as BesideActivations

@@ -6,7 +6,8 @@ stay in the device's memory. Replaying an update draws and adds m * rank numbers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +16,8 @@ import torch
 from zo2core.beside.perturbation import BesideActivations, InWeights, Perturbation, require_perturbation
 from zo2core.beside.stacked_model import Factors, Moved
 from zo2core.journal import Journal
-from zo2core.kernels import apply_drawing, fill
+from zo2core.kernels import apply_drawing, fill, form, move_each
+from zo2core.kernels.encoding import decoded
 from zo2core.protocols import SEEDS_IN_TURN, BlockModel, CounterNoise, NoiseGenerator, ZOEstimator
 from zo2core.types import BlockLayout, Distribution, Evaluation, ParameterSpec, Perturb, Program, Update, trained
 from zo2core.updates import compile_updates, rounds
@@ -23,18 +25,24 @@ from zo2core.updates import compile_updates, rounds
 # Columns of past periods, as a share of a matrix's inputs, up to which they are taken beside the activations at each visit:
 # there they cost about 1.5 times that share of a forward. Forming them costs a forward of as many tokens as columns.
 BESIDE_UP_TO = 0.05
-_FORMED_AT_ONCE = 1 << 20  # elements, in float32
 
 
-class _Columns(NamedTuple):
+class Columns(NamedTuple):
     """Factors of a matrix (m, n), of one period or of several side by side: R columns."""
 
     own: torch.Tensor  # A (m, R), float32
     shared: torch.Tensor  # V (n, R), in the parameter's dtype
 
-    def joined(self, other: _Columns) -> _Columns:
+    def joined(self, other: Columns) -> Columns:
         """These columns, and then the other's."""
-        return _Columns(*(torch.cat(pair, dim=1) for pair in zip(self, other, strict=True)))
+        return Columns(*(torch.cat(pair, dim=1) for pair in zip(self, other, strict=True)))
+
+
+class Learned(NamedTuple):
+    """What a run has learned of a parameter."""
+
+    columns: Columns | None  # of all periods: the matrix is the base's and ``own @ shared^T``; None of a vector
+    present: Callable[[], torch.Tensor]  # makes the present weights, of its shape, rounded once to its dtype
 
 
 @dataclass(eq=False)
@@ -43,7 +51,7 @@ class _Sums:
 
     now: torch.Tensor  # float32, flat: A (m, rank) of the present period; of a vector its weights (n,)
     version: int = 0  # updates 0..version-1 are in it
-    past: _Columns | None = None  # of the periods that have ended
+    past: Columns | None = None  # of the periods that have ended
 
 
 class FactorStore:
@@ -64,7 +72,6 @@ class FactorStore:
         self._sums: dict[str, _Sums] = {}
         self._period: dict[str, tuple[int, torch.Tensor]] = {}  # parameter -> the period of its V, and V
         self._replays: dict[tuple[int, int], Sequence[Program]] = {}  # of this sweep, by the updates' range
-        self._moves: dict[Evaluation, Program] = {}  # of this sweep
 
     @property
     def most_streams(self) -> int | None:
@@ -74,7 +81,6 @@ class FactorStore:
     def begin_sweep(self) -> None:
         """Forget the programs of the last sweep."""
         self._replays.clear()
-        self._moves.clear()
 
     def advance(self, spec: ParameterSpec, theta: torch.Tensor, updates: Sequence[Update], version: int) -> None:
         """Bring a parameter's factors to a version.
@@ -99,7 +105,7 @@ class FactorStore:
             for program in self._programs(updates, sums.version, end):
                 apply_drawing(sums.now, program, self._distribution, spec.index)
             if len(spec.shape) == 2 and end % self._settings.period == 0:
-                ended = _Columns(sums.now.view(spec.shape[0], -1), self._shared(spec, sums.version))
+                ended = Columns(sums.now.view(spec.shape[0], -1), self._shared(spec, sums.version))
                 sums.past = ended if sums.past is None else sums.past.joined(ended)
                 sums.now = torch.zeros_like(sums.now)
             sums.version = end
@@ -109,45 +115,48 @@ class FactorStore:
         past = self._sums[spec.name].past if spec.name in self._sums else None
         return past is not None and past.own.shape[1] > BESIDE_UP_TO * spec.shape[1]
 
-    def form(self, spec: ParameterSpec, theta: torch.Tensor, out: torch.Tensor) -> None:
+    def form(self, spec: ParameterSpec, theta: torch.Tensor, out: torch.Tensor, helper: Executor | None = None) -> None:
         """Write a matrix as it was when the present period began, summed in float32 and rounded once.
 
         Args:
             spec: A parameter that ``forms``.
             theta: Its base weights in its dtype, flat, on the device; only read.
             out: Memory for the matrix, of its shape and dtype; may be ``theta``'s.
+            helper: Runs a part of the work beside the caller.
         """
         past = self._sums[spec.name].past
         assert past is not None, "what forms has a past"
-        rows, shared = max(1, _FORMED_AT_ONCE // spec.shape[1]), past.shared.float().t()
-        parts = zip(*(torch.split(matrix, rows) for matrix in (theta.view(spec.shape), past.own, out)), strict=True)
-        for base, factor, memory in parts:
-            memory.copy_(torch.addmm(base.float(), factor, shared))
+        form(theta.view(spec.shape), past.own, past.shared, out, helper)
 
-    def moved(
-        self, spec: ParameterSpec, theta: torch.Tensor, evaluations: Sequence[Evaluation | None], zo_eps: float
-    ) -> Moved:
-        """A parameter at evaluations, one a stream; None is the present weights. Of what ``forms``, beside what is formed.
+    def moves(self, evaluations: Sequence[Evaluation | None], zo_eps: float) -> Program:
+        """What ``moved`` does to a parameter, one move a stream.
+
+        Args:
+            evaluations: Of the streams; None is the present weights.
+            zo_eps: Perturbation scale.
+        """
+        moved = [None if evaluation is None or evaluation.shift == 0 else evaluation for evaluation in evaluations]
+        places = {seed: place for place, seed in enumerate(dict.fromkeys(e.seed for e in moved if e is not None))}
+        at = [Perturb(0, 0.0, zo_eps) if e is None else Perturb(places[e.seed], e.shift, zo_eps) for e in moved]
+        return Program(tuple(places), tuple(at))
+
+    def moved(self, spec: ParameterSpec, theta: torch.Tensor, moves: Program) -> Moved:
+        """A parameter at evaluations, one a stream. Of what ``forms``, beside what is formed.
 
         Args:
             spec: Of a parameter that ``advance`` brought to the present version.
             theta: As there.
-            evaluations: Of the streams.
-            zo_eps: Perturbation scale.
+            moves: Of ``moves``.
         """
         sums = self._sums_of(spec, theta)
-        streams = torch.empty(len(evaluations), sums.now.numel(), dtype=spec.dtype, device=self._device)
-        for stream, evaluation in zip(streams, evaluations, strict=True):
-            if evaluation is None or evaluation.shift == 0:
-                stream.copy_(sums.now)
-            else:
-                program = self._move(evaluation, zo_eps)
-                apply_drawing(sums.now, program, self._distribution, spec.index, out=stream)
+        count = len(moves.instructions)
+        streams = torch.empty(count, sums.now.numel(), dtype=spec.dtype, device=self._device)
+        move_each(sums.now, moves, self._distribution, spec.index, streams)
         if len(spec.shape) == 1:
             return streams
-        own, shared = streams.view(len(evaluations), spec.shape[0], -1), self._shared(spec, sums.version)
+        own, shared = streams.view(count, spec.shape[0], -1), self._shared(spec, sums.version)
         if sums.past is not None and not self.forms(spec):
-            past = sums.past.own.to(spec.dtype).expand(len(evaluations), -1, -1)
+            past = sums.past.own.to(spec.dtype).expand(count, -1, -1)
             own, shared = torch.cat([past, own], dim=2), torch.cat([sums.past.shared, shared], dim=1)
         return Factors(own, shared)
 
@@ -163,10 +172,28 @@ class FactorStore:
             return theta
         if len(spec.shape) == 1:
             return sums.now.to(theta)
-        now = _Columns(sums.now.view(spec.shape[0], -1), self._shared(spec, sums.version))
-        own, shared = now if sums.past is None else sums.past.joined(now)
-        whole = theta.view(spec.shape).to(self._device, torch.float32)
-        return torch.addmm(whole, own, shared.float().t()).to(theta).view(-1)
+        own, shared = self._columns(spec, sums)
+        whole = theta.view(spec.shape).to(self._device, copy=True)
+        form(whole, own, shared, whole)
+        return whole.to(theta.device).view(-1)
+
+    def learned(self, spec: ParameterSpec, theta: torch.Tensor) -> Learned:
+        """What a parameter has learned by the version of its factors.
+
+        Args:
+            spec: As of ``moved``.
+            theta: As of ``present``, or encoded.
+        """
+
+        def present() -> torch.Tensor:
+            return self.present(spec, theta if spec.encoding is None else decoded(spec, theta)).view(spec.shape)
+
+        return Learned(self._columns(spec, self._sums_of(spec, theta)) if len(spec.shape) == 2 else None, present)
+
+    def _columns(self, spec: ParameterSpec, sums: _Sums) -> Columns:
+        """Of all periods, the present one's last."""
+        now = Columns(sums.now.view(spec.shape[0], -1), self._shared(spec, sums.version))
+        return now if sums.past is None else sums.past.joined(now)
 
     def _sums_of(self, spec: ParameterSpec, theta: torch.Tensor) -> _Sums:
         if spec.name not in self._sums:
@@ -193,11 +220,6 @@ class FactorStore:
             missing = rounds(updates[start:end], SEEDS_IN_TURN)
             self._replays[start, end] = [compile_updates(part)[False] for part in missing]
         return self._replays[start, end]
-
-    def _move(self, evaluation: Evaluation, zo_eps: float) -> Program:
-        if evaluation not in self._moves:
-            self._moves[evaluation] = Program((evaluation.seed,), (), then=Perturb(0, evaluation.shift, zo_eps))
-        return self._moves[evaluation]
 
 
 def factor_bytes(perturbation: Perturbation, layouts: Sequence[BlockLayout], updates: int = 0) -> int:

@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 
 from zo2core.kernels import arithmetic, native, philox
-from zo2core.types import Distribution, Program
+from zo2core.types import Distribution, Perturb, Program
 
 _CHUNK = 32768  # elements for which the reference draws at once on the CPU
 _DEVICE_CHUNK = 1 << 22  # and elsewhere, where launches cost more than memory
@@ -44,7 +44,7 @@ def perturb(
     if native.takes(theta, z) and native.rounds_to(out, rounded):
         native.perturb(out, theta, z, shift=shift, zo_eps=zo_eps, rounded=rounded)
         return
-    if (kernels := _triton(theta)) is not None:
+    if (kernels := triton_kernels(theta)) is not None:
         kernels.perturb(out, theta, z, shift=shift, zo_eps=zo_eps)
     else:
         arithmetic.perturb(out, theta, z, shift=shift, zo_eps=zo_eps, scratch=scratch)
@@ -63,7 +63,7 @@ def apply(
     """As ``arithmetic.apply``; scratch memory may be left untouched."""
     if native.takes(theta, *zs):
         native.apply(theta, program, zs)
-    elif (kernels := _triton(theta)) is not None:
+    elif (kernels := triton_kernels(theta)) is not None:
         kernels.apply(theta, program, zs)
     else:
         arithmetic.apply(theta, program, zs, scratch=scratch, decay_scratch=decay_scratch)
@@ -74,7 +74,7 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
     if native.takes(out):
         native.fill(out, distribution, seed, parameter, start)
         return
-    if (kernels := _triton(out)) is not None:
+    if (kernels := triton_kernels(out)) is not None:
         kernels.fill(out, distribution, seed, parameter, start)
         return
     length = _CHUNK if out.device.type == "cpu" else _DEVICE_CHUNK
@@ -111,7 +111,7 @@ def apply_drawing(
     if native.takes(theta) and native.rounds_to(out, rounded):
         native.apply_drawing(theta, program, distribution, parameter, start, out=out, rounded=rounded)
         return
-    if (kernels := _triton(theta)) is not None:
+    if (kernels := triton_kernels(theta)) is not None:
         kernels.apply_drawing(theta, program, distribution, parameter, start, out=out)
     else:
         _apply_drawing(theta, program, distribution, parameter, start, out=out)
@@ -119,7 +119,29 @@ def apply_drawing(
         rounded.copy_(theta if out is None else out)
 
 
-def _triton(tensor: torch.Tensor) -> ModuleType | None:
+def move_each(theta: torch.Tensor, moves: Program, distribution: Distribution, parameter: int, out: torch.Tensor) -> None:
+    """Write weights as each of several moves by itself leaves them, drawing directions on the way.
+
+    Args:
+        theta: The whole of a parameter, 1-D, contiguous; only read.
+        moves: Its instructions are the moves, one a row: perturbations, of which a shift of 0 moves nothing.
+        distribution: Of z.
+        parameter: The parameter's place in registration order.
+        out: (moves, elements), contiguous, of any floating-point dtype, to which a row is rounded once.
+    """
+    if native.takes(theta) and native.rounds_to(out):
+        native.move_each(theta, moves, distribution, parameter, out)
+        return
+    for row, move in zip(out, moves.instructions, strict=True):
+        assert isinstance(move, Perturb), "other moves have no row of their own"
+        if move.shift == 0:
+            row.copy_(theta)
+        else:
+            alone = Program((moves.seeds[move.direction],), (), then=move._replace(direction=0))
+            apply_drawing(theta, alone, distribution, parameter, out=row)
+
+
+def triton_kernels(tensor: torch.Tensor) -> ModuleType | None:
     """The Triton kernels, if they take this tensor."""
     kernels = _triton_kernels() if tensor.is_cuda else None
     return kernels if kernels is not None and kernels.takes(tensor) else None

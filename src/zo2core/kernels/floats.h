@@ -1,4 +1,4 @@
-/* What both sources need: which functions are seen, and floats as bits and in 16 of them. */
+/* What the sources need: which functions are seen, and floats as bits and in 16 of them. */
 
 #ifndef ZO2CORE_FLOATS_H
 #define ZO2CORE_FLOATS_H

@@ -220,8 +220,8 @@ CLONES static void apply(int dtype, float *theta, const float *z, const struct i
 
 /* ---- What is called ---- */
 
-/* Changes whenever the functions below or in twister.c, or what they compute, change: the loader compares it. */
-PUBLIC int zo2core_revision(void) { return 5; }
+/* Changes whenever the functions below or in the other sources, or what they compute, change: the loader compares it. */
+PUBLIC int zo2core_revision(void) { return 7; }
 
 /* Write z of the elements from start on. */
 PUBLIC void zo2core_fill(
@@ -287,4 +287,31 @@ PUBLIC void zo2core_move(
     const struct instruction move = {kind, 0, scale, rate, weight_decay};
     const struct direction direction = {0, z};
     zo2core_walk(dtype, (void *)theta, out, rounded_dtype, rounded, count, &move, 0, 1, &direction, GAUSSIAN, 0, 0);
+}
+
+/* Write theta, moved by each of `length` instructions by itself, to as many rows of out, rounded to its dtype. A scale of 0
+ * moves nothing. Instructions along one direction that follow each other share what is drawn. */
+PUBLIC void zo2core_move_each(
+    int dtype, const void *theta, int out_dtype, void *out, uint64_t count, const struct instruction *moves, size_t length,
+    const struct direction *directions, int distribution, uint32_t parameter) {
+    const size_t size = dtype == FLOAT32 ? 4 : 2, out_size = out_dtype == FLOAT32 ? 4 : 2;
+    float weights[CHUNK] __attribute__((aligned(64))), moved[CHUNK] __attribute__((aligned(64)));
+    float z[CHUNK] __attribute__((aligned(64)));
+    for (uint64_t done = 0; done < count; done += CHUNK) {
+        const size_t elements = count - done < CHUNK ? count - done : CHUNK;
+        int32_t held = -1;
+        load(dtype, weights, (const char *)theta + done * size, elements);
+        for (size_t i = 0; i < length; i++) {
+            const struct instruction *move = moves + i;
+            memcpy(moved, weights, elements * sizeof *moved);
+            if (move->scale != 0) {
+                if (held != move->direction)
+                    draw(distribution, dtype, z, done, parameter, directions[move->direction].seed);
+                held = move->direction;
+                apply(dtype, moved, z, move, elements);
+            }
+            round_all(out_dtype, moved, elements);
+            store(out_dtype, (char *)out + (i * count + done) * out_size, moved, elements);
+        }
+    }
 }

@@ -1,4 +1,4 @@
-"""The compiled kernels of native.c, twister.c and decode.c, through ctypes: CPU tensors of 32 and 16 bits.
+"""The compiled kernels of native.c, twister.c, decode.c and forming.c, through ctypes: CPU tensors of 32 and 16 bits.
 
 The library is built when the package is installed, and only then. Where that was not possible everything runs on the
 reference, with the same bits.
@@ -20,7 +20,8 @@ from zo2core.errors import ZO2Warning
 from zo2core.kernels.table import row, table
 from zo2core.types import Distribution, Perturb, Program
 
-_REVISION = 5  # of native.c, twister.c and decode.c
+_REVISION = 7  # of native.c, twister.c, decode.c and forming.c
+_PANEL = 16  # columns of a matrix that forming.c sums at once
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DISTRIBUTIONS = {Distribution.GAUSSIAN: 0, Distribution.RADEMACHER: 1}
 _CPU = torch.device("cpu")
@@ -88,6 +89,9 @@ def _declare(loaded: ctypes.CDLL) -> None:
     move = (number, pointer, pointer, number, pointer, pointer, u64, ctypes.c_int32, real, real, real)
     loaded.zo2core_move.argtypes = move
     loaded.zo2core_move.restype = None
+    each = (number, pointer, number, pointer, u64, pointer, size, pointer, number, u32)
+    loaded.zo2core_move_each.argtypes = each
+    loaded.zo2core_move_each.restype = None
     loaded.zo2core_twister_size.restype = size
     for function, arguments in (
         (loaded.zo2core_twister_seed, (pointer, u64)),
@@ -101,18 +105,21 @@ def _declare(loaded: ctypes.CDLL) -> None:
     loaded.zo2core_decode_nf4.argtypes = (*into, pointer, u64, u64)
     for decoder in ("decode_int8", "decode_float8", "decode_nf4"):
         loaded[f"zo2core_{decoder}"].restype = None
+    loaded.zo2core_form.argtypes = (*into, pointer, u64, u64, u64)
+    loaded.zo2core_form.restype = None
     loaded.zo2core_encode_float8.argtypes = (pointer, pointer, pointer, real, real, u64, u64)
     loaded.zo2core_encode_float8.restype = number
 
 
 def takes(*tensors: torch.Tensor) -> bool:
     """Whether the compiled kernels are there and work on these tensors."""
-    first = tensors[0]
-    return (
-        library() is not None
-        and first.dtype in DTYPES
-        and all(t.device.type == "cpu" and t.dtype is first.dtype and t.is_contiguous() for t in tensors)
-    )
+    dtype = tensors[0].dtype
+    if dtype not in DTYPES or library() is None:
+        return False
+    for tensor in tensors:  # noqa: SIM110 - asked for every parameter: a generator takes as long as a small one
+        if not (tensor.is_cpu and tensor.dtype is dtype and tensor.is_contiguous()):
+            return False
+    return True
 
 
 def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
@@ -124,7 +131,10 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
 
 def rounds_to(*tensors: torch.Tensor | None) -> bool:
     """Whether results can be rounded into all of these tensors; None is no tensor."""
-    return all(t is None or (t.device.type == "cpu" and t.dtype in DTYPES and t.is_contiguous()) for t in tensors)
+    for tensor in tensors:
+        if tensor is not None and not (tensor.is_cpu and tensor.dtype in DTYPES and tensor.is_contiguous()):
+            return False
+    return True
 
 
 def perturb(
@@ -196,6 +206,25 @@ def apply_drawing(
     )
 
 
+def move_each(theta: torch.Tensor, moves: Program, distribution: Distribution, parameter: int, out: torch.Tensor) -> None:
+    """As ``dispatch.move_each``."""
+    loaded = library()
+    assert loaded is not None
+    coded = table(moves, _CPU)
+    loaded.zo2core_move_each(
+        DTYPES[theta.dtype],
+        theta.data_ptr(),
+        DTYPES[out.dtype],
+        out.data_ptr(),
+        theta.numel(),
+        coded.instructions.data_ptr(),
+        len(moves.instructions),
+        coded.directions.data_ptr(),
+        _DISTRIBUTIONS[distribution],
+        parameter,
+    )
+
+
 def _results(
     theta: torch.Tensor, out: torch.Tensor | None, rounded: torch.Tensor | None
 ) -> tuple[int | None, int, int | None]:
@@ -252,6 +281,21 @@ def encode_float8(
     rows = len(scales)
     places = (tensor.data_ptr() for tensor in (codes, scales, weights))
     return bool(loaded.zo2core_encode_float8(*places, largest_code, least_scale, rows, weights.numel() // max(rows, 1)))
+
+
+def panels(shared: torch.Tensor) -> torch.Tensor:
+    """A factor, (columns, thin), as ``form`` takes it: float32 (panels, thin, 16), filled up with zeros."""
+    columns, thin = shared.shape
+    padded = torch.nn.functional.pad(shared.float(), (0, 0, 0, -columns % _PANEL))
+    return padded.view(len(padded) // _PANEL, _PANEL, thin).transpose(1, 2).contiguous()
+
+
+def form(base: torch.Tensor, own: torch.Tensor, shared: torch.Tensor, out: torch.Tensor, first: int, last: int) -> None:
+    """As ``forming.form``, for some rows; ``shared`` as ``panels`` gives it."""
+    loaded = library()
+    assert loaded is not None
+    rows = (matrix[first:last].data_ptr() for matrix in (base, out, own))
+    loaded.zo2core_form(DTYPES[base.dtype], *rows, shared.data_ptr(), last - first, base.shape[1], own.shape[1])
 
 
 def _decoded(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> tuple[int, int, int, int]:

@@ -18,6 +18,7 @@ from zo2core.kernels.table import row, table
 from zo2core.types import Distribution, Perturb, Program
 
 BLOCK = 1024  # elements of a program instance: a multiple of what is drawn together
+FORMED = 16, 128  # rows and columns that a program instance forms
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -168,6 +169,21 @@ def _perturb(out, theta, z, kind, scale, rate, numel, BLOCK: tl.constexpr):
     tl.store(out + at, weights.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows", "columns", "thin"])
+def _form(base, out, factor, shared, rows, columns, thin, HIGH: tl.constexpr, WIDE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * HIGH + tl.arange(0, HIGH)
+    column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    at = row[:, None] * columns + column[None, :]
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    weights = tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
+    sums = weights * 0.0
+    for k in range(thin):
+        by_row = tl.load(factor + row * thin + k, mask=row < rows, other=0.0)
+        by_column = tl.load(shared + k * columns.to(tl.int64) + column, mask=column < columns, other=0.0)
+        sums += by_row[:, None] * by_column[None, :]
+    tl.store(out + at, (weights + sums).to(out.dtype.element_ty), mask=inside)
+
+
 def takes(theta: torch.Tensor) -> bool:
     """Whether the kernel works on weights of this dtype."""
     return theta.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -242,6 +258,16 @@ def perturb(out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, *, shift: f
         _perturb[(triton.cdiv(theta.numel(), BLOCK),)](
             out, theta, z, coded.kind, coded.scale, coded.rate, theta.numel(), BLOCK=BLOCK, **LAUNCH
         )
+
+
+def form(base: torch.Tensor, own: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
+    """As ``forming.form``, for a ``shared`` of (thin, columns), float32."""
+    rows, columns = base.shape
+    if base.numel() == 0:
+        return
+    tiles = triton.cdiv(rows, FORMED[0]), triton.cdiv(columns, FORMED[1])
+    with _current(base):
+        _form[tiles](base, out, own, shared, rows, columns, len(shared), HIGH=FORMED[0], WIDE=FORMED[1], **LAUNCH)
 
 
 def _current(tensor: torch.Tensor) -> AbstractContextManager[object]:

@@ -63,11 +63,13 @@ class StackedVisitor:
         self._factors = factors
         self._trajectory = trajectory
         self._buffer = buffer
-        self._evaluations = [evaluation for evaluation, _ in groups]
         if forward is model:
             self._stacks = list(_stacks(model, groups, factors.most_streams))
         else:
             self._stacks = [Stack(batch, [batch], [at]) for at, (_, batches) in enumerate(groups) for batch in batches]
+        asked = [evaluation for evaluation, _ in groups]
+        at = ([asked[group] for group in stack.groups] for stack in self._stacks)
+        self._moves = [factors.moves(evaluations, trajectory.zo_eps) for evaluations in at]  # of each stack
         self._activations = activations
         self._queues = streams
         self._timeline = timeline
@@ -80,7 +82,7 @@ class StackedVisitor:
         self.outputs: list[list[torch.Tensor]] = [[] for _ in groups]  # what the head gave, once it was visited
         self.seeds: Collection[int] = ()  # counter-based noise keeps nothing
         factors.begin_sweep()
-        activations.begin(len(self._stacks), may_wait=any(evaluation is not None for evaluation in self._evaluations))
+        activations.begin(len(self._stacks), may_wait=any(evaluation is not None for evaluation in asked))
 
     @torch.inference_mode()
     def replay(self, index: int, store: Store, version: int) -> int:
@@ -103,13 +105,11 @@ class StackedVisitor:
             self._model.bind(index, {spec.name: self._shown(index, spec, weights[spec.name]) for spec in layout.used})
         begun = self._queues.mark()
         for number, stack in enumerate(self._stacks):
-            evaluations = [self._evaluations[group] for group in stack.groups]
+            moves = self._moves[number]
             moved: dict[str, Moved] = {
-                spec.name: self._factors.moved(spec, weights[spec.name], evaluations, self._trajectory.zo_eps)
-                for spec in layout.used
-                if not spec.frozen
+                spec.name: self._factors.moved(spec, weights[spec.name], moves) for spec in layout.used if not spec.frozen
             }
-            self._model.move(index, moved, len(evaluations))
+            self._model.move(index, moved, len(stack.groups))
             self._run(index, number, stack)
             done = self._queues.mark()
             self._timeline.note(Lane.EVALUATE, layout.name, begun, done, track=number)
@@ -134,7 +134,7 @@ class StackedVisitor:
             decode(spec, theta, formed, self._worker)
             theta = formed
         if self._factors.forms(spec):
-            self._factors.form(spec, theta, formed)
+            self._factors.form(spec, theta, formed, self._worker)
         return formed
 
     def _run(self, index: int, number: int, stack: Stack) -> None:
