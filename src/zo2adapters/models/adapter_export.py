@@ -1,0 +1,103 @@
+"""What a run beside the activations has learned, as an adapter of peft's: the base stays as it is.
+
+The updates of a matrix come to ``A V^T`` with a few columns a period, which is a LoRA adapter with A as its ``lora_B`` and
+V^T as its ``lora_A``. What has no such form (norms, biases, tables of positions) is written whole.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
+from zo2adapters.models.peft_kinds.files import FILE_PREFIX, plain_config, write_adapter
+from zo2adapters.optional_package import optional_package
+from zo2core import Columns, Learned, OptionError, Replayer, require_unused
+
+_LAYER, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
+
+
+def export_adapter(replayer: Replayer, model: HFBlockModel, directory: Path | str, *, base: str) -> None:
+    """Write what a run has learned as ``PeftModel.from_pretrained`` loads it on the base.
+
+    The loss is that of the exported model, but for the order of sums and the dtype in which peft adds them.
+
+    Args:
+        replayer: At the step whose weights are wanted; its directions are beside the activations.
+        model: The replayer's.
+        directory: Must not exist, or be empty. It appears whole or not at all.
+        base: What the adapter says its base is: a path, or a hub id.
+
+    Raises:
+        OptionError: if directions are in the weights, the run trains an adapter already, or there are more columns than a
+            matrix has rows or columns.
+        OutputError: if the directory is in use or cannot be written.
+        MissingPackageError: without peft.
+    """
+    peft = optional_package("peft", install="zo2core[peft]")
+    require_unused(Path(directory))
+    if isinstance(model, PeftBlockModel):
+        found, expected = "a run that trains an adapter", "a run that trains all weights"
+        raise OptionError("as_adapter", found=found, expected=expected, remedy="leave it out: an adapter is exported anyway")
+    parts = _Parts()
+    with closing(replayer.learned()) as learned:
+        for name, value in learned:
+            for path, module, leaf in model.places_of(name):
+                parts.take(path, module, leaf, value)
+    config = peft.LoraConfig(
+        r=parts.columns,
+        lora_alpha=parts.columns,
+        target_modules=parts.targets,
+        modules_to_save=parts.saved or None,
+        bias="all" if parts.has_biases else "none",
+        fan_in_fan_out=parts.is_transposed,
+        base_model_name_or_path=base,
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    write_adapter(Path(directory), plain_config(config), parts.tensors)
+
+
+class _Parts:
+    """The adapter's tensors by their names in peft's files, and what its config says of them."""
+
+    def __init__(self) -> None:
+        self.columns = 0
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.targets: list[str] = []
+        self.saved: list[str] = []  # modules that are written whole
+        self.has_biases = self.is_transposed = False
+
+    def take(self, path: str, module: nn.Module, leaf: str, value: Learned) -> None:
+        """Take up one of a module's parameters."""
+        forward = type(module).forward
+        if forward not in (nn.Linear.forward, nn.Embedding.forward, Conv1D.forward):
+            self.saved += [] if path in self.saved else [path]
+            self.tensors[f"{FILE_PREFIX}{path}.{leaf}"] = value.present().clone()
+        elif value.columns is None:
+            self.has_biases = True
+            self.tensors[f"{FILE_PREFIX}{path}.base_layer.{leaf}"] = value.present().clone()
+        else:
+            self.targets.append(path)
+            self.is_transposed |= forward is Conv1D.forward
+            names = _TABLE if forward is nn.Embedding.forward else _LAYER
+            self._take_columns(path, value.columns, names, is_turned=forward is nn.Linear.forward)
+
+    def _take_columns(self, path: str, columns: Columns, names: tuple[str, str], *, is_turned: bool) -> None:
+        """Of a linear layer the matrix is (outputs, inputs), of the others (inputs, outputs)."""
+        (rows, self.columns), across = columns.own.shape, len(columns.shared)
+        if self.columns > min(rows, across):
+            raise OptionError(
+                "as_adapter",
+                found=f"{self.columns} columns of all periods",
+                expected=f"at most {min(rows, across)}, for {path} of {rows} x {across}",
+                remedy="leave it out: a merged model is smaller",
+            )
+        inputs, outputs = (columns.shared, columns.own) if is_turned else columns
+        self.tensors[f"{FILE_PREFIX}{path}.{names[0]}"] = inputs.float().cpu().t().contiguous()
+        self.tensors[f"{FILE_PREFIX}{path}.{names[1]}"] = outputs.float().cpu().contiguous()

@@ -1,0 +1,78 @@
+"""A Hugging Face model with an adapter of peft's in it: exports are adapters, in peft's files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.peft_kinds.files import plain_config, write_adapter
+from zo2adapters.models.peft_kinds.kind import OpenedAdapter
+from zo2core import Batch, UnsupportedModelError
+
+
+class PeftBlockModel(HFBlockModel):
+    """A Hugging Face model with an adapter of peft's in it.
+
+    Args:
+        adapter: In the skeleton.
+        arguments: As for ``HFBlockModel``.
+        options: The same.
+    """
+
+    def __init__(self, adapter: OpenedAdapter, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.adapter = adapter
+
+    @property
+    def description(self) -> Mapping[str, Any]:
+        """What decides the forwards, the adapter's config among it."""
+        plain = plain_config(self.adapter.config)
+        decisive = {key: plain[key] for key in sorted(self.adapter.kind.decisive & plain.keys())}
+        return {**super().description, "adapter": decisive}
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The adapter's parameters."""
+        return frozenset(self.adapter.inserted.parameters)
+
+    def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Write the adapter as peft does: its config, and those of these tensors that are its own.
+
+        Raises:
+            OutputError: if the directory is in use or cannot be written.
+        """
+        inserted = self.adapter.inserted
+        names = inserted.parameters
+        saved = {names[name]: tensor.clone() for name, tensor in tensors if name in names}
+        if inserted.keeps_constants:
+            saved |= {name: value.cpu() for name, value in inserted.constants.items()}
+        write_adapter(directory, plain_config(self.adapter.config), saved)
+
+    def require_stackable(self) -> None:
+        """Patch the modules for directions beside the activations. See the contract."""
+        title = self.adapter.kind.why_not_stacked(self.adapter.config)
+        if title is not None:
+            raise UnsupportedModelError(
+                "adapter",
+                found=f"{title}, and directions beside the activations",
+                expected="LoRA, whose matrices are linear layers of their own",
+                remedy="leave --rank out, or use InWeights(): directions in the weights take any kind",
+            )
+        super().require_stackable()
+
+    def adapter_bytes(self, rows: int, streams: int) -> int:
+        """Expected bytes that the adapter adds to what a sweep of the base takes.
+
+        Args:
+            rows: That run at a time.
+            streams: Evaluations whose activations are held at a time.
+        """
+        return self.adapter.inserted.forward_bytes
+
+    def forward_bytes(self, batch: Batch) -> int:
+        """Give the bytes by formula. See the contract."""
+        return super().forward_bytes(batch) + self.adapter.inserted.forward_bytes

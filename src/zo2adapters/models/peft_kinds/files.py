@@ -1,0 +1,42 @@
+"""An adapter's files, as peft writes and reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from zo2core import new_directory
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+FILE_PREFIX = "base_model.model."  # of the names of layers' parameters
+
+
+def write_adapter(directory: Path, config: Mapping[str, Any], values: dict[str, torch.Tensor]) -> None:
+    """Write an adapter.
+
+    Args:
+        directory: Must not exist, or be empty. It appears whole or not at all.
+        config: Of ``plain_config``.
+        values: By name in peft's files.
+
+    Raises:
+        OutputError: if the directory is in use or cannot be written.
+    """
+    with new_directory(directory) as partial:
+        (partial / WEIGHTS_FILE).write_bytes(save(values, {"format": "pt"}))
+        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """Peft's config as JSON values, in the form in which it is saved."""
+    values: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=_listed))
+    return {**values, "inference_mode": True}
+
+
+def _listed(value: object) -> object:
+    return sorted(value, key=str) if isinstance(value, (set, frozenset)) else str(value)

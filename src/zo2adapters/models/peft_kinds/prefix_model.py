@@ -1,0 +1,183 @@
+"""A Hugging Face model whose layers attend to a prefix of virtual tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from zo2adapters.models.footprint import POSITION_BYTES, cache_bytes, expected_held_bytes
+from zo2adapters.models.hf import Activations
+from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
+from zo2adapters.models.peft_kinds.kind import OpenedAdapter
+from zo2core import Batch, UnsupportedModelError
+
+# Of all rows' keys and values while peft makes a cache: in float32, which is two, in the base's dtype, and apart.
+_COPIES = 4
+
+
+class LayerPrefix(NamedTuple):
+    """The prefix of one layer, which all rows share."""
+
+    keys: torch.Tensor  # (1, heads, virtual tokens, head size), in the base's dtype
+    values: torch.Tensor  # the same
+
+
+class PrefixBlockModel(PeftBlockModel):
+    """A Hugging Face model with a prefix of peft's.
+
+    Hugging Face's forward is called through peft's own model, which hands it the prefix as a cache, and a mask with the
+    prefix's ones in front. An attention adds the row's keys to the cache that it is given. So what a batch holds are each
+    layer's keys and values, as tensors, and each call of a layer has a cache of its own, made of them anew.
+
+    Args:
+        adapter: In the skeleton, with peft's model around it.
+        arguments: As for ``HFBlockModel``.
+        options: The same.
+    """
+
+    def __init__(self, adapter: OpenedAdapter, *arguments: Any, **options: Any) -> None:
+        super().__init__(adapter, *arguments, **options)
+        self._wrapper = adapter.inserted.wrapper
+        self._called = self._wrapper
+        self._tokens = int(adapter.config.num_virtual_tokens)
+        if self.longest_row is not None:
+            self.longest_row -= self._tokens  # which have positions, too
+
+    @torch.inference_mode()
+    def learn(self, batch: Batch) -> None:
+        """Have HF's forward ask all that it asks about a batch, and about what stands in for final hidden states."""
+        self.embed(batch)
+        with self._without_prefix(), self._stand_in_branches:
+            self.prologue(input_ids=torch.zeros_like(batch["input_ids"][:1, :1]), use_cache=False)
+
+    def embed(self, batch: Batch) -> Activations:
+        """Run HF's forward up to the first layer, and keep each layer's prefix. See the contract.
+
+        Raises:
+            UnsupportedModelError: if a layer is called without a cache.
+        """
+        activations = super().embed(batch)
+        calls = [_with_prefix(call, index) for index, call in enumerate(activations.calls)]
+        return activations._replace(calls=calls)
+
+    def prologue(self, **inputs: Any) -> Activations:
+        """Run HF's forward up to the first layer. A cache that is passed begins with the prefix, and is the caller's."""
+        cache = inputs.get("past_key_values")
+        if cache is None:
+            return super().prologue(**inputs)
+        rows = len(inputs["input_ids"])
+        if cache.get_seq_length() == 0:
+            for index, layer in enumerate(self._wrapper.get_prompt(rows).layers):
+                cache.update(layer.keys, layer.values, index)
+        mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+        if mask is not None:
+            inputs["attention_mask"] = torch.cat([mask.new_ones(rows, self._tokens), mask], dim=1)
+        if positions is not None:
+            inputs["position_ids"] = positions + self._tokens
+        with self._without_prefix():
+            return super().prologue(**inputs)
+
+    def block(self, index: int, activations: Activations) -> Activations:
+        """Run one layer with the arguments HF gave it, and a cache of this call alone."""
+        calls = list(activations.calls)
+        calls[index] = _with_cache(calls[index], index, len(activations.hidden))
+        return activations._replace(hidden=super().block(index, activations._replace(calls=calls)).hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Run HF's norm and head on final hidden states, (n, hidden size); returns (n, vocabulary)."""
+        with self._without_prefix():
+            return super().logits(hidden)
+
+    def adapter_bytes(self, rows: int, streams: int) -> int:
+        """The cache of all rows while it is made, and each evaluation's own. See there."""
+        making, own = (cache_bytes(self.config, count, self._tokens) for count in (rows, 1))
+        return _COPIES * making + streams * own
+
+    def forward_bytes(self, batch: Batch) -> int:
+        """Give the bytes by formula. See the contract."""
+        making = cache_bytes(self.config, len(batch["input_ids"]), self._tokens)
+        return max(super().forward_bytes(batch), _COPIES * making)
+
+    def held_bytes(self, batch: Batch) -> int:
+        """Give the bytes by formula. See the contract."""
+        rows, tokens = batch["input_ids"].shape
+        positions = batch.get("position_ids")
+        held = expected_held_bytes(
+            self.config,
+            rows,
+            tokens,
+            keys=self._tokens + tokens,
+            position_rows=None if positions is None else len(positions),
+        )
+        # The positions of the prefix are cut off by a view, which keeps their memory.
+        return held + cache_bytes(self.config, 1, self._tokens) + rows * self._tokens * POSITION_BYTES
+
+    @contextlib.contextmanager
+    def _without_prefix(self) -> Iterator[None]:
+        """HF's own forward: what needs no prefix, or has one already."""
+        self._called = self._skeleton
+        try:
+            yield
+        finally:
+            self._called = self._wrapper
+
+
+class _OtherLayer:
+    """Stands in a layer's cache where the layers before it would be."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedModelError(
+            "a layer's attention",
+            found=f"a question about another layer's keys ({name})",
+            expected="layers that each attend to keys of their own, for a prefix",
+            remedy="train LoRA, or all weights",
+        )
+
+
+def _with_prefix(call: tuple[tuple[Any, ...], dict[str, Any]], index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A layer's call with its prefix in place of the cache of all layers.
+
+    Raises:
+        UnsupportedModelError: if there is no cache.
+    """
+    args, kwargs = call
+    if not any(isinstance(value, Cache) for value in (*args, *kwargs.values())):
+        raise UnsupportedModelError(
+            f"layer {index}",
+            found="a call without a cache of keys and values",
+            expected="layers that are handed one, for a prefix",
+            remedy="train LoRA, or all weights",
+        )
+
+    def of_layer(value: Any) -> Any:
+        if not isinstance(value, Cache):
+            return value
+        own: Any = value.layers[index]
+        return LayerPrefix(own.keys[:1].clone(), own.values[:1].clone())
+
+    return tuple(map(of_layer, args)), {key: of_layer(value) for key, value in kwargs.items()}
+
+
+def _with_cache(
+    call: tuple[tuple[Any, ...], dict[str, Any]], index: int, rows: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A layer's call with a cache that begins with its prefix, for so many rows."""
+
+    def of_layer(value: Any) -> Any:
+        if not isinstance(value, LayerPrefix):
+            return value
+        layer: Any = DynamicLayer  # its constructor is untyped
+        own = layer()
+        own.update(*(tensor.expand(rows, -1, -1, -1) for tensor in value))
+        cache = DynamicCache()
+        others: list[Any] = [_OtherLayer() for _ in range(index)]
+        cache.layers = [*others, own]
+        return cache
+
+    args, kwargs = call
+    return tuple(map(of_layer, args)), {key: of_layer(value) for key, value in kwargs.items()}

@@ -1,0 +1,106 @@
+"""An adapter's values beside its base's: new ones in memory, or those of a file that peft has written."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from zo2adapters.models.peft_kinds.kind import Inserted, OpenedAdapter
+from zo2core import CheckpointError, ParameterSpec, SafetensorsReader, TensorReader, parse_header
+
+
+class AdapterReader:
+    """A base checkpoint, and an adapter's first values, which are in memory once they were asked for.
+
+    Args:
+        base: Reads the base; belongs to this reader.
+        adapter: Whose values there are.
+    """
+
+    def __init__(self, base: TensorReader, adapter: OpenedAdapter) -> None:
+        self._base = base
+        self._adapter = adapter
+        self._values: Mapping[str, torch.Tensor] | None = None
+        self._lock = threading.Lock()  # several threads may be the first to ask
+        self.close = base.close
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the base, and of all values and constants of the adapter."""
+        own = {**self._first_values(), **{name: value.view(-1) for name, value in self._adapter.inserted.constants.items()}}
+        values = save({name: value.contiguous() for name, value in sorted(own.items())})
+        return hashlib.sha256(self._base.fingerprint.encode() + hashlib.sha256(values).digest()).hexdigest()
+
+    def page_offset(self, spec: ParameterSpec) -> int | None:
+        """None for the adapter, which is not read from a disk. See the contract."""
+        return None if self._is_own(spec.name) else self._base.page_offset(spec)
+
+    def itemsize(self, parameter: str) -> int:
+        """Bytes of an element."""
+        return torch.float32.itemsize if self._is_own(parameter) else self._base.itemsize(parameter)
+
+    def origin(self, parameter: str) -> str:
+        """Where a parameter comes from."""
+        return self._adapter.where if self._is_own(parameter) else self._base.origin(parameter)
+
+    def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
+        """Fill memory with a range of one parameter. See the contract."""
+        if self._is_own(parameter):
+            out.copy_(self._first_values()[parameter][start : start + out.numel()])
+        else:
+            self._base.read_into(parameter, out, start)
+
+    def _is_own(self, parameter: str) -> bool:
+        return parameter in self._adapter.inserted.parameters
+
+    def _first_values(self) -> Mapping[str, torch.Tensor]:
+        """The adapter's values, flat."""
+        with self._lock:
+            if self._values is None:
+                self._values = {name: value.view(-1) for name, value in self._adapter.values().items()}
+            return self._values
+
+
+def read_values(path: Path, inserted: Inserted, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
+    """Read the values that a file of peft's holds, and its constants into their buffers.
+
+    Args:
+        path: The file.
+        inserted: The adapter's modules, which the file has to fit.
+        shapes: By parameter, in the skeleton.
+
+    Returns:
+        By parameter: float32.
+
+    Raises:
+        CheckpointError: if the file cannot be read, or holds another adapter, or one of another base.
+    """
+    entries = parse_header(path)
+    values = {name: torch.empty(shapes[name], dtype=torch.float32) for name in inserted.parameters}
+    wanted = {inserted.parameters[name]: value for name, value in values.items()}
+    wanted |= dict(inserted.constants) if inserted.keeps_constants else {}
+    with closing(SafetensorsReader(entries)) as reader:
+        for saved_name, value in wanted.items():
+            entry = entries.pop(saved_name, None)
+            if entry is None or entry.shape != tuple(value.shape):
+                raise CheckpointError(
+                    f"{path}: {saved_name}",
+                    found="no such tensor" if entry is None else f"shape {list(entry.shape)}",
+                    expected=f"shape {list(value.shape)}, for this base and the adapter's config",
+                    remedy="use the base that the adapter was made for",
+                )
+            reader.read_into(saved_name, value.view(-1))
+    if entries:
+        raise CheckpointError(
+            f"{path}: {min(entries)}",
+            found=f"{len(entries)} tensor(s) that the model with this adapter does not have, this one first",
+            expected="the adapter of adapter_config.json, for this base",
+            remedy="use the base that the adapter was made for",
+        )
+    return values

@@ -1,0 +1,181 @@
+"""Packed rows: the losses of padded ones, bit for bit a loop's over the whole model, and refused where rows would mix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import bench_packing
+import pytest
+import torch
+from command_lines import refusal
+from models import make_batch, save_model, small_config
+from parity import assert_same_bits
+from runs import small_run
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GPT2Config,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from zo2adapters import MonolithicMeZO, open_checkpoint
+from zo2adapters.cli import main
+from zo2adapters.models.packing import is_packed, pack
+from zo2adapters.trainers.batching import Batching
+from zo2adapters.trainers.trainer import Trainer
+from zo2core import (
+    BatchError,
+    BesideActivations,
+    MeZOSGD,
+    MultiQueryRGE,
+    OptionError,
+    UnsupportedModelError,
+    ZOEngine,
+)
+
+GROUPED: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 6,
+    "sliding_window": 3,
+}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": small_config("llama"),
+    "qwen2": small_config("qwen2"),
+    "qwen3": small_config("qwen3"),
+    "gpt2": GPT2Config(vocab_size=40, n_embd=12, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2),
+    "mistral": MistralConfig(**GROUPED),
+    "gemma2": Gemma2Config(**GROUPED),
+}
+NUMBERS: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2}
+
+
+def load(base: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    model.config.use_cache = False
+    return model
+
+
+def test_rows_lie_one_behind_the_other() -> None:
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 7], [8, 9, 0]]),
+        "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        "labels": torch.tensor([[5, -100, 7], [8, 9, -100]]),
+    }
+    packed = pack(batch)
+    assert packed["input_ids"].tolist() == [[5, 6, 7, 8, 9]]
+    assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    assert packed["labels"].tolist() == [[-100, -100, 7, -100, 9]]
+    assert is_packed(packed)
+    assert not is_packed(batch)
+    with pytest.raises(BatchError, match="found attention_mask, input_ids, labels, token_type_ids"):
+        pack({**batch, "token_type_ids": batch["labels"]})
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_loss_is_that_of_rows_by_themselves_and_every_bit_that_of_the_whole_model(tmp_path: Path, name: str) -> None:
+    base = save_model(tmp_path / "base", CONFIGS[name])
+    packed = pack(make_batch(40, [7, 4, 5]))
+    literal = MonolithicMeZO(load(base), **NUMBERS)
+    with ZOEngine(open_checkpoint(base), MeZOSGD(**NUMBERS)) as engine:
+        parts, counts = [], []
+        for start, end in ((0, 7), (7, 11), (11, 16)):
+            row = {key: packed[key][:, start:end] for key in ("input_ids", "labels")}
+            parts.append(engine.evaluate([row]).loss)
+            counts.append(int((row["labels"] != -100).sum()))
+        mean = sum(part * count for part, count in zip(parts, counts, strict=True)) / sum(counts)
+        assert engine.evaluate([packed]).loss == pytest.approx(mean, rel=1e-5)
+        for _ in range(3):
+            result = engine.step(packed)
+            assert result.losses == literal.step(packed, *result.seeds).losses
+        for parameter, value in engine.parameters_now():
+            assert_same_bits(parameter, value, dict(literal.model.named_parameters())[parameter])
+
+
+def test_beside_the_activations_a_step_of_packed_rows_is_one_of_padded_ones(tmp_path: Path) -> None:
+    base, padded = save_model(tmp_path / "base", CONFIGS["llama"]), make_batch(40, [7, 4, 5])
+    losses = []
+    for batch in (padded, pack(padded)):
+        estimator = MultiQueryRGE(q=2, perturb_in_place=False, **NUMBERS)
+        with ZOEngine(open_checkpoint(base), estimator, perturbation=BesideActivations(rank=2), seed=1) as engine:
+            losses.append([loss for _ in range(3) for loss in engine.step(batch).losses])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "config", [small_config("opt"), BloomConfig(vocab_size=40, hidden_size=12, n_layer=2, n_head=2)], ids=["opt", "bloom"]
+)
+def test_a_model_whose_rows_would_see_each_other_is_refused(tmp_path: Path, config: PretrainedConfig) -> None:
+    base, batch = save_model(tmp_path / "base", config), make_batch(40, [7, 4])
+    with ZOEngine(open_checkpoint(base), MeZOSGD(**NUMBERS)) as engine:
+        with pytest.raises(UnsupportedModelError, match=r"layer 0: found no attention mask that keeps packed rows apart"):
+            engine.step(pack(batch))
+        assert engine.version == 0
+        engine.step(batch)
+
+
+def test_a_packed_run_learns_as_a_padded_one_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses = {}
+    for packed in (False, True):
+        folder = tmp_path / str(packed)
+        folder.mkdir()
+        options = small_run(folder, batching=Batching(batch_size=3, pack=packed), evaluation=folder / "rows.jsonl")
+        with Trainer(options) as trainer:
+            trainer.run()
+        metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+        losses[packed] = [line["loss"] for line in metrics if "loss" in line]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
+    header = json.loads((tmp_path / "True" / "run" / "journal.jsonl").read_text().splitlines()[0])
+    assert "packed" in json.dumps(header)
+    main(["train", "--resume", str(tmp_path / "True" / "run"), "--steps", "5"])
+    main(["evaluate", "--run", str(tmp_path / "True" / "run"), "--data", str(options.data), "--pack"])
+    main(["evaluate", "--run", str(tmp_path / "True" / "run"), "--data", str(options.data)])
+    packed_loss, padded_loss = (
+        float(line.split()[1].strip(",")) for line in capsys.readouterr().out.splitlines() if line.startswith("loss ")
+    )
+    assert packed_loss == pytest.approx(padded_loss, rel=1e-5)
+
+
+def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
+    options = small_run(tmp_path)
+    train = [
+        "train",
+        "--model",
+        options.model,
+        "--data",
+        options.data,
+        "--output",
+        tmp_path / "new",
+        "--steps",
+        "1",
+        "--pack",
+    ]
+    assert "--pack: found --micro-batch-size" in refusal(*train, "--micro-batch-size", "2")
+    assert "--per-row: found --pack" in refusal(*train, "--per-row")
+    choices = tmp_path / "choices.jsonl"
+    choices.write_text(json.dumps({"prompt": "the cat", "candidates": [" sat", " ran"], "answer": 0}) + "\n")
+    train[train.index(options.data)] = choices
+    assert "--pack: found choice-loss as objective" in refusal(*train)
+    assert "--pack: found" in refusal("evaluate", "--model", options.model, "--data", choices, "--pack")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(OptionError, match="sequence-classification"):
+        small_run(tmp_path, batching=Batching(pack=True), head="sequence-classification").require_valid()
+
+
+@pytest.mark.parametrize("rank", [[], ["--rank", "2"]], ids=["in the weights", "beside the activations"])
+def test_packing_is_measured_on_the_same_rows(tmp_path: Path, rank: list[str]) -> None:
+    options = small_run(tmp_path)
+    given = [options.model, str(options.data), "--rows", "3", "--steps", "2", "--output", str(tmp_path / "out.json"), *rank]
+    bench_packing.main(given)
+    measured = json.loads((tmp_path / "out.json").read_text())
+    assert measured["tokens"]["packed"]["max"] <= measured["tokens"]["padded"]["max"]
+    assert measured["packed_to_padded"]["min"] > 0
