@@ -1,6 +1,7 @@
 """Profiles: fixed examples by default, many more behind --long."""
 
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -28,5 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from transformers.utils import logging
 
     torch.set_num_threads(1)  # tiny models: a second thread only waits
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background: some tests interrupt what they start
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -70,6 +70,14 @@ PROFILE = settings.default
 assert PROFILE is not None
 
 
+def formed(base: torch.Tensor, own: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """``base + own shared^T``: products added one after the other in float32, the base to their sum, rounded once."""
+    sums = torch.zeros(base.shape, device=base.device)
+    for factors, numbers in zip(own.unbind(dim=1), shared.float().unbind(dim=1), strict=True):
+        sums = sums + factors[:, None] * numbers
+    return (base.float() + sums).to(base.dtype)
+
+
 class StackedLoop:
     """The loop over a whole model: plain sums of factors, and all evaluations of a step as one batch of the model's own."""
 
@@ -123,8 +131,7 @@ class StackedLoop:
         *past, (now, shared) = self.factors(name)
         if sum(sums.shape[1] for sums, _ in past) > factor_store.BESIDE_UP_TO * theta.shape[1]:  # formed, and rounded once
             sums, others = (torch.cat(parts, dim=1) for parts in zip(*past, strict=True))
-            formed = torch.addmm(theta.float(), sums, others.float().t())
-            self.whole.get_parameter(name).data = formed.to(theta.dtype)
+            self.whole.get_parameter(name).data = formed(theta, sums, others)
             past = []
         own = [now + shift * self.draw(name, seed, *now.shape) * EPS for seed, shift in evaluations]
         columns = [torch.cat([*(sums for sums, _ in past), streams], dim=1) for streams in own]
@@ -159,7 +166,7 @@ class StackedLoop:
                 made[name] = self.vector(name).to(theta.dtype)
             else:
                 own, shared = (torch.cat(parts, dim=1) for parts in zip(*self.factors(name), strict=True))
-                made[name] = torch.addmm(theta.float(), own, shared.float().t()).to(theta.dtype)
+                made[name] = formed(theta, own, shared)
         return made
 
 
@@ -556,7 +563,7 @@ class Breaking:
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("fails_at", [1, 5, 30])
+@pytest.mark.parametrize("fails_at", [1, 5, 15])
 def test_factors_that_were_not_brought_up_to_date_are_made_again(fails_at: int, tmp_path: Path) -> None:
     base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
     estimator = MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False)

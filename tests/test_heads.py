@@ -112,6 +112,8 @@ def test_it_is_monolithic_mezo(tmp_path: Path, family: str, head: str, dtype: to
             assert_same_bits(name, value, own[name])
         engine.export(tmp_path / "out")
     again = whole_model(tmp_path / "out", head, dtype)
+    for parameter in again.parameters():  # at addresses as even as the other's: sums of one row depend on that
+        parameter.data = parameter.data.clone()
     with torch.inference_mode():
         assert torch.equal(again(**batch).loss, whole(**batch).loss)
 

@@ -152,7 +152,7 @@ def test_dpo_of_a_model_that_is_its_own_reference_is_log_two(base: Path) -> None
         references = score(replayer, model, PROMPTS, CANDIDATES).log_likelihoods
     batch = preference_batch(PROMPTS, CANDIDATES, references)
     with ZOEngine(model, MeZOSGD(**NUMBERS), micro_batch_size=3) as engine:
-        assert engine.evaluate([batch], PreferenceLoss(model)).loss == pytest.approx(math.log(2), abs=1e-12)
+        assert engine.evaluate([batch], PreferenceLoss(model)).loss == pytest.approx(math.log(2), abs=1e-6)
         for _ in range(20):
             engine.step(batch, PreferenceLoss(model, beta=0.5))
         assert engine.evaluate([batch], PreferenceLoss(model)).loss < math.log(2)

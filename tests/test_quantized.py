@@ -251,7 +251,7 @@ def test_a_run_on_a_quantised_base_goes_on_bit_for_bit(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "exported" / "config.json").read_text())
     assert "quantization_config" not in config
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")  # factors are merged, and rounded once
-    assert loaded(**batch, use_cache=False).loss.item() == pytest.approx(expected[-1], rel=5e-3)
+    assert loaded(**batch, use_cache=False).loss.item() == pytest.approx(expected[-1], rel=2e-2)
 
 
 @pytest.mark.parametrize(("method", "least"), [("int8", 1.9), ("fp8", 1.9), ("nf4", 3.0)])

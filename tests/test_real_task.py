@@ -34,7 +34,7 @@ MOODS = {"negative": ("bad", "sad", "slow"), "positive": ("good", "glad", "fast"
 SUBJECTS = ("cat", "dog", "flight", "phone", "seat", "crew")
 WORDS = ["<pad>", "</s>", "<unk>", "Tweet:", "Sentiment:", "my", "is", *SUBJECTS, *sum(MOODS.values(), ()), *LABELS]
 NAMES = [variant.name for variant in VARIANTS]
-SMALL = {"batch_size": 4, "forwards": 12, "every": 6, "first_round": 6}
+SMALL = {"batch_size": 16, "forwards": 12, "every": 6, "first_round": 6}
 
 
 def call(*arguments: object) -> None:
@@ -150,7 +150,7 @@ def test_scores_are_those_of_candidates_one_by_one(name: str, task: Path, tmp_pa
     pairs = list(zip(choices, scored.log_likelihoods, strict=True))
     right = sum(values.index(max(values)) == choice.answer for choice, values in pairs)
     (variant,) = variants([name])
-    learner = variant.learner(opened.model, lr=1e-5, seed=0, journal=tmp_path / "journal.jsonl", rows=4)
+    learner = variant.learner(opened.model, lr=1e-5, seed=0, journal=tmp_path / "journal.jsonl", rows=16)
     found = learner.score(questions)
     learner.close()
     exact = "bfloat16" not in name and "mixed" not in name
@@ -158,6 +158,12 @@ def test_scores_are_those_of_candidates_one_by_one(name: str, task: Path, tmp_pa
     loss = -sum(values[choice.answer] for choice, values in pairs) / len(choices)
     assert found.loss == pytest.approx(loss, rel=1e-5 if exact else 3e-2)
     assert 0 < right < len(choices), "a model that says something"
+
+
+def test_queries_that_cannot_share_the_rows_are_refused(task: Path, tmp_path: Path) -> None:
+    (variant,) = variants(["lora-fa-16-queries-bfloat16"])
+    with pytest.raises(OptionError, match="found 8; expected a multiple of the 16 queries"):
+        variant.learner(Task.opened(task).model, lr=1e-5, seed=0, journal=tmp_path / "journal.jsonl", rows=8)
 
 
 def test_label_words_of_several_tokens_are_refused(task: Path, tmp_path: Path) -> None:
@@ -226,7 +232,7 @@ def test_steps_that_a_journal_lost_are_taken_again(task: Path, tmp_path: Path) -
 def test_a_folder_of_other_batches_is_refused(task: Path, tmp_path: Path) -> None:
     (variant,) = variants(["rademacher-float32"])
     Series.of(task, tmp_path, **SMALL).train(variant, lr=1e-3, seed=0)
-    with pytest.raises(OptionError, match=r"in batches of 4; expected .* in batches of 5"):
+    with pytest.raises(OptionError, match=r"in batches of 16; expected .* in batches of 5"):
         Series.of(task, tmp_path, **{**SMALL, "batch_size": 5}).train(variant, lr=1e-3, seed=0)
 
 

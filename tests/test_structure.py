@@ -66,6 +66,7 @@ ADAPTER_ROOMS = (
     "optional_package",
     "confinement",
     "models",
+    "edge",
     "tasks",
     "frameworks",
     "trainers",

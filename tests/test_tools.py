@@ -7,6 +7,7 @@ import struct
 import sys
 from pathlib import Path
 
+import bench_prge
 import bench_queries
 import pytest
 import torch
@@ -89,3 +90,34 @@ def test_queries_are_timed_against_single_steps(
     bench_queries.main()
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(found["step_seconds"]) == ["one query", "2 queries", "2 micro-batches"]
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_each_way_of_p_rge_runs_every_evaluation_once(queries: int) -> None:
+    ways = bench_prge.forwards_of(queries)
+    sizes = {name: sorted({len(places) for places in way}) for name, way in ways.items()}
+    every = {"in turn": [1], "inner": [2], "outer": [queries], "both": [2 * queries]}
+    assert sizes == (every if queries > 1 else {"in turn": [1], "inner": [2]})
+    for way in ways.values():
+        assert sorted(place for places in way for place in places) == list(range(2 * queries))
+
+
+def test_p_rge_is_timed_by_its_ways_and_on_encoded_bases(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--scale", "32", "--layers", "1", "--queries", "1,2", "--effective", "2", "--tokens", "6", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["bench_prge.py", *sizes, "--bases", "float32", "nf4"])
+    bench_prge.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = {(row["base"], row["queries"], row["way"]): row for row in found["rows"]}
+    without_engine = {("float32", 1, "plain"), ("float32", 1, "first order")}
+    ways = [(1, "in turn"), (1, "inner"), (1, "one visit")]
+    ways += [(2, way) for way in ("in turn", "inner", "outer", "both", "one visit")]
+    assert set(rows) == without_engine | {(base, *way) for base in ("float32", "nf4") for way in ways}
+    assert all(row["seconds"]["min"] > 0 for row in rows.values())
+    logits = 2 * 6 * 1000 * 4  # bytes of a forward's; cross_entropy, one operation in inference mode, makes as many again
+    assert 2 * logits <= rows["float32", 1, "in turn"]["peak_bytes"] < rows["float32", 1, "inner"]["peak_bytes"]
+    assert 0.13 < found["bytes"]["nf4"] / found["bytes"]["float32"] < 0.5
+    for name, paper in bench_prge.PAPER_GIB.items():
+        ours = [nbytes / 2**30 for nbytes in found["paper_models_bytes"][name].values()]
+        assert ours == pytest.approx(paper, rel=0.03)

@@ -10,6 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zo2adapters.edge.lowering import write_program as write_program
+    from zo2adapters.edge.running import ProgramState as ProgramState
+    from zo2adapters.edge.running import ProgramStep as ProgramStep
+    from zo2adapters.edge.running import TrainingProgram as TrainingProgram
     from zo2adapters.frameworks.arguments import ZOArguments as ZOArguments
     from zo2adapters.frameworks.lightning_module import ZOLightningModule as ZOLightningModule
     from zo2adapters.frameworks.trainer_mixin import ZOTrainerMixin as ZOTrainerMixin
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from zo2adapters.models.checkpoint import open_checkpoint as open_checkpoint
     from zo2adapters.models.hf import HFBlockModel as HFBlockModel
     from zo2adapters.models.monolithic import MonolithicMeZO as MonolithicMeZO
+    from zo2adapters.models.packing import pack as pack
     from zo2adapters.models.peft_model import Adapter as Adapter
     from zo2adapters.models.precision import Precision as Precision
     from zo2adapters.tasks.generation import Sampling as Sampling
@@ -32,6 +37,10 @@ if TYPE_CHECKING:
     from zo2adapters.tasks.scoring import score as score
 
 _MODULES = {
+    "write_program": "zo2adapters.edge.lowering",
+    "ProgramState": "zo2adapters.edge.running",
+    "ProgramStep": "zo2adapters.edge.running",
+    "TrainingProgram": "zo2adapters.edge.running",
     "ZOArguments": "zo2adapters.frameworks.arguments",
     "ZOLightningModule": "zo2adapters.frameworks.lightning_module",
     "ZOTrainerMixin": "zo2adapters.frameworks.trainer_mixin",
@@ -40,6 +49,7 @@ _MODULES = {
     "open_checkpoint": "zo2adapters.models.checkpoint",
     "HFBlockModel": "zo2adapters.models.hf",
     "MonolithicMeZO": "zo2adapters.models.monolithic",
+    "pack": "zo2adapters.models.packing",
     "Adapter": "zo2adapters.models.peft_model",
     "Precision": "zo2adapters.models.precision",
     "Sampling": "zo2adapters.tasks.generation",

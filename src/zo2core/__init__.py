@@ -1,8 +1,10 @@
 """Zeroth-order fine-tuning of models larger than their device: versioned blocks and a journal."""
 
 from zo2core.beside import BesideActivations as BesideActivations
+from zo2core.beside import Columns as Columns
 from zo2core.beside import Factors as Factors
 from zo2core.beside import InWeights as InWeights
+from zo2core.beside import Learned as Learned
 from zo2core.beside import Moved as Moved
 from zo2core.beside import Perturbation as Perturbation
 from zo2core.beside import StackedModel as StackedModel

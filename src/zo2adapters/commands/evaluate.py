@@ -63,6 +63,9 @@ class Evaluate(AtStep):
         tokenizer = load_tokenizer(at.base())
         model = at.opened(loss_chunk=self.batching.loss_chunk)
         length = self.batching.length_for(model)
+        if self.batching.pack and (at.head != "causal-lm" or holds_choices(self.data) or holds_answers(self.data)):
+            found, expected = f"{self.data}, rows of another kind", "rows of text, by the model's own loss"
+            raise OptionError("pack", found=found, expected=expected, remedy="leave it out")
         if at.head != "causal-lm":
             self._classify(at, model, tokenizer, length, workers)
             return
@@ -87,7 +90,12 @@ class Evaluate(AtStep):
             tqdm(total=len(dataset), unit="row", file=sys.stderr, disable=not is_first(workers)) as bar,
         ):
             result = evaluate_dataset(
-                engine, dataset, batch_size=self.batching.batch_size, pad=pad_token_id(tokenizer), progress=bar.update
+                engine,
+                dataset,
+                batch_size=self.batching.batch_size,
+                pad=pad_token_id(tokenizer),
+                packed=self.batching.pack,
+                progress=bar.update,
             )
             _require_finite([result.loss], model, at)
         _tell(
@@ -169,7 +177,7 @@ class Evaluate(AtStep):
     def _engine(self, at: AtStep, model: HFBlockModel, longest: int, workers: Workers | None) -> Replayer:
         from zo2adapters.models.footprint import activation_bytes
 
-        rows, micro_rows = self.batching.batch_size, self.batching.micro_batch_size
+        (rows, longest), micro_rows = self.batching.shape(self.batching.batch_size, longest), self.batching.micro_batch_size
         nbytes = (
             activation_bytes(model.config, rows, longest, streams=BATCHES, micro_rows=micro_rows)
             if self.activation_memory is None

@@ -101,7 +101,7 @@ class Plan:
             carried=self.carried,
             loss_chunk=self.batching.loss_chunk or "auto",
         )
-        tokens = self.batching.length_for(model)
+        rows, tokens = self.batching.shape(self.batching.batch_size, self.batching.length_for(model))
         noise = optimization.generator(model.layouts)
         drawn = noise or SequentialNoise(model.layouts)
         require_perturbation(optimization.perturbation, model, optimization.estimator_of(1), drawn, replay=self.replay)
@@ -111,7 +111,7 @@ class Plan:
                 memory=self.memory,
                 device_memory=self.device_memory,
                 bus=self.bus,
-                rows=self.batching.batch_size,
+                rows=rows,
                 tokens=tokens,
                 micro_rows=self.batching.micro_batch_size,
                 noise=noise,
@@ -127,7 +127,7 @@ class Plan:
         planned = plan_run(
             model,
             memory=self.memory,
-            rows=self.batching.batch_size,
+            rows=rows,
             tokens=tokens,
             scratch=self.scratch,
             micro_rows=self.batching.micro_batch_size,

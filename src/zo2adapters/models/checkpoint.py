@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +31,9 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.llama import LLAMA
 from zo2adapters.models.matching import load_buffers, match_tensors, require_dtype
 from zo2adapters.models.opt import OPT
-from zo2adapters.models.peft_model import Adapter, AdapterReader, PeftBlockModel, by_wrapped_names, inject, peft_config
+from zo2adapters.models.peft_kinds.kind import OpenedAdapter
+from zo2adapters.models.peft_kinds.reader import AdapterReader
+from zo2adapters.models.peft_model import Adapter, by_wrapped_names, inject, peft_config
 from zo2adapters.models.precision import Precision, choose_precision, exact_where_encoded
 from zo2adapters.models.quantized import EncodedTensor, Quantization, encodings_of, without_encodings
 from zo2adapters.models.qwen import QWEN2, QWEN3
@@ -113,7 +117,7 @@ def open_checkpoint(
     kind = head_of(head)
     if kind is not CAUSAL_LM and loss_chunk not in (None, "auto"):
         raise OptionError("loss_chunk", found=f"{loss_chunk} for {head}", expected="none", remedy="leave it out")
-    peft_options = None if adapter is None else peft_config(adapter)
+    chosen_config = None if adapter is None else peft_config(adapter)
     if adapter is not None and (kind is not CAUSAL_LM or precision not in ("auto", "exact") or carried != "stored"):
         option, found = ("head", head) if kind is not CAUSAL_LM else ("precision", f"{precision}, {carried} carried")
         expected = "a causal language model in exact precision beside an adapter, whose parameters are float32 anyway"
@@ -156,9 +160,10 @@ def open_checkpoint(
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None:
         require_dtype(matched.parameters, skeleton, chosen.stored)
     pieces, encodings = encodings_of(matched.parameters, encoded)
-    values, trained = dict[str, torch.Tensor](), None
-    if adapter is not None and peft_options is not None:
-        values, trained = inject(skeleton, adapter, *peft_options)
+    opened: OpenedAdapter | None = None
+    if adapter is not None and chosen_config is not None:
+        base = partial(open_checkpoint, directory, dtype=dtype, architecture=architecture)
+        opened = inject(skeleton, adapter, chosen_config, base)
         pieces, encodings = by_wrapped_names(skeleton, pieces), by_wrapped_names(skeleton, encodings)
     weights = SafetensorsReader(pieces)
     kept = matched.kept_otherwise(skeleton.base_model_prefix)
@@ -180,13 +185,14 @@ def open_checkpoint(
     if kind is not CAUSAL_LM:
         return HFHeadModel(kind, *parts_of_it, **options)
     chunk = _loss_chunk(config, chosen) if loss_chunk == "auto" else loss_chunk
-    if peft_options is None and reads_images(config):
+    if opened is None and reads_images(config):
         return HFVisionModel(*parts_of_it, loss_chunk=chunk, **options)
-    if peft_options is None:
+    if opened is None:
         return HFBlockModel(*parts_of_it, loss_chunk=chunk, **options)
-    both = AdapterReader(weights, values, str(peft_options[1] or "the new adapter"))
-    options |= {"loss_chunk": chunk, "trained": trained, "kept": frozenset(values)}
-    return PeftBlockModel(peft_options[0], skeleton, architecture, both, companions, **options)
+    architecture = replace(architecture, embedding=(*architecture.embedding, *opened.inserted.embedding))
+    options |= {"loss_chunk": chunk, "trained": opened.trained, "kept": frozenset(opened.shapes)}
+    both = AdapterReader(weights, opened)
+    return opened.kind.model_class(opened, skeleton, architecture, both, companions, **options)
 
 
 def resolve_directory(path: Path | str) -> Path:

@@ -1,11 +1,15 @@
-"""What of a config decides a model's forwards, for the journal."""
+"""What decides a model's forwards beside its weights, for the journal."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
+import torch
+from safetensors.torch import save
 from transformers import PretrainedConfig
 
 _NEUTRAL = {  # keys that no forward of a causal language model reads, or that parameters and batches say
@@ -15,11 +19,21 @@ _NEUTRAL = {  # keys that no forward of a causal language model reads, or that p
 }
 
 
-def decisive_config(config: PretrainedConfig) -> dict[str, Any]:
-    """The values of a config that decide the forwards, with transformers' defaults, and the attention that it chose."""
+def decisive_config(
+    config: PretrainedConfig, dtypes: Mapping[str, torch.dtype | None], constants: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """The values of a config that decide the forwards, with transformers' defaults, and the attention that it chose.
+
+    Args:
+        config: The model's.
+        dtypes: In which it computes, and is carried; None is as it is stored.
+        constants: Buffers that the checkpoint keeps.
+    """
     values = json.loads(config.to_json_string(use_diff=False))
     decisive = {key: _finite(value) for key, value in values.items() if key not in _NEUTRAL and value is not None}
-    return {**decisive, "attention": config._attn_implementation}
+    named = {key: str(dtype).removeprefix("torch.") for key, dtype in dtypes.items() if dtype is not None}
+    buffers = {"buffers": hashlib.sha256(save(dict(constants))).hexdigest()} if constants else {}
+    return {**decisive, "attention": config._attn_implementation, **named, **buffers}
 
 
 def _finite(value: Any) -> Any:

@@ -11,14 +11,12 @@ Trade-off: embedding, positions and masks are computed twice a forward, which co
 from __future__ import annotations
 
 import contextlib
-import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from safetensors.torch import save
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -28,6 +26,7 @@ from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.chunked_loss import chunked_loss
 from zo2adapters.models.decisive_config import decisive_config
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
+from zo2adapters.models.packing import require_apart
 from zo2adapters.models.prepared_batch import (
     PreparedBatch,
     branches_of,
@@ -117,6 +116,7 @@ class HFBlockModel:
         self._stored = {spec.name: spec.dtype for layout in self.layouts for spec in layout.parameters if not spec.frozen}
         self._device = torch.device("cpu")  # of the modules' buffers
         self._skeleton = skeleton
+        self._called: Callable[..., Any] = skeleton  # what runs HF's forward
         self._recorder = CallRecorder()
         self._beside: BesideModules | None = None  # the modules, once they are patched
         self._stand_in_branches = BranchCache()  # the same for any number of stand-ins
@@ -124,18 +124,14 @@ class HFBlockModel:
         assert isinstance(layers, nn.ModuleList)
         self._layers = list(layers)
         for i, layer in enumerate(self._layers):
-            last = i + 1 == len(self._layers)
-            layers[i] = Stub(layer, self._recorder, last=last, returned=architecture.returned)
+            layers[i] = Stub(layer, self._recorder, last=i + 1 == len(self._layers), returned=architecture.returned)
 
     @property
     def description(self) -> Mapping[str, Any]:
         """What of the config decides the forwards, with transformers' defaults, and the attention that it chose."""
-        back = self.carried if self.carried_back else None
-        dtypes = {"autocast": self.autocast, "carried": self.carried, "carried_back": back}
-        named = {key: str(dtype).removeprefix("torch.") for key, dtype in dtypes.items() if dtype is not None}
-        constants = self.saved_form.constants
-        buffers = {"buffers": hashlib.sha256(save(dict(constants))).hexdigest()} if constants else {}
-        return {**decisive_config(self.config), **named, **buffers}
+        dtypes = {"autocast": self.autocast, "carried": self.carried}
+        dtypes["carried_back"] = self.carried if self.carried_back else None
+        return decisive_config(self.config, dtypes, self.saved_form.constants)
 
     @property
     def skeleton(self) -> PreTrainedModel:
@@ -145,10 +141,10 @@ class HFBlockModel:
         """
         return self._skeleton
 
-    def is_linear(self, name: str) -> bool:
-        """Whether a parameter is the matrix of an ``nn.Linear``."""
-        path, _, leaf = name.rpartition(".")
-        return leaf == "weight" and type(self._modules[path]) is nn.Linear
+    def places_of(self, name: str) -> list[tuple[str, nn.Module, str]]:
+        """Where a parameter is: paths of modules, the modules, and what they call it. A tied one is in several."""
+        places = (alias.rpartition(".") for some in self._aliases[name].values() for alias in some)
+        return [(path, self._modules[path], leaf) for path, _, leaf in dict.fromkeys(places)]
 
     def bind(self, index: int, parameters: Mapping[str, torch.Tensor]) -> None:
         """Make these views a segment's parameters, under each name that they have there. See the contract."""
@@ -181,6 +177,8 @@ class HFBlockModel:
 
     def _prepared(self, batch: Batch) -> Batch:
         prepared = PreparedBatch(batch)
+        if prepared.is_packed:
+            require_apart(prepared, lambda: self.embed(prepared).calls)
         if batch["input_ids"].device.type != "cpu":  # on the CPU it costs nothing to ask, the first time
             self.learn(prepared)
         return prepared
@@ -226,7 +224,7 @@ class HFBlockModel:
         recorder.reset()
         tell_shape(self._beside, inputs["input_ids"])
         with contextlib.suppress(CutError), self._casting():
-            self._skeleton(**inputs)
+            self._called(**inputs)
         assert recorder.hidden is not None, "HF's forward did not reach the last layer"
         return Activations(recorder.hidden, recorder.calls)
 
@@ -266,14 +264,12 @@ class HFBlockModel:
         tell_shape(self._beside, final)
         try:
             with self._casting():
-                return self._skeleton(**inputs)
+                return self._called(**inputs)
         finally:
             self._recorder.final = None
 
     def _epilogue(self, final: torch.Tensor, wanted: str, **inputs: torch.Tensor) -> torch.Tensor:
-        output = getattr(self.epilogue(final, **inputs, use_cache=False), wanted)
-        assert isinstance(output, torch.Tensor)
-        return output
+        return cast("torch.Tensor", getattr(self.epilogue(final, **inputs, use_cache=False), wanted))
 
     def _casting(self) -> contextlib.AbstractContextManager[object]:
         """Autocast, where the forward computes in another dtype than is stored. Weights have been cast before."""

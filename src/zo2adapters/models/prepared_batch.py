@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from zo2adapters.models.branch_cache import BranchCache
+from zo2adapters.models.packing import is_packed
 from zo2core import IGNORE_INDEX, Batch, BatchError, predicted
 
 
@@ -26,6 +27,7 @@ class PreparedBatch(dict[str, torch.Tensor]):
         labels = batch.get("labels")
         self.predictions = None if labels is None or labels.dim() != 2 else predictions(batch)
         self.is_padded = is_padded(batch)
+        self.is_packed = is_packed(batch)
 
 
 def longest_row(model: PreTrainedModel) -> int | None:
@@ -127,9 +129,9 @@ def branches_of(batch: Batch) -> contextlib.AbstractContextManager[object]:
 
 
 def is_padded(batch: Batch) -> bool:
-    """Whether a batch masks any token, so that attention takes a mask."""
+    """Whether a batch masks any token, or packs rows, so that attention takes a mask."""
     if isinstance(batch, PreparedBatch):
-        return batch.is_padded
+        return batch.is_padded or batch.is_packed
     mask = batch.get("attention_mask")
     return mask is not None and not bool(mask.all())
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
@@ -91,7 +92,7 @@ def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, str]:
                 raise UnsupportedModelError(where, found=found, expected="weights as they were trained", remedy=remedy)
             [first, *others] = model.saved_form.parts_of(spec)
             is_whole = first == SavedPart(first.tensor, spec.shape, 0, spec.numel) and not others
-            if not layout.resident and model.is_linear(spec.name) and is_whole and first.tensor.endswith(".weight"):
+            if not layout.resident and _is_linear(model, spec.name) and is_whole and first.tensor.endswith(".weight"):
                 chosen[spec.name] = first.tensor.removesuffix(".weight")
     if not chosen:
         raise UnsupportedModelError(
@@ -168,3 +169,9 @@ def _description(encoding: Encoding, dtype: str) -> dict[str, Any]:
 
 def _bytes(content: Path | bytes) -> bytes:
     return content if isinstance(content, bytes) else content.read_bytes()
+
+
+def _is_linear(model: HFBlockModel, name: str) -> bool:
+    """Whether a parameter is the matrix of an ``nn.Linear``."""
+    (_, module, leaf), *_ = model.places_of(name)
+    return leaf == "weight" and type(module) is nn.Linear

@@ -214,7 +214,7 @@ def require_lengths(model: HFBlockModel, prompts: Sequence[Sequence[int]], max_n
             found = f"tokens {min(prompt)} to {max(prompt)}" if prompt else "an empty prompt"
             expected = f"at least one token, from 0 to {vocabulary - 1}"
             raise BatchError(f"prompts[{number}]", found=found, expected=expected, remedy="use this model's own tokenizer")
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = model.longest_row
     most = None if longest is None else longest - max(map(len, prompts))
     if max_new_tokens < 1 or (most is not None and max_new_tokens > most):
         expected = "at least 1" if most is None else f"1 to {most}, what the prompts leave of the {longest} the model takes"

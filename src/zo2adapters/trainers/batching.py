@@ -26,6 +26,9 @@ class Batching:
     loss_chunk: int | None = None
     """Labelled tokens whose logits are in memory at a time. By default all of a batch's in exact precision, and in mixed
     precision what a cache holds. The loss differs by the order of its sum only."""
+    pack: bool = False
+    """Lay a batch's rows one behind the other instead of padding them to one length: rows of text, by the model's own loss,
+    where the model's attention keeps packed rows apart. The loss differs by the order of its sums only."""
     sequence_length: int | None = None
     """Longest row in tokens; longer ones are cut at the end. By default 1024, or what the model takes if that is less."""
 
@@ -40,8 +43,15 @@ class Batching:
             value = getattr(self, option)
             if value is not None:
                 require_at_least(option, value, 1)
+        if self.pack and self.micro_batch_size is not None:
+            expected = "packed rows, which run as one"
+            raise OptionError("pack", found="--micro-batch-size", expected=expected, remedy="leave one of the two out")
         if self.sequence_length is not None:
             require_at_least("sequence_length", self.sequence_length, 2)
+
+    def shape(self, rows: int, tokens: int) -> tuple[int, int]:
+        """How many rows a batch has, and tokens in each, of so many rows with at most so many tokens."""
+        return (1, rows * tokens) if self.pack else (rows, tokens)
 
     def length_for(self, model: HFBlockModel) -> int:
         """The longest row for a model.
@@ -49,7 +59,7 @@ class Batching:
         Raises:
             OptionError: if more was asked for than the model takes.
         """
-        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        longest = model.longest_row
         if self.sequence_length is None:
             return min(DEFAULT_LENGTH, longest or DEFAULT_LENGTH)
         if longest is not None and self.sequence_length > longest:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
+from zo2adapters.models.packing import pack
 from zo2adapters.tasks.batches import collate, evaluation_batches
 from zo2adapters.tasks.rows import Dataset
 from zo2core import Batch, EvaluationResult, Replayer
 
 
 def evaluate_dataset(
-    engine: Replayer, dataset: Dataset, *, batch_size: int, pad: int, progress: Callable[[int], object] | None = None
+    engine: Replayer,
+    dataset: Dataset,
+    *,
+    batch_size: int,
+    pad: int,
+    packed: bool = False,
+    progress: Callable[[int], object] | None = None,
 ) -> EvaluationResult:
     """Evaluate the present weights on a whole data set, in file order.
 
@@ -20,6 +27,7 @@ def evaluate_dataset(
         dataset: The rows to evaluate on.
         batch_size: Rows a batch.
         pad: Token id at padded positions.
+        packed: Whether a batch's rows lie one behind the other instead of being padded.
         progress: Told how many rows are being taken up, batch by batch.
     """
 
@@ -27,7 +35,8 @@ def evaluate_dataset(
         for rows in evaluation_batches(dataset, batch_size=batch_size):
             if progress is not None:
                 progress(len(rows))
-            yield collate(rows, pad_token_id=pad)
+            batch = collate(rows, pad_token_id=pad)
+            yield pack(batch) if packed else batch
 
     return engine.evaluate(batches())
 

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.packing import pack
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.candidates import Choice, Choices, holds_choices, read_choices
 from zo2adapters.tasks.dealing import in_order, is_own
@@ -113,15 +114,21 @@ class Lesson(ABC):
 
 
 class LossLesson(Lesson):
-    """Rows of text, by the model's own loss."""
+    """Rows of text, by the model's own loss; padded to one length, or packed."""
+
+    def __init__(self, model: HFBlockModel, *, packed: bool = False, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._packed = packed
 
     def batch(self, rows: Sequence[TokenizedRow]) -> Batch:
-        """Pad the rows."""
-        return collate(rows, pad_token_id=self.pad)
+        """Pad the rows, or pack them."""
+        batch = collate(rows, pad_token_id=self.pad)
+        return pack(batch) if self._packed else batch
 
     def evaluate(self, engine: Replayer, rows: Dataset) -> dict[str, float]:
         """The mean loss over labelled tokens."""
-        return {"loss": evaluate_dataset(engine, rows, batch_size=self.batch_size, pad=self.pad).loss}
+        options: dict[str, Any] = {"batch_size": self.batch_size, "pad": self.pad, "packed": self._packed}
+        return {"loss": evaluate_dataset(engine, rows, **options).loss}
 
 
 class FunctionLesson(LossLesson):
@@ -285,7 +292,7 @@ class ExactMatchLesson(LossLesson):
 
     def _groups(self, rows: Sequence[TokenizedRow]) -> Iterator[list[TokenizedRow]]:
         """Rows in order, so many at a time that the longest prompt and the longest completion fit the model together."""
-        room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        room = self.model.longest_row or math.inf
         group: list[TokenizedRow] = []
         for row in rows:
             together = [*group, row]
@@ -314,6 +321,7 @@ def lesson_of(
     batch_size: int,
     micro_batch_size: int | None = None,
     beta: float | None = None,
+    packed: bool = False,
 ) -> Lesson:
     """The lesson of an objective for rows.
 
@@ -325,9 +333,10 @@ def lesson_of(
         batch_size: Rows a batch.
         micro_batch_size: Rows that run at a time; None: all of a batch.
         beta: Of DPO; None is the default.
+        packed: Whether a batch's rows lie one behind the other instead of being padded.
 
     Raises:
-        OptionError: if there is no such objective, the rows are of another kind, or ``beta`` is for nothing.
+        OptionError: if there is no such objective, the rows are of another kind, or ``beta`` or ``packed`` is for nothing.
     """
     options: dict[str, Any] = {"pad": pad, "batch_size": batch_size, "micro_batch_size": micro_batch_size}
     if isinstance(rows, LabelledRows):
@@ -335,6 +344,9 @@ def lesson_of(
     of_choices = isinstance(rows, Choices)
     if objective == "auto":
         objective = "dpo" if isinstance(rows, Preferences) else "choice-loss" if of_choices else "loss"
+    if packed and objective != "loss":
+        expected = "loss, on rows of text"
+        raise OptionError("pack", found=f"{objective} as objective", expected=expected, remedy="leave it out")
     if objective == "dpo":
         if not isinstance(rows, Preferences):
             raise _refusal(objective, "rows without preferences", "rows with prompt, chosen and rejected")
@@ -358,7 +370,7 @@ def lesson_of(
     if of_choices:
         raise _refusal(objective, "rows with candidates", "rows with text, or prompt and completion")
     if objective == "loss":
-        return LossLesson(model, **options)
+        return LossLesson(model, packed=packed, **options)
     if objective != "exact-match":
         return FunctionLesson(model, objective, **options)
     assert isinstance(rows, Dataset)

@@ -103,7 +103,8 @@ def _is_real(value: object) -> bool:
 
 def step_record(result: StepResult, batch: Batch) -> dict[str, Any]:
     """What ``metrics.jsonl`` says about a step, as JSON values."""
-    tokens = int(batch["attention_mask"].sum())
+    mask = batch.get("attention_mask")  # packed rows have no padding
+    tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
     return {
         "step": result.step,
         "loss": result.loss,

@@ -136,8 +136,8 @@ class RunOptions:
     """What the model ends in. sequence-classification is trained on rows with text, perhaps text_pair, and label: a class,
     or a number where the model rates."""
     adapter: Path | None = None
-    """Train peft's LoRA instead of the weights, which are then only read: adapter_config.json as peft writes it, or a
-    directory with an adapter to go on from. Exports are adapters."""
+    """Train an adapter of peft's (LoRA, DoRA, VeRA, a prefix) instead of the weights, which are then only read:
+    adapter_config.json as peft writes it, or a directory with an adapter to go on from. Exports are adapters."""
     adapter_frozen: tuple[str, ...] = ()
     """With --adapter: parts of parameters' names that stay as they are, such as lora_A for LoRA-FA."""
     dtype: DtypeName = "auto"
@@ -185,8 +185,12 @@ class RunOptions:
                 raise _in_vain("objective", f"{self.objective} with --head {self.head}", "the model's own loss")
             if self.beta is not None:
                 raise _in_vain("beta", f"{self.beta} with --head {self.head}", "the model's own loss")
+            if self.batching.pack:
+                raise _in_vain("pack", f"--head {self.head}", "a causal language model")
             if self.optimization.per_row:
                 raise _in_vain("per_row", f"--head {self.head}", "a causal language model")
+        if self.optimization.per_row and self.batching.pack:
+            raise _in_vain("per_row", "--pack", "rows whose losses stay apart")
         if self.optimization.per_row and self.batching.micro_batch_size is not None:
             raise _in_vain("per_row", "--micro-batch-size", "whole rows of one batch")
         if self.optimization.rank is not None and self.storage.snapshot_every is not None:
@@ -324,7 +328,7 @@ _LATER = {
     *("architecture", "precision", "carried", "schedule_steps", "estimator", "guard", "objective", "keep_best", "report_to"),
     *("beta", "head"),
     *("clip_grad", "clip_median", "write_limit_tb", "rank", "period", "stack", "per_row"),
-    *("adapter", "adapter_frozen"),
+    *("adapter", "adapter_frozen", "pack"),
 }
 """Options that runs of earlier versions have not written down."""
 

@@ -57,6 +57,8 @@ def provenance(
         declared["objective"] = options.objective
         if (function := function_file(options.objective)) is not None:
             declared |= {"objective": options.objective.rpartition(":")[2], "objective sha256": file_sha256(function)}
+    if batching.pack:
+        declared["packed"] = True
     if options.takes_labels:
         declared["head"] = options.head
     return {

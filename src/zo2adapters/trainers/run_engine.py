@@ -7,6 +7,7 @@ from typing import Any
 
 from zo2adapters.models.footprint import activation_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.sharing import local_device, own_trace
@@ -20,18 +21,21 @@ def reserved_bytes(options: TrainOptions, model: HFBlockModel, longest: int, seq
         OptionError: if the size given for it cannot be read.
     """
     config, batching, given = model.config, options.batching, options.storage.activation_memory
-    rows, micro_rows, chunk = batching.batch_size * sequences, batching.micro_batch_size, batching.loss_chunk
+    rows, longest = batching.shape(batching.batch_size * sequences, longest)
+    micro_rows, chunk = batching.micro_batch_size, batching.loss_chunk
     streams = options.optimization.evaluations
     if options.optimization.rank is not None:  # so many streams run as one batch
         stacked = min(streams, options.optimization.stack or streams)
         rows, streams = rows * stacked, -(-streams // stacked)
         micro_rows = None if micro_rows is None else micro_rows * stacked
+    running = rows if micro_rows is None else min(rows, micro_rows)
+    beside = model.adapter_bytes(running, streams * -(-rows // running)) if isinstance(model, PeftBlockModel) else 0
     reserved = (
-        activation_bytes(config, rows, longest, streams=streams, micro_rows=micro_rows, loss_chunk=chunk)
+        activation_bytes(config, rows, longest, streams=streams, micro_rows=micro_rows, loss_chunk=chunk) + beside
         if given is None
         else parse_size(given)
     )
-    return reserved, least_activation_bytes(config, rows, longest, micro_rows=micro_rows, loss_chunk=chunk)
+    return reserved, least_activation_bytes(config, rows, longest, micro_rows=micro_rows, loss_chunk=chunk) + beside
 
 
 def base_replayer(options: TrainOptions, model: HFBlockModel, activations: int, workers: Workers | None) -> Replayer:

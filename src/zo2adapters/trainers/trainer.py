@@ -102,6 +102,7 @@ class Trainer:
             batch_size=options.batching.batch_size,
             micro_batch_size=options.batching.micro_batch_size,
             beta=options.beta,
+            packed=options.batching.pack,
         )
         if options.optimization.per_row and self._lesson.forward is not None:
             raise OptionError(

@@ -10,9 +10,10 @@ from typing import Self
 
 import torch
 
-from zo2core.beside import StackedModel
+from zo2core.beside import Learned, StackedModel
 from zo2core.build import Parts, build
 from zo2core.checkpoint import WrittenOtherwise, require_unused, write_checkpoint
+from zo2core.errors import OptionError
 from zo2core.journal import Journal
 from zo2core.kernels.encoding import decoded
 from zo2core.planning import DevicePlan, HostPlan, MemoryPolicy, Replay
@@ -26,7 +27,7 @@ from zo2core.sweep.perturber import choose_perturber
 from zo2core.sweep.stacked_visitor import StackedVisitor
 from zo2core.sweep.turn_visitor import TurnVisitor
 from zo2core.sweep.visitor import SegmentVisitor
-from zo2core.types import Batch, Evaluation, EvaluationResult, saved_form
+from zo2core.types import Batch, Evaluation, EvaluationResult, ParameterSpec, saved_form
 from zo2core.updates import Trajectory
 from zo2core.workers import Workers
 
@@ -176,18 +177,45 @@ class Replayer:
         """
         yield from self._present(range(len(self._model.layouts)))
 
+    def learned(self) -> Generator[tuple[str, Learned], None, None]:
+        """Yield what a run beside the activations has learned of every trained parameter, in visiting order.
+
+        Yields:
+            Name, and what was learned: valid until the next is asked for.
+
+        Raises:
+            OptionError: if directions are in the weights, where nothing is kept apart.
+        """
+        factors = self._parts.factors
+        if factors is None:
+            raise OptionError(
+                "perturbation",
+                found="directions in the weights, in which what was learned is not kept apart",
+                expected="directions of low rank, beside the activations",
+                remedy="export the model instead",
+            )
+        with closing(self._visited(range(len(self._model.layouts)))) as visited:
+            for spec, view in visited:
+                if not spec.frozen:
+                    yield spec.name, factors.learned(spec, view)
+
     def _present(self, segments: Iterable[int]) -> Generator[tuple[str, torch.Tensor], None, None]:
+        factors = self._parts.factors
+        with closing(self._visited(segments)) as visited:
+            for spec, view in visited:
+                weights = view if spec.encoding is None else decoded(spec, view)
+                present = weights if factors is None or spec.frozen else factors.present(spec, weights)
+                yield spec.name, present.view(spec.shape)
+
+    def _visited(self, segments: Iterable[int]) -> Generator[tuple[ParameterSpec, torch.Tensor], None, None]:
+        """Parameters of segments that are brought to the present version, and their bytes on the host."""
         self._use.require_open()
         with self._use.begun():
-            parts, visitor, factors = self._parts, self._visitor([]), self._parts.factors
+            parts, visitor = self._parts, self._visitor([])
             try:
                 for index in segments:
-                    layout = self._model.layouts[index]
                     with parts.scheduler.replayed(visitor, index) as bucket:
-                        for spec, view in zip(layout.parameters, bucket.views, strict=True):
-                            weights = view if spec.encoding is None else decoded(spec, view)
-                            present = weights if factors is None or spec.frozen else factors.present(spec, weights)
-                            yield spec.name, present.view(spec.shape)
+                        yield from zip(self._model.layouts[index].parameters, bucket.views, strict=True)
                         if isinstance(parts.source, SharedSource):
                             parts.source.require_version(self.version)
             finally:
