@@ -52,31 +52,40 @@ def drawing(dtype: torch.dtype) -> dict[str, Work]:
 
 
 def passes(dtype: torch.dtype, elements: int) -> dict[str, Work]:
-    """Ways to go over weights once: copy them, or replay an update and perturb into a work buffer."""
+    """Ways to go over weights once: copy them, perturb them into a work buffer, or replay MeZO's walk and update before.
+
+    Mixed precision keeps float32, and rounds what it perturbs to the dtype.
+    """
     theta, work = torch.zeros(elements, dtype=dtype), torch.zeros(SHARE * THREADS, dtype=dtype)
+    kept = torch.zeros(elements, dtype=torch.float32)
+    perturbation = Program((1,), (), then=Perturb(0, 1.0, 1e-3))
     update = Program(
         (1, 2),
         (*(Perturb(0, shift, 1e-3) for shift in (1.0, -2.0, 1.0)), Descend(0, 0.5, lr=1e-6, weight_decay=0.0)),
         then=Perturb(1, 1.0, 1e-3),
     )
 
-    def ranges(thread: int, piece: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def ranges(weights: torch.Tensor, thread: int, piece: int) -> tuple[torch.Tensor, torch.Tensor]:
         start = piece * SHARE % elements
-        return theta[start : start + SHARE], work[thread * SHARE : (thread + 1) * SHARE]
+        return weights[start : start + SHARE], work[thread * SHARE : (thread + 1) * SHARE]
 
     def copy(thread: int, piece: int) -> None:
-        source, out = ranges(thread, piece)
+        source, out = ranges(theta, thread, piece)
         out.copy_(source)
 
-    def replayed(distribution: Distribution) -> Work:
+    def passed(weights: torch.Tensor, program: Program, distribution: Distribution) -> Work:
         def run(thread: int, piece: int) -> None:
-            source, out = ranges(thread, piece)
-            apply_drawing(source, update, distribution, 0, piece * SHARE, out=out)
+            source, out = ranges(weights, thread, piece)
+            apply_drawing(source, program, distribution, 0, piece * SHARE, out=out)
 
         return run
 
     ways: dict[str, Work] = {"copy": copy}
-    return ways | {f"replay and perturb, {distribution.value}": replayed(distribution) for distribution in Distribution}
+    for distribution in Distribution:
+        ways[f"perturb, {distribution.value}"] = passed(theta, perturbation, distribution)
+        ways[f"perturb float32 and round, {distribution.value}"] = passed(kept, perturbation, distribution)
+        ways[f"replay and perturb, {distribution.value}"] = passed(theta, update, distribution)
+    return ways
 
 
 def rate(work: Work, pieces: int, size: int, threads: int) -> float:
@@ -109,7 +118,9 @@ def bench(dtype: torch.dtype, elements: int, rounds: int) -> dict[str, Any]:
                 pieces = 20 if "torch operations" in name else 1000
                 measured.setdefault(f"{name}, {suffix}: numbers", []).append(rate(work, pieces, PIECE, threads))
             for name, work in passes(dtype, elements).items():
-                nbytes = SHARE * dtype.itemsize
+                read = 4 if "float32" in name else dtype.itemsize
+                nbytes = SHARE * (read + dtype.itemsize)  # and written: of a replay, once more
+                nbytes += SHARE * dtype.itemsize if "replay" in name else 0
                 measured.setdefault(f"{name}, {suffix}: bytes", []).append(rate(work, elements // SHARE, nbytes, threads))
     return {
         "dtype": str(dtype),

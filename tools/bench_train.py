@@ -2,8 +2,11 @@
 
     python tools/bench_train.py /tmp/opt-13b --memory auto --rows 1 --tokens 64 --steps 2
     python tools/bench_train.py /tmp/opt-175b --evaluate-only --rows 1 --tokens 16
+    python tools/bench_train.py /tmp/opt-13b --rank 2 --queries 4 --tokens 64 --steps 20
 
-Prints a table and JSON. The peak is the kernel's count of this process's resident memory.
+With ``--rank`` directions are beside the activations, and blocks are only read. Prints a table and JSON: steps, what was
+read and written, and how each step stands to its slowest lane. The peak is the kernel's count of this process's resident
+memory.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench_overlap import spread
+
 from zo2adapters import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.verification import random_batch
-from zo2core import MemoryPolicy, WriteBackPolicy, ZOEngine
+from zo2core import Lane, MemoryPolicy, WriteBackPolicy, ZOEngine
 from zo2core.planning.host_budget import resident_memory
 
 
@@ -37,7 +42,8 @@ def peak() -> int:
 def planned(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     """What ``zo2 plan`` says, in a process of its own: what it takes does not count here."""
     batching = ["--batch-size", str(options.rows), "--sequence-length", str(options.tokens), "--noise", options.noise]
-    batching += ["--precision", options.precision]
+    batching += ["--precision", options.precision, "--queries", str(options.queries)]
+    batching += [] if options.rank is None else ["--rank", str(options.rank)]
     command = [
         "plan",
         "--model",
@@ -62,12 +68,22 @@ def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     model = open_checkpoint(options.directory, precision=options.precision)
     opened = {"seconds": time.perf_counter() - began, "peak_bytes": peak()}
     batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
-    activations = activation_bytes(model.config, options.rows, options.tokens, loss_chunk=model.loss_chunk)
     noise = Noise(options.noise)
-    optimization = Optimization(noise=noise, exact_mezo=noise is Noise.MEZO)
+    exact_mezo = noise is Noise.MEZO
+    optimization = Optimization(noise=noise, exact_mezo=exact_mezo, rank=options.rank, queries=options.queries)
+    together = 1 if options.rank is None else optimization.evaluations  # streams that run as one batch
+    activations = activation_bytes(
+        model.config,
+        options.rows * together,
+        options.tokens,
+        streams=optimization.evaluations // together,
+        loss_chunk=model.loss_chunk,
+    )
     measured: dict[str, Any] = {
         "noise": options.noise,
         "precision": options.precision,
+        "rank": options.rank,
+        "queries": options.queries,
         "directory": options.directory.name,
         "dtype": str(model.layouts[0].parameters[0].dtype),
         "rows": options.rows,
@@ -86,6 +102,7 @@ def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
         journal=run / "journal.jsonl",
         memory=MemoryPolicy(host=options.memory, activations=activations),
         write_back=None if options.evaluate_only or options.no_scratch else WriteBackPolicy(directory=run),
+        perturbation=optimization.perturbation,
     ) as engine:
         assert engine.host_plan is not None
         measured["arranged"] = {"buckets": engine.host_plan.buckets, "keep_noise": engine.host_plan.keep_noise}
@@ -101,6 +118,10 @@ def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
                 "step_seconds": seconds,
                 "settled_seconds": statistics.median(settled),
                 "losses": [step.loss for step in steps],
+                "lanes": [{lane.value: use.busy_seconds for lane, use in step.lanes.items()} for step in steps],
+                "read_bytes": statistics.median(step.lanes[Lane.READ].nbytes for step in steps),
+                "written_bytes": sum(step.lanes[Lane.WRITE].nbytes for step in steps),
+                "against_slowest_lane": spread([step.seconds / step.bound_seconds for step in steps[1:] or steps]),
                 "write_back_every": engine.write_back_every,
                 "seconds_against_plan": statistics.median(settled) / plan["seconds"],
             }
@@ -118,6 +139,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--noise", choices=[noise.value for noise in Noise], default="rademacher", help="mezo is exact MeZO")
+    parser.add_argument("--rank", type=int, default=None, help="of directions beside the activations")
+    parser.add_argument("--queries", type=int, default=1)
     parser.add_argument("--precision", choices=["exact", "mixed"], default="exact")
     parser.add_argument("--evaluate-only", action="store_true")
     parser.add_argument("--no-scratch", action="store_true", help="never write back")
@@ -131,6 +154,8 @@ def main() -> None:
             print(f"{key:24s} {value / 1e9:10.3f} GB")
         elif isinstance(value, float):
             print(f"{key:24s} {value:10.3f}")
+        elif key == "against_slowest_lane":
+            print(f"{key:24s} {value['median']:10.3f} [{value['min']:.3f} - {value['max']:.3f}]")
     print(json.dumps(measured))
 
 

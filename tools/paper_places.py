@@ -194,7 +194,11 @@ class Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now -= self._known.pop(address)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count its results."""
+        """Run an operation, or those that it is made of, which inference mode hands over whole, and count results."""
+        with self:
+            out = func.decompose(*args, **(kwargs or {}))
+        if out is not NotImplemented:
+            return out
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor) and tensor.device.type in ("cpu", "meta"):

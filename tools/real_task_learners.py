@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from zo2adapters import HFBlockModel, open_checkpoint
+from zo2adapters import Adapter, HFBlockModel, open_checkpoint
 from zo2adapters.models.hf import Activations
 from zo2adapters.models.prepared_batch import predictions
 from zo2adapters.tasks.batches import collate
@@ -29,7 +31,9 @@ from zo2core import (
     Distribution,
     InWeights,
     MeZOSGD,
+    MultiQueryRGE,
     NonFiniteLossError,
+    OptionError,
     PerRowRGE,
     PhiloxNoise,
     ZOEngine,
@@ -37,6 +41,7 @@ from zo2core import (
 )
 
 ZO_EPS = 1e-3
+LORA_EPS = 1e-2  # as MeZO's
 QUESTIONS_A_BATCH = 16
 
 
@@ -169,8 +174,8 @@ class LabelWords(LogLikelihood):
 class ZerothOrderLearner:
     """An engine of this library."""
 
-    def __init__(self, model: HFBlockModel, engine: ZOEngine) -> None:
-        self._model, self._engine = model, engine
+    def __init__(self, model: HFBlockModel, engine: ZOEngine, rows: int) -> None:
+        self._model, self._engine, self._rows = model, engine, rows
 
     @property
     def taken(self) -> int:
@@ -178,8 +183,8 @@ class ZerothOrderLearner:
         return self._engine.version
 
     def step(self, batch: Batch) -> None:
-        """Take one step along new directions."""
-        self._engine.step(batch)
+        """Take one step along new directions, on as many of the rows as they share."""
+        self._engine.step({key: value[: self._rows] for key, value in batch.items()})
 
     def score(self, questions: Questions) -> Score:
         """Answer in as few sweeps as activations fit into memory."""
@@ -202,17 +207,23 @@ class ZerothOrder:
     lrs: tuple[float, ...] = (5e-6, 1e-5, 2e-5, 4e-5)
     forwards: int = 2
     rank: int | None = None  # of directions beside the activations; None: dense ones, in the weights
+    lora: Mapping[str, Any] | None = None  # of LoRA-FA: its matrices B alone are trained; None: all weights are
+    queries: int = 1  # directions that judge the same rows: so many fewer rows a step, for no more forwards of a row
 
     def learner(self, model: Path, *, lr: float, seed: int, journal: Path, rows: int) -> Learner:
         """Open the model, and go on where the journal ends."""
-        opened = open_checkpoint(model, **self.opening)
+        if rows % self.queries:
+            expected = f"a multiple of the {self.queries} queries of {self.name}, which share them"
+            raise OptionError("rows", found=str(rows), expected=expected, remedy="choose another --batch-size")
+        adapter = Adapter(config=LoraConfig(**self.lora), frozen=("lora_A",), seed=seed) if self.lora else None
+        opened = open_checkpoint(model, adapter=adapter, **self.opening)
         noise = None if self.noise is None else PhiloxNoise(self.noise)
         perturbation = InWeights() if self.rank is None else BesideActivations(rank=self.rank)
         estimator = self.estimator(lr)
         if isinstance(estimator, PerRowRGE):
             estimator = replace(estimator, q=rows)
         engine = ZOEngine(opened, estimator, noise=noise, perturbation=perturbation, journal=journal, seed=seed)
-        return ZerothOrderLearner(opened, engine)
+        return ZerothOrderLearner(opened, engine, rows // self.queries)
 
 
 class AdamWLearner:
@@ -291,6 +302,11 @@ def meazo(lr: float) -> ZOEstimator:
     return MEAZO(lr=lr, zo_eps=ZO_EPS, perturb_in_place=False)
 
 
+def queries(q: int, lr: float) -> ZOEstimator:
+    """Two-point steps along several directions, each judged by the same rows (P-RGE, equation 1)."""
+    return MultiQueryRGE(q=q, lr=lr, zo_eps=LORA_EPS, perturb_in_place=False)
+
+
 def per_row(lr: float) -> ZOEstimator:
     """Two-point steps in which each row of the batch has a direction of its own: there are as many as rows, in the end."""
     return PerRowRGE(q=1, lr=lr, zo_eps=ZO_EPS, perturb_in_place=False)
@@ -301,6 +317,9 @@ FZOO_LRS, MEAZO_LRS = (1e-3, 3e-3, 6e-3, 1.2e-2), (3e-4, 1e-3, 2e-3, 4e-3)
 PER_ROW_LRS = (1e-5, 2e-5, 4e-5, 8e-5)
 IN_FLOAT32 = {"dtype": "float32", "loss_chunk": 64}
 IN_BFLOAT16 = {"dtype": "bfloat16", "loss_chunk": 64}
+# LoRA-FA is what P-RGE trains: the matrices A stay as they were drawn. The base is bfloat16, the adapter float32.
+LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+LORA_LRS = (3e-4, 1e-3, 3e-3, 1e-2)
 IN_MIXED = {"precision": "mixed", "dtype": "bfloat16"}  # stored in float32; not the dtype that a probe finds faster here
 VARIANTS: tuple[Variant, ...] = (
     ZerothOrder(name="mezo-float32", opening={"dtype": "float32"}, noise=None, estimator=mezo),
@@ -313,11 +332,33 @@ VARIANTS: tuple[Variant, ...] = (
         noise=RADEMACHER,
         estimator=two_point,
     ),
-    ZerothOrder(name="rank-8-bfloat16", opening=IN_BFLOAT16, noise=GAUSSIAN, estimator=two_point, rank=8),
+    ZerothOrder(
+        name="rademacher-mixed-bfloat16-carried",
+        opening={**IN_MIXED, "carried": "bfloat16"},
+        noise=RADEMACHER,
+        estimator=two_point,
+    ),
+    *(
+        ZerothOrder(name=f"rank-{rank}-bfloat16", opening=IN_BFLOAT16, noise=GAUSSIAN, estimator=two_point, rank=rank)
+        for rank in (1, 2, 4, 8)
+    ),
+    *(
+        ZerothOrder(
+            name=f"lora-fa-{count}-queries-bfloat16",
+            opening=IN_BFLOAT16,
+            noise=GAUSSIAN,
+            estimator=partial(queries, count),
+            lrs=LORA_LRS,
+            lora=LORA,
+            queries=count,
+        )
+        for count in (1, 4, 16)
+    ),
     ZerothOrder(
         name="per-row-rank-8-bfloat16", opening=IN_BFLOAT16, noise=GAUSSIAN, estimator=per_row, rank=8, lrs=PER_ROW_LRS
     ),
-    # The steps of these two are divided, so that learning rates are lengths: a weight moves by lr, in FZOO by lr / sqrt(8).
+    # The steps of these are divided, so that learning rates are lengths: a weight moves by lr, in FZOO by lr / sqrt(8).
+    ZerothOrder(name="fzoo-mixed", opening=IN_MIXED, noise=RADEMACHER, estimator=fzoo, lrs=FZOO_LRS, forwards=9),
     ZerothOrder(name="fzoo-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=fzoo, lrs=FZOO_LRS, forwards=9),
     ZerothOrder(name="meazo-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=meazo, lrs=MEAZO_LRS),
     AdamW(name="adamw-float32"),

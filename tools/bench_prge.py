@@ -1,0 +1,280 @@
+"""The tables of the P-RGE paper (arXiv 2409.15520): parallel queries and signs against forwards in turn, time and memory.
+
+    python tools/bench_prge.py --queries 1,4,16 --effective 16 --tokens 32,64,128
+    python tools/bench_prge.py --queries 1 --effective 1 --tokens 32,64,128 --bases bfloat16 int8 nf4
+
+A step with q queries on a batch of B rows has 2 q evaluations; E = q B, its effective batch size, stays. Directions are of
+LoRA-FA's B in all queries and values, and the same in all ways. The paper's four ways, each a forward of the whole model:
+
+    in turn   2 q forwards of B rows: each query's two signs, one after the other
+    inner     q forwards of 2 B rows: both signs of a query together
+    outer     2 forwards of q B rows: all queries together, the signs one after the other
+    both      one forward of 2 q B rows
+
+The engine's ``stack`` is another thing: a step visits each block once, and ``stack`` is how many evaluations run together at
+that visit, in the order + - + -. All of them, its default, is *both*; 1 is *one visit*: the 2 q forwards of B rows take
+turns block by block, so that a block is read, and decoded, once for all. To have the paper's ways a step is begun with
+``ask``, runs a sweep for each of the forwards above, and ends with ``tell``. Without this engine, in torch, are *plain*, two
+forwards of peft's own model with B perturbed in place, the paper's 'vanilla', and *first order*, its gradient and SGD.
+
+All ways take turns in one process, with all numbers of queries; ways that are the same at q = 1 run once. Prints tables and
+JSON: seconds, medians and ranges of ratios of neighbours, the most bytes that a step's operations hold beside weights and
+what stays between steps, and the bytes of the weights of this model and of the paper's two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from bench_overlap import keep, machine, spread
+from bench_paper import batch_of
+from make_checkpoint import make_checkpoint
+from paper_models import scaled
+from paper_places import Usage
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+
+from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
+from zo2adapters.models.architecture import segment_layouts
+from zo2adapters.models.checkpoint import ARCHITECTURES, DTYPES
+from zo2adapters.models.quantizer import quantize
+from zo2adapters.models.skeleton import build_skeleton
+from zo2core import BesideActivations, Distribution, Encoding, Int8Rows, MultiQueryRGE, NF4Blocks, PhiloxNoise, ZOEngine
+from zo2core.kernels import fill
+from zo2core.types import Batch
+
+WARM_UP = 1
+RANK = 16
+LR, ZO_EPS = 1e-6, 1e-2
+ENCODINGS: Mapping[str, Encoding] = {"int8": Int8Rows(), "nf4": NF4Blocks()}
+AGREE = {"float32": 1e-5}  # losses of one evaluation, relatively; of others 2e-2
+PAPER_GIB = {"TinyLlama-1.1B": (4.10, 2.05, 1.15, 0.70), "Llama2-7B": (25.10, 12.56, 6.52, 3.50)}  # its Table 9
+
+
+def paper_configs() -> dict[str, LlamaConfig]:
+    """The paper's two models."""
+    common: dict[str, Any] = {"vocab_size": 32000, "num_attention_heads": 32}
+    tiny = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_key_value_heads": 4}
+    large = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_key_value_heads": 32}
+    return dict(zip(PAPER_GIB, (LlamaConfig(**common | shape) for shape in (tiny, large)), strict=True))
+
+
+def lora() -> Any:
+    """The paper's adapter."""
+    return peft.LoraConfig(r=RANK, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+
+
+def forwards_of(queries: int) -> dict[str, list[list[int]]]:
+    """Which evaluations, + - + -, each forward of a way runs; of ways that are the same, the first."""
+    places = range(2 * queries)
+    ways = {
+        "in turn": [[place] for place in places],
+        "inner": [[place, place + 1] for place in places[::2]],
+        "outer": [list(places[::2]), list(places[1::2])],
+        "both": [list(places)],
+    }
+    return {name: way for at, (name, way) in enumerate(ways.items()) if way not in list(ways.values())[:at]}
+
+
+class Forwards(ZOEngine):
+    """An engine whose steps can take several sweeps, each with some of the evaluations as one batch."""
+
+    def losses(self, batch: Batch, forwards: Sequence[Sequence[int]], *, seed: int | None = None) -> list[torch.Tensor]:
+        """Begin a step and make its losses; ``tell`` ends it.
+
+        Args:
+            batch: Of every evaluation.
+            forwards: The places, among the step's evaluations, of those that a sweep runs.
+            seed: Of the first direction; drawn from the run's if None.
+        """
+        evaluations, prepared = self.ask(seed=seed), [self._model.prepared(batch)]
+        losses: dict[int, torch.Tensor] = {}
+        for places in forwards:
+            outputs = self._sweep([(evaluations[place], prepared) for place in places])
+            losses.update(zip(places, (loss for [loss] in outputs), strict=True))
+        return [losses[place] for place in range(len(evaluations))]
+
+
+def without_engine(base: Path, batch: Batch) -> dict[str, Callable[[], object]]:
+    """Steps of peft's model in torch: two forwards and their update, and a gradient."""
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    peft.inject_adapter_in_model(lora(), whole)
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad = "lora_B" in name
+    whole.config.use_cache = False
+    rule = torch.optim.SGD([parameter for parameter in whole.parameters() if parameter.requires_grad], lr=LR)
+
+    def draw(z: torch.Tensor, seed: int, parameter: int) -> None:
+        fill(z, Distribution.RADEMACHER, seed, parameter)
+
+    def first_order() -> None:
+        whole(**batch).loss.backward()
+        rule.step()
+        rule.zero_grad()
+
+    mezo = MonolithicMeZO(whole, lr=LR, zo_eps=ZO_EPS, draw=draw)
+    return {"plain": partial(mezo.step, batch, 0), "first order": first_order}
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Most bytes that the results of a step's operations take at a time, beside what is still there when it is over."""
+    usage = Usage()
+    with usage:
+        work()
+        usage.peak = usage.now
+        work()
+    return usage.peak - usage.now
+
+
+def works_of(
+    base: Path, opened: ExitStack, queries: Sequence[int], effective: int, tokens: int
+) -> dict[tuple[int, str], Callable[[], object]]:
+    """A step of every way, by its number of queries and its name."""
+    works: dict[tuple[int, str], Callable[[], object]] = {}
+    for q in queries:
+        estimator = MultiQueryRGE(lr=LR, zo_eps=ZO_EPS, perturb_in_place=False, q=q)
+        engines = []
+        for stack in (None, 1):
+            model = open_checkpoint(base, adapter=Adapter(config=lora(), frozen=("lora_A",)))
+            perturbation = BesideActivations(rank=RANK, period=10**6, stack=stack)
+            engine = Forwards(model, estimator, noise=PhiloxNoise(Distribution.RADEMACHER), perturbation=perturbation)
+            engines.append(opened.enter_context(engine))
+        batch = batch_of(model.config.vocab_size, effective // q, tokens, torch.device("cpu"))
+        in_sweeps, in_a_visit = engines
+        agree(in_sweeps, batch, q, rel_tol=AGREE.get(base.name, 2e-2))
+
+        def step(engine: Forwards, batch: Batch, forwards: Sequence[Sequence[int]]) -> None:
+            engine.tell(engine.losses(batch, forwards))
+
+        works |= {(q, name): partial(step, in_sweeps, batch, way) for name, way in forwards_of(q).items()}
+        works[q, "one visit"] = partial(in_a_visit.step, batch)
+        if q == 1 and base.name in DTYPES:
+            works |= {(q, name): work for name, work in without_engine(base, batch).items()}
+    return works
+
+
+def agree(engine: Forwards, batch: Batch, queries: int, *, rel_tol: float) -> None:
+    """Refuse to measure ways that do not make the same losses."""
+    found = [engine.losses(batch, way, seed=7) for way in forwards_of(queries).values()]
+    for other in found:
+        for one, same in zip(found[0], other, strict=True):
+            assert math.isclose(one, same, rel_tol=rel_tol), f"ways differ: {found}"
+
+
+def bench(base: Path, queries: Sequence[int], effective: int, tokens: int, steps: int) -> list[dict[str, Any]]:
+    """All ways in turn: a row for each."""
+    with ExitStack() as opened:
+        works = works_of(base, opened, queries, effective, tokens)
+        spans: dict[tuple[int, str], list[float]] = {key: [] for key in works}
+        for number in range(WARM_UP + steps):
+            for key, work in works.items():
+                began = time.perf_counter()
+                work()
+                if number >= WARM_UP:
+                    spans[key].append(time.perf_counter() - began)
+        peaks = {key: peak_bytes(work) for key, work in works.items()}
+
+    first = next(iter(works))
+    rows = []
+    for key, own in spans.items():
+        others = {"in turn": (key[0], "in turn"), "first": first, "plain": (1, "plain")}
+        row = {"base": base.name, "effective": effective, "tokens": tokens, "queries": key[0], "way": key[1]}
+        row |= {"seconds": spread(own), "peak_bytes": peaks[key]}
+        row["peak_to"] = {name: peaks[key] / peaks[other] for name, other in others.items() if other in peaks}
+        row["times_faster_than"] = {
+            name: spread([one / mine for one, mine in zip(spans[other], own, strict=True)])
+            for name, other in others.items()
+            if other in spans
+        }
+        rows.append(row)
+    return rows
+
+
+def weight_bytes(config: PretrainedConfig, base: str) -> int:
+    """What a source reads of a model's weights, each once; encoded are the matrices of the layers."""
+    dtype, encoding = DTYPES.get(base, torch.bfloat16), ENCODINGS.get(base)
+    config.dtype = dtype
+    layouts = segment_layouts(build_skeleton(config, dtype), ARCHITECTURES[config.model_type])
+    specs = [
+        replace(spec, encoding=None if layout.resident or len(spec.shape) == 1 else encoding)
+        for layout in layouts
+        for spec in layout.parameters
+    ]
+    return sum(spec.nbytes for spec in specs)
+
+
+def write_bases(config: PretrainedConfig, folder: Path, names: Sequence[str]) -> dict[str, int]:
+    """Checkpoints of a model, encoded ones of the one in bfloat16; the bytes of each one's weights, as they were read."""
+    for name in sorted({"bfloat16", *names}, key=lambda name: name in ENCODINGS):
+        if name in DTYPES:
+            make_checkpoint(config, folder / name, dtype=DTYPES[name])
+        else:
+            quantize(folder / "bfloat16", folder / name, name, report=lambda _: None)
+    sizes = {}
+    for name in names:
+        specs = [spec for layout in open_checkpoint(folder / name).layouts for spec in layout.parameters]
+        sizes[name] = sum(spec.nbytes for spec in specs)
+        assert sizes[name] == weight_bytes(config, name), f"another size than what was computed for {name}"
+    return sizes
+
+
+def told(row: Mapping[str, Any]) -> str:
+    """A row of the table."""
+    shape = f"{row['base']:>10s}{row['queries']:4d} x {row['effective'] // row['queries']:<3d}x{row['tokens']:4d}"
+    cells = [shape, f"{row['way']:>12s}{row['seconds']['median']:9.3f} s"]
+    cells += ["{median:7.2f} [{min:.2f} - {max:.2f}]".format(**ratio) for ratio in row["times_faster_than"].values()]
+    return "".join([*cells, f"{row['peak_bytes'] / 1e6:9.1f} MB", *(f"{to:7.2f}" for to in row["peak_to"].values())])
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", type=int, default=4, help="TinyLlama's width, heads and vocabulary are divided by this")
+    parser.add_argument("--layers", type=int, default=8, help="of its 22")
+    parser.add_argument("--bases", nargs="+", choices=["float32", "bfloat16", "float16", *ENCODINGS], default=["bfloat16"])
+    parser.add_argument("--queries", default="1,4,16", help="the first is what all are held against")
+    parser.add_argument("--effective", default="16", help="effective batch sizes: rows times queries")
+    parser.add_argument("--tokens", default="32,64")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--threads", type=int, help="of torch; by default all cores")
+    parser.add_argument("--output", type=Path, help="write JSON here")
+    options = parser.parse_args()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    queries, effectives, lengths = (
+        [int(number) for number in getattr(options, name).split(",")] for name in ("queries", "effective", "tokens")
+    )
+    config = scaled(paper_configs()["TinyLlama-1.1B"], options.scale, max(lengths))
+    config.num_hidden_layers = options.layers
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = write_bases(config, Path(folder), options.bases)
+        print("base, queries x rows x tokens, way, a step; times faster than in turn, than the first row, than plain; peak")
+        for effective in effectives:
+            for tokens in lengths:
+                for base in options.bases:
+                    measured = bench(Path(folder) / base, queries, effective, tokens, options.steps)
+                    rows += measured
+                    print(*map(told, measured), sep="\n", flush=True)
+    bases = ("float32", "bfloat16", *ENCODINGS)
+    weights = {name: {base: weight_bytes(of, base) for base in bases} for name, of in paper_configs().items()}
+    for name, nbytes in weights.items():
+        cells = (f"{base} {nbytes[base] / 2**30:.2f} ({of:.2f})" for base, of in zip(bases, PAPER_GIB[name], strict=True))
+        print(f"{name}, GiB of weights (the paper's): {', '.join(cells)}")
+    described = {"scale": options.scale, "layers": options.layers, "steps": options.steps, "bytes": sizes}
+    told_machine = machine() | {"threads": torch.get_num_threads()}
+    keep({"machine": told_machine, **described, "rows": rows, "paper_models_bytes": weights}, options.output)
+
+
+if __name__ == "__main__":
+    main()

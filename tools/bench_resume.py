@@ -1,0 +1,175 @@
+"""The first step of a run that is resumed from a long journal, against a step of a run without one.
+
+    python tools/bench_resume.py --rank 2 --output resume.json
+    python tools/bench_resume.py --rank 8 --tokens 256
+    python tools/bench_resume.py --directory opt-1.3b-bf16 --buckets 3 --rank 2 --tokens 64
+
+The journal has updates beside the activations, made of told losses. Both sides take turns in one process: an engine is
+opened with a copy of the journal, or without, and takes two steps. A sweep is the second step of the side without, whose
+memory has been touched. Weights are made up (``paper_models.py``) unless a checkpoint is named. Prints a table and JSON:
+medians, and ranges of ratios between neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from bench_overlap import keep, machine, spread
+from make_checkpoint import geometries
+from paper_models import block_model, scaled
+
+from zo2adapters import HFBlockModel, open_checkpoint
+from zo2adapters.models.checkpoint import DTYPES
+from zo2adapters.trainers.verification import random_batch
+from zo2core import (
+    BesideActivations,
+    Distribution,
+    HostPlan,
+    Lane,
+    MemoryPolicy,
+    MeZOSGD,
+    PhiloxNoise,
+    ZOEngine,
+)
+from zo2core.beside.factor_store import BESIDE_UP_TO
+from zo2core.journal import copy_journal
+from zo2core.types import Batch, trained
+
+
+class Begin(NamedTuple):
+    """How a run begins, in seconds."""
+
+    open: float  # the engine, with its journal
+    first: float  # step
+    second: float
+    replay: float  # of the first step, busy
+
+
+def opened_model(options: argparse.Namespace) -> HFBlockModel:
+    """Of the checkpoint, or made up."""
+    if options.directory is not None:
+        return open_checkpoint(options.directory)
+    return block_model(scaled(geometries()[options.geometry], options.scale, options.tokens), DTYPES[options.dtype])
+
+
+def opened_engine(model: HFBlockModel, options: argparse.Namespace, journal: Path | None) -> ZOEngine:
+    """Beside the activations, with the options that both sides share."""
+    few = MemoryPolicy(host=HostPlan((), 1 << 40, buckets=options.buckets, keep_noise=False))
+    return ZOEngine(
+        model,
+        MeZOSGD(lr=1e-6, zo_eps=1e-3, perturb_in_place=False),
+        noise=PhiloxNoise(Distribution(options.noise)),
+        journal=journal,
+        memory=MemoryPolicy() if options.buckets is None else few,
+        perturbation=BesideActivations(rank=options.rank, period=options.period),
+    )
+
+
+def write_journal(path: Path, options: argparse.Namespace) -> None:
+    """Updates of losses that nothing measured: none of them costs a sweep."""
+    losses = random.Random(0)
+    with opened_engine(opened_model(options), options, None) as engine:
+        for _ in range(options.updates):
+            engine.ask()
+            engine.tell([5 + losses.gauss(0, 1e-2), 5 + losses.gauss(0, 1e-2)])
+        copy_journal(engine.journal, path)
+
+
+def begin(options: argparse.Namespace, journal: Path | None, batch: Batch) -> Begin:
+    """Open an engine and take two steps."""
+    model = opened_model(options)
+    with closing(model.weights):
+        began = time.perf_counter()
+        with opened_engine(model, options, journal) as engine:
+            opened = time.perf_counter()
+            result = engine.step(batch)
+            first = time.perf_counter()
+            engine.step(batch)
+            return Begin(opened - began, first - opened, time.perf_counter() - first, result.lanes[Lane.REPLAY].busy_seconds)
+
+
+def columns(options: argparse.Namespace) -> dict[str, int]:
+    """Of past periods when the run is resumed, and how many matrices are formed for them."""
+    past = options.updates // options.period * options.rank
+    model = opened_model(options)
+    with closing(model.weights):
+        inputs = [spec.shape[1] for spec in trained(model.layouts) if len(spec.shape) == 2]
+    formed = sum(past > BESIDE_UP_TO * columns for columns in inputs)
+    return {"columns": past, "matrices": len(inputs), "formed": formed}
+
+
+def bench(options: argparse.Namespace) -> dict[str, Any]:
+    """Both sides in turn."""
+    resumed: list[Begin] = []
+    fresh: list[Begin] = []
+    model = opened_model(options)
+    model.weights.close()
+    batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        journal, copy = Path(folder) / "journal.jsonl", Path(folder) / "copy.jsonl"
+        began = time.perf_counter()
+        write_journal(journal, options)
+        written = time.perf_counter() - began
+        for number in range(1 + options.rounds):
+            shutil.copyfile(journal, copy)
+            pair = begin(options, None, batch), begin(options, copy, batch)
+            if number > 0:  # the first round warms up
+                fresh.append(pair[0])
+                resumed.append(pair[1])
+    sides = {
+        name: {field: spread([getattr(begun, field) for begun in side]) for field in Begin._fields}
+        for name, side in (("without", fresh), ("resumed", resumed))
+    }
+    pairs = list(zip(resumed, fresh, strict=True))
+    return {
+        **sides,
+        "journal_seconds": written,
+        "first_to_first": spread([own.first / other.first for own, other in pairs]),
+        "first_to_sweep": spread([own.first / other.second for own, other in pairs]),
+        "from_opening": spread([(own.open + own.first) / (other.open + other.first) for own, other in pairs]),
+        "second_to_second": spread([own.second / other.second for own, other in pairs]),
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", choices=list(geometries()), default="opt-125m")
+    parser.add_argument("--scale", type=int, default=1, help="divides width, heads and vocabulary")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of made-up weights")
+    parser.add_argument("--directory", type=Path, help="a checkpoint instead of made-up weights")
+    parser.add_argument("--buckets", type=int, help="blocks in host memory; by default all stay there")
+    parser.add_argument("--noise", choices=[kind.value for kind in Distribution], default=Distribution.GAUSSIAN.value)
+    parser.add_argument("--rank", type=int, default=2)
+    parser.add_argument("--period", type=int, default=100)
+    parser.add_argument("--updates", type=int, default=1000, help="in the journal")
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, help="of torch; by default all cores")
+    parser.add_argument("--folder", type=Path, help="for the journals; a temporary one by default")
+    parser.add_argument("--output", type=Path, help="write JSON here")
+    options = parser.parse_args()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    measured: dict[str, Any] = {"machine": machine(), **columns(options), **bench(options)}
+    measured |= {key: value for key, value in vars(options).items() if key not in ("output", "folder", "columns")}
+    print(f"{'':10s}{'open':>9s}{'first':>9s}{'second':>9s}{'replay':>9s}")
+    for name in ("without", "resumed"):
+        print(f"{name:10s}" + "".join(f"{measured[name][field]['median']:8.3f}s" for field in Begin._fields))
+    for name in ("first_to_first", "first_to_sweep", "from_opening", "second_to_second"):
+        ratio = measured[name]
+        print(f"{name:18s}{ratio['median']:7.3f} [{ratio['min']:.3f} - {ratio['max']:.3f}]")
+    keep(measured, options.output)
+
+
+if __name__ == "__main__":
+    main()
