@@ -319,7 +319,7 @@ IN_FLOAT32 = {"dtype": "float32", "loss_chunk": 64}
 IN_BFLOAT16 = {"dtype": "bfloat16", "loss_chunk": 64}
 # LoRA-FA is what P-RGE trains: the matrices A stay as they were drawn. The base is bfloat16, the adapter float32.
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
-LORA_LRS = (3e-4, 1e-3, 3e-3, 1e-2)
+LORA_LRS = (3e-3, 1e-2, 3e-2, 1e-1)
 IN_MIXED = {"precision": "mixed", "dtype": "bfloat16"}  # stored in float32; not the dtype that a probe finds faster here
 VARIANTS: tuple[Variant, ...] = (
     ZerothOrder(name="mezo-float32", opening={"dtype": "float32"}, noise=None, estimator=mezo),
