@@ -28,13 +28,13 @@ def test_small_updates_are_lost_in_place_and_kept_beside_the_base(
         assert in_place["moved"] < 0.6 < virtual["moved"]
 
 
-@pytest.mark.parametrize("buckets", [None, 2])
+@pytest.mark.parametrize(("buckets", "more"), [(None, []), (2, []), (2, ["--journal-alone"])])
 def test_a_resumed_run_is_timed_against_one_without_a_journal(
-    buckets: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    buckets: int | None, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(small_config("llama"), tmp_path / "base", dtype=torch.float32, sparse=False)
     arguments = ["--directory", str(tmp_path / "base"), "--updates", "7", "--period", "3", "--tokens", "6", "--rounds", "1"]
-    arguments += [] if buckets is None else ["--buckets", str(buckets)]
+    arguments += more if buckets is None else ["--buckets", str(buckets), *more]
     output = tmp_path / "resume.json"
     monkeypatch.setattr(sys, "argv", ["bench_resume.py", *arguments, "--output", str(output)])
     bench_resume.main()
@@ -42,3 +42,4 @@ def test_a_resumed_run_is_timed_against_one_without_a_journal(
     assert measured["columns"] == 4
     assert measured["formed"] == measured["matrices"] > 0
     assert measured["first_to_first"]["median"] > 0
+    assert measured["kept_bytes"] > 0

@@ -188,6 +188,7 @@ def load_whole(base: Path) -> PreTrainedModel:
     where=st.sampled_from(["cpu", "bus"]),
     kept=st.integers(0, 1),
     overlap=st.booleans(),
+    keeps_periods=st.booleans(),
     beside_up_to=st.sampled_from([0.05, 10.0]),
     between=st.lists(st.sampled_from(["nothing", "evaluate", "look", "flush", "again"]), min_size=4, max_size=4),
 )
@@ -203,6 +204,7 @@ def test_a_run_is_the_stacked_loop(
     where: str,
     kept: int,
     overlap: bool,
+    keeps_periods: bool,
     beside_up_to: float,
     between: list[str],
     tmp_path_factory: pytest.TempPathFactory,
@@ -226,6 +228,7 @@ def test_a_run_is_the_stacked_loop(
             device=device,
             overlap=overlap,
             memory=MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False), device=plan),
+            write_back=WriteBackPolicy(directory=tmp) if keeps_periods else None,
             perturbation=BesideActivations(rank=rank, period=period),
         )
 
@@ -372,7 +375,7 @@ def test_nothing_is_written_and_a_journal_is_enough(tmp_path: Path) -> None:
         MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
         journal=tmp_path / "run" / "journal.jsonl",
         memory=MemoryPolicy(host=HostPlan((), 1 << 40, 2, keep_noise=False)),
-        write_back=WriteBackPolicy(directory=tmp_path / "run"),
+        write_back=WriteBackPolicy(directory=tmp_path / "run", every=None),
         seed=5,
         perturbation=BesideActivations(rank=2, period=3),
     ) as engine:

@@ -3,11 +3,13 @@
     python tools/bench_resume.py --rank 2 --output resume.json
     python tools/bench_resume.py --rank 8 --tokens 256
     python tools/bench_resume.py --directory opt-1.3b-bf16 --buckets 3 --rank 2 --tokens 64
+    python tools/bench_resume.py --rank 2 --journal-alone
 
-The journal has updates beside the activations, made of told losses. Both sides take turns in one process: an engine is
-opened with a copy of the journal, or without, and takes two steps. A sweep is the second step of the side without, whose
-memory has been touched. Weights are made up (``paper_models.py``) unless a checkpoint is named. Prints a table and JSON:
-medians, and ranges of ratios between neighbours.
+The journal has updates beside the activations, made of told losses, and one step by which its ended periods are kept. Both
+sides take turns in one process: an engine is opened with a copy of the run, or without, and takes two steps; with
+``--journal-alone`` the copy has no periods, and all updates are replayed. A sweep is the second step of the side without,
+whose memory has been touched. Weights are made up (``paper_models.py``) unless a checkpoint is named. Prints a table and
+JSON: medians, and ranges of ratios between neighbours.
 """
 
 from __future__ import annotations
@@ -37,11 +39,13 @@ from zo2core import (
     MemoryPolicy,
     MeZOSGD,
     PhiloxNoise,
+    WriteBackPolicy,
     ZOEngine,
 )
 from zo2core.beside.factor_store import BESIDE_UP_TO
-from zo2core.journal import copy_journal
 from zo2core.types import Batch, trained
+
+JOURNAL = "journal.jsonl"
 
 
 class Begin(NamedTuple):
@@ -60,35 +64,37 @@ def opened_model(options: argparse.Namespace) -> HFBlockModel:
     return block_model(scaled(geometries()[options.geometry], options.scale, options.tokens), DTYPES[options.dtype])
 
 
-def opened_engine(model: HFBlockModel, options: argparse.Namespace, journal: Path | None) -> ZOEngine:
+def opened_engine(model: HFBlockModel, options: argparse.Namespace, run: Path | None) -> ZOEngine:
     """Beside the activations, with the options that both sides share."""
     few = MemoryPolicy(host=HostPlan((), 1 << 40, buckets=options.buckets, keep_noise=False))
     return ZOEngine(
         model,
         MeZOSGD(lr=1e-6, zo_eps=1e-3, perturb_in_place=False),
         noise=PhiloxNoise(Distribution(options.noise)),
-        journal=journal,
+        journal=None if run is None else run / JOURNAL,
+        write_back=None if run is None else WriteBackPolicy(directory=run),
         memory=MemoryPolicy() if options.buckets is None else few,
         perturbation=BesideActivations(rank=options.rank, period=options.period),
     )
 
 
-def write_journal(path: Path, options: argparse.Namespace) -> None:
-    """Updates of losses that nothing measured: none of them costs a sweep."""
-    losses = random.Random(0)
-    with opened_engine(opened_model(options), options, None) as engine:
-        for _ in range(options.updates):
+def write_run(run: Path, options: argparse.Namespace, batch: Batch) -> None:
+    """Updates of losses that nothing measured, of which none costs a sweep; then a step, by which the periods end."""
+    losses, model = random.Random(0), opened_model(options)
+    with closing(model.weights), opened_engine(model, options, run) as engine:
+        for _ in range(options.updates - 1):
             engine.ask()
             engine.tell([5 + losses.gauss(0, 1e-2), 5 + losses.gauss(0, 1e-2)])
-        copy_journal(engine.journal, path)
+        engine.step(batch)
+        engine.evaluate([batch])  # ends the last period
 
 
-def begin(options: argparse.Namespace, journal: Path | None, batch: Batch) -> Begin:
+def begin(options: argparse.Namespace, run: Path | None, batch: Batch) -> Begin:
     """Open an engine and take two steps."""
     model = opened_model(options)
     with closing(model.weights):
         began = time.perf_counter()
-        with opened_engine(model, options, journal) as engine:
+        with opened_engine(model, options, run) as engine:
             opened = time.perf_counter()
             result = engine.step(batch)
             first = time.perf_counter()
@@ -114,13 +120,14 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     model.weights.close()
     batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        journal, copy = Path(folder) / "journal.jsonl", Path(folder) / "copy.jsonl"
+        run, copy = Path(folder) / "run", Path(folder) / "copy"
         began = time.perf_counter()
-        write_journal(journal, options)
-        written = time.perf_counter() - began
+        write_run(run, options, batch)
+        written, kept = time.perf_counter() - began, sum(path.stat().st_size for path in run.glob("factors.*"))
         for number in range(1 + options.rounds):
-            shutil.copyfile(journal, copy)
+            shutil.copytree(run, copy, ignore=shutil.ignore_patterns("factors.*") if options.journal_alone else None)
             pair = begin(options, None, batch), begin(options, copy, batch)
+            shutil.rmtree(copy)
             if number > 0:  # the first round warms up
                 fresh.append(pair[0])
                 resumed.append(pair[1])
@@ -131,7 +138,8 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     pairs = list(zip(resumed, fresh, strict=True))
     return {
         **sides,
-        "journal_seconds": written,
+        "run_seconds": written,
+        "kept_bytes": kept,
         "first_to_first": spread([own.first / other.first for own, other in pairs]),
         "first_to_sweep": spread([own.first / other.second for own, other in pairs]),
         "from_opening": spread([(own.open + own.first) / (other.open + other.first) for own, other in pairs]),
@@ -151,6 +159,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=2)
     parser.add_argument("--period", type=int, default=100)
     parser.add_argument("--updates", type=int, default=1000, help="in the journal")
+    parser.add_argument("--journal-alone", action="store_true", help="without the periods that were kept")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)

@@ -144,7 +144,7 @@ def build(
         asked: Any = {"replay": replay, "write_back_every": every, "snapshot_every": snapshots}
         factors = open_factors(where, model, estimator, of_choice, journal, seed, device.torch_device, **asked)
         changes = factors is None and not any(spec.frozen for layout in layouts for spec in layout.parameters)
-        write_back = write_back if changes else None
+        keeping, write_back = write_back, write_back if changes else None
         if estimator is not None:
             require_distribution(estimator, of_choice)
         carrying = choose_carrying(replay, layouts, of_choice, in_place=device.in_place)
@@ -195,6 +195,8 @@ def build(
         scratch = None
         if write_back is not None:
             scratch = Scratch(Path(write_back.directory), used, journal.chain, journal.require_version)
+        if factors is not None and keeping is not None:
+            opened.callback(factors.keep_periods(Path(keeping.directory), layouts, journal, keeping.bytes_a_step).close)
         base_digests = BaseDigests(journal.base_digests, learns=estimator is not None)
         source = open_source(
             model.weights,
@@ -230,12 +232,11 @@ def build(
             scheduler = SerialScheduler(source, device, timeline=timeline)
         if isinstance(source, CarryingSource):
             scheduler = CarryingScheduler(scheduler, source, host)
-        keep_noise = device.in_place and host_plan.keep_noise
-        work_buffer = WorkBuffer(layouts, device, of_choice, keep_noise=keep_noise, walks=walks)
+        buffer = WorkBuffer(layouts, device, of_choice, keep_noise=device.in_place and host_plan.keep_noise, walks=walks)
         worker = _start_worker(device, opened)
         least = memory.least_activations
         activations = ActivationOffload(device, None if least is None else room, waiting, timeline=timeline)
-        for index, parameters in enumerate(work_buffer.parameters()):
+        for index, parameters in enumerate(buffer.parameters()):
             model.bind(index, parameters)
         return Parts(
             opened=opened.pop_all(),
@@ -248,7 +249,7 @@ def build(
             source=source,
             base_digests=base_digests,
             scheduler=scheduler,
-            work_buffer=work_buffer,
+            work_buffer=buffer,
             activations=activations,
             activation_bytes=room,
             worker=worker,

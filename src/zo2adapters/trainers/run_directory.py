@@ -4,6 +4,7 @@ options.json    how the run was begun, checksums of its data files and of the to
 journal.jsonl   every step taken: the run itself
 metrics.jsonl   one row a step and one an evaluation, for people and plots
 scratch.*       blocks written back
+factors.*       what the periods of directions beside the activations have come to
 lock            held by the process that works here
 model/          the exported model, at the end
 """
@@ -162,8 +163,8 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Take back a run of which no step was taken: the files that it made and the directories that it made, no others."""
-        names = (OPTIONS, JOURNAL, METRICS, LOCK, "scratch.bin", "scratch.jsonl")
-        for name in (*names, "options.partial", "scratch.partial", "metrics.partial"):
+        kept = [f"{what}.{ending}" for what in ("scratch", "factors") for ending in ("bin", "jsonl", "partial")]
+        for name in (OPTIONS, JOURNAL, METRICS, LOCK, *kept, "options.partial", "metrics.partial"):
             with contextlib.suppress(OSError):
                 (self.path / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty: somebody else put something there

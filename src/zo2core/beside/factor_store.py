@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from zo2core.beside.factor_file import FactorFile, sum_elements
 from zo2core.beside.perturbation import BesideActivations, InWeights, Perturbation, require_perturbation
 from zo2core.beside.stacked_model import Factors, Moved
 from zo2core.journal import Journal
@@ -72,6 +74,29 @@ class FactorStore:
         self._sums: dict[str, _Sums] = {}
         self._period: dict[str, tuple[int, torch.Tensor]] = {}  # parameter -> the period of its V, and V
         self._replays: dict[tuple[int, int], Sequence[Program]] = {}  # of this sweep, by the updates' range
+        self._file: FactorFile | None = None  # of the periods that have ended; None keeps none
+
+    def keep_periods(
+        self, directory: Path, layouts: Sequence[BlockLayout], journal: Journal, bytes_a_step: float | None
+    ) -> FactorFile:
+        """Begin with what ended periods have left in a directory, and leave there what will end. Before the first use.
+
+        Args:
+            directory: Of the run.
+            layouts: Of the model.
+            journal: Of the run, begun.
+            bytes_a_step: Most that may be written on average; None: no limit. Periods that take more are read, not kept.
+
+        Returns:
+            To be closed by the caller.
+
+        Raises:
+            JournalError: as ``FactorFile`` says.
+        """
+        elements, period = sum_elements(trained(layouts), self._settings.rank), self._settings.period
+        writes = bytes_a_step is None or 4 * sum(elements.values()) <= bytes_a_step * period
+        self._file = FactorFile(directory, elements, period=period, journal=journal, writes=writes)
+        return self._file
 
     @property
     def most_streams(self) -> int | None:
@@ -99,15 +124,18 @@ class FactorStore:
 
     def _advance(self, spec: ParameterSpec, sums: _Sums, updates: Sequence[Update], version: int) -> None:
         while sums.version < version:
-            end = version
-            if len(spec.shape) == 2:
-                end = min(version, (sums.version // self._settings.period + 1) * self._settings.period)
+            period = sums.version // self._settings.period
+            end = min(version, (period + 1) * self._settings.period)
             for program in self._programs(updates, sums.version, end):
                 apply_drawing(sums.now, program, self._distribution, spec.index)
-            if len(spec.shape) == 2 and end % self._settings.period == 0:
-                ended = Columns(sums.now.view(spec.shape[0], -1), self._shared(spec, sums.version))
-                sums.past = ended if sums.past is None else sums.past.joined(ended)
-                sums.now = torch.zeros_like(sums.now)
+            if end % self._settings.period == 0:
+                ended = sums.now
+                if len(spec.shape) == 2:
+                    columns = Columns(ended.view(spec.shape[0], -1), self._shared(spec, sums.version))
+                    sums.past = columns if sums.past is None else sums.past.joined(columns)
+                    sums.now = torch.zeros_like(ended)
+                if self._file is not None:
+                    self._file.keep(spec, period, ended if len(spec.shape) == 2 else ended.clone())
             sums.version = end
 
     def forms(self, spec: ParameterSpec) -> bool:
@@ -197,22 +225,43 @@ class FactorStore:
 
     def _sums_of(self, spec: ParameterSpec, theta: torch.Tensor) -> _Sums:
         if spec.name not in self._sums:
-            if len(spec.shape) == 1:
-                now = theta.to(self._device, torch.float32, copy=True)
-            else:
-                now = torch.zeros(spec.shape[0] * self._settings.rank, dtype=torch.float32, device=self._device)
-            self._sums[spec.name] = _Sums(now)
+            make = self._vector_sums if len(spec.shape) == 1 else self._matrix_sums
+            self._sums[spec.name] = make(spec, theta)
         return self._sums[spec.name]
+
+    def _vector_sums(self, spec: ParameterSpec, theta: torch.Tensor) -> _Sums:
+        """A vector's weights at the end of the last period that was kept, else the base's."""
+        while self._file is not None and self._file.periods > 0:
+            period = self._file.periods - 1
+            if (kept := self._file.read(spec, period)) is not None:
+                return _Sums(kept.to(self._device), (period + 1) * self._settings.period)
+        return _Sums(theta.to(self._device, torch.float32, copy=True))
+
+    def _matrix_sums(self, spec: ParameterSpec, _: torch.Tensor) -> _Sums:
+        """A matrix's factors of the periods that were kept, and nothing yet of the next one."""
+        count, own = 0 if self._file is None else self._file.periods, list[torch.Tensor]()
+        for period in range(count):
+            assert self._file is not None
+            if (kept := self._file.read(spec, period)) is None:
+                break
+            own.append(kept.view(spec.shape[0], -1).to(self._device))
+        now = torch.zeros(spec.shape[0] * self._settings.rank, dtype=torch.float32, device=self._device)
+        shared = [self._drawn_shared(spec, period * self._settings.period) for period in range(len(own))]
+        past = Columns(torch.cat(own, dim=1), torch.cat(shared, dim=1)) if own else None
+        return _Sums(now, len(own) * self._settings.period, past)
 
     def _shared(self, spec: ParameterSpec, step: int) -> torch.Tensor:
         """V in the period of a step, divided by the root of the rank: (n, rank) in the parameter's dtype."""
         period = step // self._settings.period
         if self._period.get(spec.name, (None, None))[0] != period:
-            rank, seed = self._settings.rank, self._settings.period_seed(self._run_seed, step)
-            drawn = torch.empty(spec.shape[1] * rank, dtype=torch.float32, device=self._device)
-            fill(drawn, self._distribution, seed, spec.index)
-            self._period[spec.name] = period, drawn.div_(rank**0.5).to(spec.dtype).view(spec.shape[1], rank)
+            self._period[spec.name] = period, self._drawn_shared(spec, step)
         return self._period[spec.name][1]
+
+    def _drawn_shared(self, spec: ParameterSpec, step: int) -> torch.Tensor:
+        rank, seed = self._settings.rank, self._settings.period_seed(self._run_seed, step)
+        drawn = torch.empty(spec.shape[1] * rank, dtype=torch.float32, device=self._device)
+        fill(drawn, self._distribution, seed, spec.index)
+        return drawn.div_(rank**0.5).to(spec.dtype).view(spec.shape[1], rank)
 
     def _programs(self, updates: Sequence[Update], start: int, end: int) -> Sequence[Program]:
         """Updates, compiled, with at most so many directions each as kernels draw in turn."""

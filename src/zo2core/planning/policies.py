@@ -123,7 +123,8 @@ class WriteBackPolicy:
     """Whether and when changed segments are written to disk. The base checkpoint is never written.
 
     Args:
-        directory: Directory of the scratch file. Together with the journal's file it is what a later engine goes on from.
+        directory: Directory of the scratch file, or beside the activations of the factors of periods that have ended.
+            Together with the journal's file it is what a later engine goes on from.
         every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" measures noise and disk,
             and writes as seldom as costs at most a tenth of a step; None reads what was written there before, and writes
             only as ``snapshot_every`` says.
@@ -144,6 +145,13 @@ class WriteBackPolicy:
     def is_left_to_us(self) -> bool:
         """Whether no number was asked for: nothing needs to be written, then, where there are reasons against it."""
         return self.every in ("auto", None) and self.snapshot_every is None
+
+    @property
+    def bytes_a_step(self) -> float | None:
+        """Most that what is left to us may write; None: no limit."""
+        if self.every is None:
+            return 0.0
+        return None if self.terabytes_per_1000_steps is None else self.terabytes_per_1000_steps * 1e9
 
     def __post_init__(self) -> None:
         limit = self.terabytes_per_1000_steps

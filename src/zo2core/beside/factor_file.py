@@ -1,0 +1,215 @@
+"""Factors of ended periods on disk: a run is resumed from them, without drawing thousands of updates again.
+
+Nothing depends on these files. Base and journal make the same numbers, bit for bit; they only take longer. Sums of a period
+that has ended never change, so a period is written once, behind the others, and is taken for what it says only if the
+journal has its checksum at the period's end and the bytes have theirs. Whatever is damaged is told, dropped and replayed.
+
+Trade-off: what factors take in memory they take on disk as well, a period at a time: float32 numbers, rank times the rows
+of every matrix, and all vectors.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zo2core.errors import ZO2Warning, reason
+from zo2core.io.checksum import combined_checksum, piece_checksum
+from zo2core.io.direct_file import RangedFile, byte_view
+from zo2core.io.durable import make_directory, sync_path
+from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
+from zo2core.journal import Journal
+from zo2core.types import ParameterSpec
+
+DATA = "factors.bin"
+MANIFEST = "factors.jsonl"
+FORMAT = 1  # of the manifest
+
+
+class FactorFile:
+    """The sums of all parameters at the end of each period, as far as they were kept. One thread at a time uses it.
+
+    Args:
+        directory: Of the run; made with the first period that is kept.
+        elements: How many float32 numbers each parameter's sums have, by its name.
+        period: Steps of a period.
+        journal: Of the run, begun.
+        writes: Whether periods that end are kept.
+
+    Raises:
+        JournalError: if the journal cannot be made durable, or is shorter than it was when a period was kept.
+    """
+
+    def __init__(self, directory: Path, elements: dict[str, int], *, period: int, journal: Journal, writes: bool) -> None:
+        self._directory = directory.absolute()  # the process may change its own
+        self._elements = elements
+        self._period = period
+        self._journal = journal
+        self._writes = writes
+        self._places = {name: at for at, name in enumerate(elements)}
+        *offsets, self._size = accumulate((4 * count for count in elements.values()), initial=0)
+        self._offsets = dict(zip(elements, offsets, strict=True))  # in a period's bytes
+        self._ended: dict[int, dict[str, torch.Tensor]] = {}  # period -> sums of the parameters that have ended it
+        self._manifest: RecordFile | None = None  # open once a period is kept
+        self._data: RangedFile | None = None
+        self._records: list[Record] = self._try(self._read_manifest) or []
+
+    @property
+    def periods(self) -> int:
+        """How many are kept: the run's first ones."""
+        return len(self._records)
+
+    def read(self, spec: ParameterSpec, period: int) -> torch.Tensor | None:
+        """Read a parameter's sums at the end of a period.
+
+        Args:
+            spec: The parameter.
+            period: One of ``periods``.
+
+        Returns:
+            Flat, float32, on the CPU; None if they are damaged: then this and all later periods are not kept any more.
+        """
+        sums = torch.empty(self._elements[spec.name], dtype=torch.float32)
+        if self._try(lambda: self._read(spec, period, sums)):
+            return sums
+        self._drop(period)
+        return None
+
+    def keep(self, spec: ParameterSpec, period: int, sums: torch.Tensor) -> None:
+        """Take in a parameter's sums at the end of a period; once all parameters have ended it, they are written.
+
+        Args:
+            spec: The parameter.
+            period: From 0.
+            sums: Float32, on any device; nobody may change them any more.
+        """
+        if not self._writes or period < self.periods:
+            return
+        self._ended.setdefault(period, {})[spec.name] = sums
+        while len(self._ended.get(self.periods, ())) == len(self._elements):
+            if not self._try(self._write):
+                self._writes = False
+                self._ended.clear()
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
+        for file in (self._manifest, self._data):
+            if file is not None:
+                file.close()
+        self._manifest = self._data = None
+
+    def _read_manifest(self) -> list[Record]:
+        """The records that count: the first ones, as long as each is of the next period and of this journal."""
+        try:
+            header, *records = RecordFile(self._directory / MANIFEST).loaded or [{}]
+        except DamagedRecordError as error:
+            self._tell(f"line {error.line}: {error}")
+            return []
+        if header != self._header():
+            return []  # of another run
+        counting: list[Record] = []
+        for record in records:
+            version = (len(counting) + 1) * self._period
+            if record.get("version") != version:
+                break
+            chain = self._journal.chain(version)
+            if chain is None:
+                self._journal.require_version(version, str(self._directory / MANIFEST))
+            checksums = record.get("xxh3")
+            if record.get("chain") != chain or not isinstance(checksums, list) or len(checksums) != len(self._elements):
+                break
+            counting.append(record)
+        return counting
+
+    def _read(self, spec: ParameterSpec, period: int, sums: torch.Tensor) -> bool:
+        if self._data is None:
+            self._data = RangedFile(self._directory / DATA)
+        view = byte_view(sums)
+        self._data.read_into(period * self._size + self._offsets[spec.name], view)
+        record = self._records[period]
+        whole: bool = record["xxh3"][self._places[spec.name]] == self._checksum(spec.name, record["version"], view)
+        if not whole:
+            self._tell(f"damaged sums of {spec.name} in period {period}")
+        return whole
+
+    def _write(self) -> bool:
+        """Write the next period: its bytes, durable, and then the record that counts them in."""
+        period = self.periods
+        sums, version = self._ended[period], (period + 1) * self._period
+        chain = self._journal.chain(version)  # on return the journal is durable as far
+        assert chain is not None, "a period has ended once its updates are in the journal"
+        if self._manifest is None:
+            self._open_manifest()
+        assert self._manifest is not None
+        assert self._data is not None
+        checksums = []
+        for name, offset in self._offsets.items():
+            on_host = sums[name].cpu().contiguous()  # waits for a device, once a period
+            view = byte_view(on_host)
+            self._data.write(period * self._size + offset, view)
+            checksums.append(self._checksum(name, version, view))
+        self._data.sync()
+        record = {"version": version, "chain": chain, "xxh3": checksums}
+        self._manifest.append(record)
+        self._records.append(record)
+        del self._ended[period]
+        return True
+
+    def _open_manifest(self) -> None:
+        """Begin to write: with a manifest of the records that count, and no others."""
+        make_directory(self._directory)
+        self._replace_manifest()
+        self._manifest = RecordFile(self._directory / MANIFEST)
+        if self._data is not None:
+            self._data.close()
+        self._data = RangedFile(self._directory / DATA, writable=True)
+
+    def _replace_manifest(self) -> None:
+        path = self._directory / MANIFEST
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(b"".join(to_line(record) for record in [self._header(), *self._records]))
+        sync_path(partial)
+        partial.replace(path)
+        sync_path(self._directory)
+
+    def _drop(self, period: int) -> None:
+        """Forget a period and those after it, on disk as well: parameters that had read them will not end them again."""
+        del self._records[period:]
+        if self._writes:
+            self._writes = False
+            self._ended.clear()
+            self.close()
+            self._try(self._replace_manifest)
+
+    def _header(self) -> Record:
+        return {"format": FORMAT, "elements": list(self._elements.values()), "chain": self._journal.chain(0)}
+
+    def _checksum(self, name: str, version: int, view: memoryview) -> str:
+        """Of a parameter's bytes, and of whose they are."""
+        return combined_checksum([self._places[name], version, piece_checksum(view)])
+
+    def _try(self, action: Callable[[], Any]) -> Any:
+        """What an action gives; None, after a warning, if the disk does not let it: the run needs none of it."""
+        try:
+            return action()
+        except (OSError, EOFError) as error:
+            self._tell(reason(error))
+            return None
+
+    def _tell(self, found: str) -> None:
+        warnings.warn(
+            f"{self._directory / MANIFEST}: {found}. What ended periods have learned is replayed from the journal, "
+            "with the same bits",
+            ZO2Warning,
+            stacklevel=2,
+        )
+
+
+def sum_elements(parameters: Sequence[ParameterSpec], rank: int) -> dict[str, int]:
+    """How many numbers the sums of a period have: of a matrix (m, n) m times the rank, of a vector its own."""
+    return {spec.name: spec.shape[0] * rank if len(spec.shape) == 2 else spec.numel for spec in parameters}

@@ -1,0 +1,214 @@
+"""Factors of ended periods on disk: a resumed run has the bits of one that was not, with them, without, and with damage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from models import make_batch, save_model, small_config
+from parity import assert_same_bits
+
+from zo2adapters import open_checkpoint
+from zo2core import BesideActivations, JournalError, MeZOSGD, WriteBackPolicy, ZO2Warning, ZOEngine
+from zo2core.beside import factor_store
+from zo2core.beside.factor_file import DATA, MANIFEST
+from zo2core.io.direct_file import RangedFile
+from zo2core.kernels import apply_drawing
+from zo2core.types import Program
+
+BATCH = make_batch(40, [7, 4])
+STEPS, PERIOD = 8, 3  # two periods have ended at step 6, which the sweep of step 7 sees
+
+
+class Counting:
+    """Counts directions that are drawn to replay updates."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def __call__(self, theta: torch.Tensor, program: Program, *arguments: Any, **options: Any) -> None:
+        self.drawn += len(program.seeds)
+        apply_drawing(theta, program, *arguments, **options)
+
+
+def opened(base: Path, run: Path, **policy: Any) -> ZOEngine:
+    return ZOEngine(
+        open_checkpoint(base),
+        MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False),
+        journal=run / "journal.jsonl",
+        write_back=WriteBackPolicy(directory=run, **policy),
+        perturbation=BesideActivations(rank=2, period=PERIOD),
+    )
+
+
+def weights(engine: ZOEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.parameters_now()}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[str, torch.Tensor]]:
+    """A base, a run of eight steps that was stopped, and the weights after one more step."""
+    tmp = tmp_path_factory.mktemp("periods")
+    base = save_model(tmp / "base", small_config("llama"), torch.bfloat16)
+    with opened(base, tmp / "whole") as engine:
+        for _ in range(STEPS + 1):
+            engine.step(BATCH)
+        expected = weights(engine)
+    with opened(base, tmp / "run") as engine:
+        for _ in range(STEPS):
+            engine.step(BATCH)
+    return base, tmp / "run", expected
+
+
+def resumed(base: Path, run: Path, expected: dict[str, torch.Tensor], **policy: Any) -> int:
+    """Take the ninth step, hold the weights against those of the whole run, and say how many directions were drawn."""
+    drawing = Counting()
+    with patch.object(factor_store, "apply_drawing", drawing), opened(base, run, **policy) as engine:
+        engine.step(BATCH)
+        for name, tensor in weights(engine).items():
+            assert_same_bits(name, tensor, expected[name])
+    return drawing.drawn
+
+
+def directions(base: Path, steps: int) -> int:
+    """How many are drawn to replay so many steps of all parameters, by the sweep of a step and a look at the weights."""
+    model = open_checkpoint(base)
+    model.weights.close()
+    return (steps + 1) * sum(len(layout.parameters) for layout in model.layouts)
+
+
+def test_a_resumed_run_draws_the_updates_of_the_open_period_alone(
+    stopped: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    base, run, expected = stopped
+    assert sorted(path.name for path in run.iterdir()) == [DATA, MANIFEST, "journal.jsonl"]
+    kept = shutil.copytree(run, tmp_path / "kept")
+    assert resumed(base, kept, expected) == directions(base, STEPS % PERIOD)
+    assert len((kept / MANIFEST).read_bytes().splitlines()) == 1 + 3, "the step after ended the third period"
+    bare = shutil.copytree(run, tmp_path / "bare", ignore=shutil.ignore_patterns("factors.*"))
+    assert resumed(base, bare, expected) == directions(base, STEPS)
+    assert (bare / DATA).read_bytes() == (kept / DATA).read_bytes()
+    assert (bare / MANIFEST).read_bytes() == (kept / MANIFEST).read_bytes()
+
+
+def flipped(at: float) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        data = bytearray((run / DATA).read_bytes())
+        data[int(at * len(data))] ^= 1
+        (run / DATA).write_bytes(data)
+
+    return damage
+
+
+def cut(name: str, share: float) -> Callable[[Path], None]:
+    def damage(run: Path) -> None:
+        data = (run / name).read_bytes()
+        (run / name).write_bytes(data[: int(len(data) * share)])
+
+    return damage
+
+
+def garbled(run: Path) -> None:
+    lines = (run / MANIFEST).read_bytes().splitlines(keepends=True)
+    (run / MANIFEST).write_bytes(b"".join([lines[0], lines[1].replace(b"version", b"Version"), lines[2]]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "left"),
+    [
+        (flipped(0.0), 0),  # the first matrix, in the first period
+        (flipped(0.4), 0),
+        (flipped(0.6), 1),
+        (flipped(0.9999), 1),  # a vector of the last segment: after all others were read
+        (cut(DATA, 0.75), 1),
+        (cut(DATA, 0.0), 0),
+        (lambda run: (run / DATA).unlink(), 0),
+        (garbled, 3),  # found before anything was read: the periods are kept anew
+    ],
+)
+def test_damage_is_told_and_replayed(
+    damage: Callable[[Path], None], left: int, stopped: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    base, run, expected = stopped
+    run = shutil.copytree(run, tmp_path / "run")
+    damage(run)
+    with pytest.warns(ZO2Warning, match=r"factors\.jsonl: .* replayed from the journal"):
+        drawn = resumed(base, run, expected)
+    assert drawn > directions(base, STEPS % PERIOD)
+    assert len((run / MANIFEST).read_bytes().splitlines()) == 1 + left
+    with opened(base, run) as engine:  # whose sweep ends the periods again
+        engine.step(BATCH)
+    records = [json.loads(line) for line in (run / MANIFEST).read_bytes().splitlines()]
+    assert [record["version"] for record in records[1:]] == [3, 6, 9]
+
+
+def test_a_torn_manifest_counts_as_far_as_it_goes(
+    stopped: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    base, run, expected = stopped
+    run = shutil.copytree(run, tmp_path / "run")
+    cut(MANIFEST, 0.99)(run)  # as a crash leaves it
+    drawn = resumed(base, run, expected)
+    assert drawn == directions(base, STEPS - PERIOD)
+    assert len((run / MANIFEST).read_bytes().splitlines()) == 1 + 3
+
+
+def test_a_journal_that_lost_steps_is_refused(stopped: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    base, run, _ = stopped
+    run = shutil.copytree(run, tmp_path / "run")
+    steps = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "journal.jsonl").write_bytes(b"".join(steps[:5]))
+    with pytest.raises(JournalError, match=r"at least [36], since .*factors\.jsonl knows of step [25]"):
+        opened(base, run)
+
+
+def test_periods_of_another_run_do_not_count(stopped: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    base, run, expected = stopped
+    run = shutil.copytree(run, tmp_path / "run")
+    (run / "journal.jsonl").unlink()
+    with ZOEngine(
+        open_checkpoint(base),
+        MeZOSGD(lr=2e-2, zo_eps=1e-2, perturb_in_place=False),
+        journal=run / "journal.jsonl",
+        write_back=WriteBackPolicy(directory=run),
+        seed=1,
+        perturbation=BesideActivations(rank=2, period=PERIOD),
+    ) as engine:
+        for _ in range(PERIOD + 1):
+            engine.step(BATCH)
+        others = weights(engine)
+    assert any(not torch.equal(tensor, expected[name]) for name, tensor in others.items())
+    header, *records = map(json.loads, (run / MANIFEST).read_bytes().splitlines())
+    assert [record["version"] for record in records] == [PERIOD]
+    assert header["chain"] != json.loads((stopped[1] / MANIFEST).read_bytes().splitlines()[0])["chain"]
+
+
+@pytest.mark.parametrize("policy", [{"every": None}, {"terabytes_per_1000_steps": 1e-9}])
+def test_what_may_not_be_written_is_read_all_the_same(
+    policy: dict[str, Any], stopped: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    base, run, expected = stopped
+    kept = shutil.copytree(run, tmp_path / "kept")
+    assert resumed(base, kept, expected, **policy) == directions(base, STEPS % PERIOD)
+    assert (kept / MANIFEST).read_bytes() == (run / MANIFEST).read_bytes()
+    bare = shutil.copytree(run, tmp_path / "bare", ignore=shutil.ignore_patterns("factors.*"))
+    assert resumed(base, bare, expected, **policy) == directions(base, STEPS)
+    assert [path.name for path in bare.iterdir()] == ["journal.jsonl"]
+
+
+def test_a_full_disk_costs_time_and_nothing_else(
+    stopped: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    base, run, expected = stopped
+    bare = shutil.copytree(run, tmp_path / "bare", ignore=shutil.ignore_patterns("factors.*"))
+    full = patch.object(RangedFile, "write", side_effect=OSError(28, "No space left on device"))
+    with full, pytest.warns(ZO2Warning, match=r"factors\.jsonl: No space left on device"):
+        assert resumed(base, bare, expected) == directions(base, STEPS)
+    again = shutil.copytree(bare, tmp_path / "again")
+    assert len((again / MANIFEST).read_bytes().splitlines()) == 1, "no period counts whose bytes are not there"
