@@ -30,6 +30,7 @@ from paper_models import block_model, scaled
 
 from zo2adapters import HFBlockModel, open_checkpoint
 from zo2adapters.models.checkpoint import DTYPES
+from zo2adapters.trainers.allocator import keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import (
     BesideActivations,
@@ -167,6 +168,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="for the journals; a temporary one by default")
     parser.add_argument("--output", type=Path, help="write JSON here")
     options = parser.parse_args()
+    keep_freed_memory()  # as zo2 train does
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     measured: dict[str, Any] = {"machine": machine(), **columns(options), **bench(options)}

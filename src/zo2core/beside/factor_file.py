@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from io import FileIO
 from itertools import accumulate
+from os import POSIX_FADV_WILLNEED, posix_fadvise
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,9 @@ class FactorFile:
         *offsets, self._size = accumulate((4 * count for count in elements.values()), initial=0)
         self._offsets = dict(zip(elements, offsets, strict=True))  # in a period's bytes
         self._ended: dict[int, dict[str, torch.Tensor]] = {}  # period -> sums of the parameters that have ended it
-        self._manifest: RecordFile | None = None  # open once a period is kept
+        self._manifest: RecordFile | None = None  # open once a period is kept, and so is the data
         self._data: RangedFile | None = None
+        self._reading: FileIO | None = None  # open from the first read until a period is kept
         self._records: list[Record] = self._try(self._read_manifest) or []
 
     @property
@@ -98,10 +101,10 @@ class FactorFile:
 
     def close(self) -> None:
         """Close the files. May be called twice."""
-        for file in (self._manifest, self._data):
+        for file in (self._manifest, self._data, self._reading):
             if file is not None:
                 file.close()
-        self._manifest = self._data = None
+        self._manifest = self._data = self._reading = None
 
     def _read_manifest(self) -> list[Record]:
         """The records that count: the first ones, as long as each is of the next period and of this journal."""
@@ -127,10 +130,17 @@ class FactorFile:
         return counting
 
     def _read(self, spec: ParameterSpec, period: int, sums: torch.Tensor) -> bool:
-        if self._data is None:
-            self._data = RangedFile(self._directory / DATA)
+        if self._reading is None:
+            # Through the page cache, and ahead: small ranges of all periods are wanted, while the disk brings blocks.
+            self._reading = (self._directory / DATA).open("rb", buffering=0)
+            posix_fadvise(self._reading.fileno(), 0, self.periods * self._size, POSIX_FADV_WILLNEED)
         view = byte_view(sums)
-        self._data.read_into(period * self._size + self._offsets[spec.name], view)
+        self._reading.seek(period * self._size + self._offsets[spec.name])
+        done = 0
+        while done < len(view):
+            if not (count := self._reading.readinto(view[done:])):
+                raise EOFError(f"{DATA} ends in period {period}")
+            done += count
         record = self._records[period]
         whole: bool = record["xxh3"][self._places[spec.name]] == self._checksum(spec.name, record["version"], view)
         if not whole:
@@ -162,11 +172,10 @@ class FactorFile:
 
     def _open_manifest(self) -> None:
         """Begin to write: with a manifest of the records that count, and no others."""
+        self.close()
         make_directory(self._directory)
         self._replace_manifest()
         self._manifest = RecordFile(self._directory / MANIFEST)
-        if self._data is not None:
-            self._data.close()
         self._data = RangedFile(self._directory / DATA, writable=True)
 
     def _replace_manifest(self) -> None:

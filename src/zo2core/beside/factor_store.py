@@ -239,16 +239,20 @@ class FactorStore:
 
     def _matrix_sums(self, spec: ParameterSpec, _: torch.Tensor) -> _Sums:
         """A matrix's factors of the periods that were kept, and nothing yet of the next one."""
-        count, own = 0 if self._file is None else self._file.periods, list[torch.Tensor]()
+        (rows, columns), rank, done = spec.shape, self._settings.rank, 0
+        count = 0 if self._file is None else self._file.periods
+        own = torch.empty(rows, count * rank, dtype=torch.float32, device=self._device)
+        shared = torch.empty(columns, count * rank, dtype=spec.dtype, device=self._device)
         for period in range(count):
             assert self._file is not None
             if (kept := self._file.read(spec, period)) is None:
                 break
-            own.append(kept.view(spec.shape[0], -1).to(self._device))
-        now = torch.zeros(spec.shape[0] * self._settings.rank, dtype=torch.float32, device=self._device)
-        shared = [self._drawn_shared(spec, period * self._settings.period) for period in range(len(own))]
-        past = Columns(torch.cat(own, dim=1), torch.cat(shared, dim=1)) if own else None
-        return _Sums(now, len(own) * self._settings.period, past)
+            own[:, done : done + rank] = kept.view(rows, rank)
+            shared[:, done : done + rank] = self._drawn_shared(spec, period * self._settings.period)
+            done += rank
+        past = Columns(own[:, :done].contiguous(), shared[:, :done].contiguous()) if done else None
+        now = torch.zeros(rows * rank, dtype=torch.float32, device=self._device)
+        return _Sums(now, done // rank * self._settings.period, past)
 
     def _shared(self, spec: ParameterSpec, step: int) -> torch.Tensor:
         """V in the period of a step, divided by the root of the rank: (n, rank) in the parameter's dtype."""
