@@ -19,6 +19,8 @@ from zo2core import BesideActivations, JournalError, MeZOSGD, WriteBackPolicy, Z
 from zo2core.beside import factor_store
 from zo2core.beside.factor_file import DATA, MANIFEST
 from zo2core.io.direct_file import RangedFile
+from zo2core.io.record_log import RecordFile
+from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing
 from zo2core.types import Program
 
@@ -166,6 +168,45 @@ def test_a_journal_that_lost_steps_is_refused(stopped: tuple[Path, Path, dict[st
     (run / "journal.jsonl").write_bytes(b"".join(steps[:5]))
     with pytest.raises(JournalError, match=r"at least [36], since .*factors\.jsonl knows of step [25]"):
         opened(base, run)
+
+
+def test_periods_of_a_run_on_other_data_do_not_count(
+    stopped: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    base, run, expected = stopped
+    with opened(base, tmp_path / "other") as engine:  # the same options, and so the same header
+        for _ in range(STEPS):
+            engine.step(make_batch(40, [3, 9]))
+    run = shutil.copytree(run, tmp_path / "run")
+    for name in (DATA, MANIFEST):
+        shutil.copyfile(tmp_path / "other" / name, run / name)
+    assert resumed(base, run, expected) == directions(base, STEPS)
+
+
+def test_bytes_and_journal_are_durable_before_a_period_counts(
+    stopped: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    base, run, _ = stopped
+    order: list[str] = []
+
+    def noting(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            order.append(what)
+            return method(*arguments)
+
+        return noted
+
+    with (
+        opened(base, shutil.copytree(run, tmp_path / "run")) as engine,
+        patch.object(RangedFile, "sync", noting("bytes", RangedFile.sync)),
+        patch.object(RecordFile, "append", noting("record", RecordFile.append)),
+        patch.object(Journal, "chain", noting("journal", Journal.chain)),
+    ):
+        engine.step(BATCH)
+        order.clear()
+        engine.evaluate([BATCH])
+    assert order[0] == "journal"
+    assert order[-2:] == ["bytes", "record"]
 
 
 def test_periods_of_another_run_do_not_count(stopped: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
