@@ -18,7 +18,7 @@ import torch
 from zo2core.kernels import native
 from zo2core.types import EncodedPart, Encoding, Float8Blocks, Int8Rows, NF4Blocks, ParameterSpec
 
-_CACHED = 1 << 16  # elements that are encoded at a time
+_CACHED = 1 << 15  # elements that are encoded at a time: few enough for torch to start no second thread and wait for it
 INT8_UNIT = 7.874015718698502e-3  # of a code at a scale of 1: 1 / 127, as bitsandbytes writes it
 # What a code of four bits stands for: QLoRA's NormalFloat, quantiles of N(0, 1) scaled to [-1, 1] (arXiv 2305.14314, E).
 NF4_TABLE = (
@@ -212,7 +212,7 @@ def _nearest(numbers: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     It is how many of the midpoints are below: in a cache, that takes a third of the time of ``torch.bucketize``.
     """
     places = torch.zeros(numbers.numel(), dtype=torch.uint8)
-    for piece, own in zip(numbers.split(_CACHED), places.split(_CACHED), strict=True):
+    for piece, own in zip(torch.split(numbers, _CACHED), torch.split(places, _CACHED), strict=True):
         for midpoint in ((table[1:] + table[:-1]) / 2).tolist():
             own += piece > midpoint
     return places
