@@ -15,7 +15,7 @@ from models import make_batch, save_model, small_config
 from parity import assert_same_bits
 
 from zo2adapters import open_checkpoint
-from zo2core import BesideActivations, JournalError, MeZOSGD, WriteBackPolicy, ZO2Warning, ZOEngine
+from zo2core import BesideActivations, JournalError, MeZOSGD, WriteBackPolicy, ZO2Warning, ZOEngine, kept_bytes_a_step
 from zo2core.beside import factor_store
 from zo2core.beside.factor_file import DATA, MANIFEST
 from zo2core.io.direct_file import RangedFile
@@ -90,6 +90,10 @@ def test_a_resumed_run_draws_the_updates_of_the_open_period_alone(
 ) -> None:
     base, run, expected = stopped
     assert sorted(path.name for path in run.iterdir()) == [DATA, MANIFEST, "journal.jsonl"]
+    model = open_checkpoint(base)
+    model.weights.close()
+    planned = kept_bytes_a_step(BesideActivations(rank=2, period=PERIOD), model.layouts)
+    assert (run / DATA).stat().st_size == 2 * PERIOD * planned
     kept = shutil.copytree(run, tmp_path / "kept")
     assert resumed(base, kept, expected) == directions(base, STEPS % PERIOD)
     assert len((kept / MANIFEST).read_bytes().splitlines()) == 1 + 3, "the step after ended the third period"

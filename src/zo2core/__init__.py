@@ -9,6 +9,7 @@ from zo2core.beside import Moved as Moved
 from zo2core.beside import Perturbation as Perturbation
 from zo2core.beside import StackedModel as StackedModel
 from zo2core.beside import factor_bytes as factor_bytes
+from zo2core.beside import kept_bytes_a_step as kept_bytes_a_step
 from zo2core.beside import require_perturbation as require_perturbation
 from zo2core.checkpoint import Piece as Piece
 from zo2core.checkpoint import SafetensorsReader as SafetensorsReader

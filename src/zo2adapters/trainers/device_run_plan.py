@@ -22,6 +22,7 @@ from zo2core import (
     choose_carrying,
     factor_bytes,
     interval_within,
+    kept_bytes_a_step,
     laid_out_as_on_disk,
     parse_size,
     plan_device_memory,
@@ -58,7 +59,7 @@ class DeviceRunPlan:
     def table(self) -> str:
         """Give people a table."""
         back = f"{self.returned_bytes / 1e9:.2f} GB" if self.returned_bytes else "nothing"
-        written = f"at most {self.terabytes_per_1000_steps:.2f} TB; a run measures what is worth it"
+        written = f"at most {self.terabytes_per_1000_steps:.3g} TB; a run measures what is worth it"
         written = written if self.terabytes_per_1000_steps else "nothing"
         rows = [
             ("blocks that stay", f"{self.device_plan.kept} of {self.blocks}"),
@@ -147,6 +148,7 @@ def plan_device_run(
     moved = _share(moving, len(blocks) - device_plan.kept)
     is_changed = isinstance(perturbation, InWeights)  # else weights are only read
     every = 1 if write_limit_tb is None else interval_within(used, write_limit_tb)
+    kept = kept_bytes_a_step(perturbation, used, None if write_limit_tb is None else write_limit_tb * 1e9)
     return DeviceRunPlan(
         host_plan=host_plan,
         device_plan=device_plan,
@@ -155,7 +157,7 @@ def plan_device_run(
         moved_bytes=moved,
         returned_bytes=moved if is_changed and (carrying is None or carrying.comes_back) else 0,
         waiting_bytes=waiting,
-        terabytes_per_1000_steps=terabytes_written(used, every) if is_changed else 0.0,
+        terabytes_per_1000_steps=terabytes_written(used, every) if is_changed else kept / 1e9,
         bus=parse_size(bus, option="bus"),
     )
 

@@ -30,6 +30,7 @@ from zo2core import (
     factor_bytes,
     flat_views,
     interval_within,
+    kept_bytes_a_step,
     laid_out_as_on_disk,
     plan_host,
     read_bytes_per_second,
@@ -83,7 +84,7 @@ class RunPlan:
             ("scratch on disk, at most", f"{self.scratch_bytes / 1e9:.2f} GB"),
             ("read a step", f"{self.read_bytes / 1e9:.2f} GB"),
             ("written a step", f"{self.written_bytes / 1e9:.2f} GB"),
-            ("written in 1,000 steps", f"{self.terabytes_per_1000_steps:.2f} TB"),
+            ("written in 1,000 steps", f"{self.terabytes_per_1000_steps:.3g} TB"),
             ("forwards", f"{self.forward_seconds:.2f} s"),
             ("noise and arithmetic", f"{self.update_seconds:.2f} s"),
             ("disk, beside them", f"{self.disk_seconds:.2f} s"),
@@ -157,14 +158,15 @@ def plan_run(
     forwards = evaluations * measured_forward_seconds(model, rows, tokens)
     if isinstance(perturbation, BesideActivations):
         drawing = replay * _factor_share(layouts, perturbation.rank) * (evaluations + queries)
+        written_a_step = kept_bytes_a_step(perturbation, layouts, None if write_limit_tb is None else write_limit_tb * 1e9)
         return RunPlan(
             host_plan=host_plan,
             model_bytes=model_bytes,
             write_back_every=None,
             scratch_bytes=0,
             read_bytes=read,
-            written_bytes=0,
-            terabytes_per_1000_steps=0.0,
+            written_bytes=round(written_a_step),
+            terabytes_per_1000_steps=written_a_step / 1e9,
             forward_seconds=forwards,
             update_seconds=drawing + decoding_seconds(layouts),
             disk_seconds=read_seconds,

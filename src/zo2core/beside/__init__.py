@@ -4,6 +4,7 @@ from zo2core.beside.factor_store import Columns as Columns
 from zo2core.beside.factor_store import FactorStore as FactorStore
 from zo2core.beside.factor_store import Learned as Learned
 from zo2core.beside.factor_store import factor_bytes as factor_bytes
+from zo2core.beside.factor_store import kept_bytes_a_step as kept_bytes_a_step
 from zo2core.beside.factor_store import open_factors as open_factors
 from zo2core.beside.perturbation import BesideActivations as BesideActivations
 from zo2core.beside.perturbation import InWeights as InWeights

@@ -94,7 +94,7 @@ class FactorStore:
             JournalError: as ``FactorFile`` says.
         """
         elements, period = sum_elements(trained(layouts), self._settings.rank), self._settings.period
-        writes = bytes_a_step is None or 4 * sum(elements.values()) <= bytes_a_step * period
+        writes = kept_bytes_a_step(self._settings, layouts, bytes_a_step) > 0
         self._file = FactorFile(directory, elements, period=period, journal=journal, writes=writes)
         return self._file
 
@@ -290,6 +290,20 @@ def factor_bytes(perturbation: Perturbation, layouts: Sequence[BlockLayout], upd
     columns = sum(4 * spec.shape[0] + spec.dtype.itemsize * spec.shape[1] for spec in matrices)
     vectors = sum(4 * spec.numel for spec in specs if len(spec.shape) == 1)
     return columns * perturbation.rank * periods + vectors
+
+
+def kept_bytes_a_step(perturbation: Perturbation, layouts: Sequence[BlockLayout], most: float | None = None) -> float:
+    """Bytes that a run beside the activations writes a step, on average, to keep what its periods came to.
+
+    Args:
+        perturbation: The run's; directions in the weights have no factors.
+        layouts: Of the model.
+        most: That it may write; None: no limit. A run whose periods take more keeps none of them.
+    """
+    if isinstance(perturbation, InWeights):
+        return 0.0
+    on_average = 4 * sum(sum_elements(trained(layouts), perturbation.rank).values()) / perturbation.period
+    return on_average if most is None or on_average <= most else 0.0
 
 
 def open_factors(
