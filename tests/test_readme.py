@@ -39,6 +39,11 @@ def fences(page: Path) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+def commands(text: str) -> list[str]:
+    """The commands of a shell block, those that go on after a backslash as one each."""
+    return text.replace("\\\n", " ").splitlines()
+
+
 def prose(page: Path) -> str:
     """The page without its fenced blocks."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -151,14 +156,14 @@ def test_commands_and_examples_run_as_printed(
     for language, text in fences(page):
         assert language in {"sh", "python", "text"}
         if language == "sh":
-            for command in text.splitlines():
+            for command in commands(text):
                 run_command(command, capsys)
         elif language == "python" and ("write_program" not in text or importlib.util.find_spec("executorch")):
             exec(compile(text, page.name, "exec"), {"__name__": page.stem})
 
 
 def test_every_subcommand_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line for page in PAGES for language, text in fences(page) if language == "sh" for line in text.splitlines()]
+    lines = [line for page in PAGES for language, text in fences(page) if language == "sh" for line in commands(text)]
     shown = {line.split()[1] for line in lines if line.startswith("zo2 ")}
     shown.add("demo")  # behind `make demo`
     with pytest.raises(SystemExit):
