@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from zo2core import (
 )
 from zo2core.io.direct_file import whole_pages
 from zo2core.protocols import BlockSource
+from zo2core.sources.loader import READERS, SegmentLoader
 from zo2core.sources.scratch import Scratch
 
 BLOCKS = 6
@@ -118,6 +120,20 @@ def test_blocks_are_read_ahead_along_the_order_and_round_its_end() -> None:
     assert settled(lambda: weights.reads[1] == 1 and weights.reads[5] == 2), "the next round's first block"
     assert weights.reads[3] == weights.reads[4] == 0, "what is not in the order is not needed"
     source.close()
+
+
+def test_what_was_not_read_when_a_loader_was_closed_does_not_count() -> None:
+    weights = CountingWeights()
+    specs = tuple(ParameterSpec(f"p{i}", (4,), torch.float32, i, True) for i in range(READERS + 1))
+    loader = SegmentLoader(weights, (BlockLayout("block", SegmentKind.BLOCK, specs),))
+    weights.go.clear()
+    loading = loader.load(0, torch.empty(0, dtype=torch.uint8), [torch.zeros(4) for _ in specs])
+    threading.Timer(0.2, weights.go.set).start()
+    loader.close()
+    assert sum(weights.reads.values()) == READERS, "those that had begun"
+    assert loading.done()
+    with pytest.raises(CancelledError):
+        loading.wait()
 
 
 def test_without_an_order_nothing_is_read_ahead() -> None:
