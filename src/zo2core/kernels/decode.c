@@ -123,18 +123,36 @@ static void look_up(float *x, const uint8_t *codes, const float *table, size_t c
     for (; i < count; i++) x[i] = table[i % 2 ? codes[i / 2] & 15 : codes[i / 2] >> 4];
 }
 
-/* A scale for each block of weights, counted from the first one on. Blocks are even, so that each begins with a byte. */
+/* The scales of blocks: floats or, where there is a table, codes of floats that have scales themselves, and an offset. */
+struct scales {
+    const void *own, *nested;
+    const float *table;
+    uint64_t nested_block;
+    float offset;
+};
+
+INLINE float scale_at(const struct scales *scales, uint64_t block) {
+    if (!scales->table) return float_at(scales->own, block);
+    const float coded = scales->table[((const uint8_t *)scales->own)[block]];
+    return coded * float_at(scales->nested, block / scales->nested_block) + scales->offset;
+}
+
+/* A scale for each block of weights, counted from the matrix's first one on, which is `first` weights before `out`. Blocks
+ * are even, and so is `first`: each begins with a byte. */
 CLONES PUBLIC void zo2core_decode_nf4(
-    int dtype, void *out, const uint8_t *codes, const void *table, const void *scales, uint64_t block, uint64_t count) {
-    float x[CHUNK] __attribute__((aligned(64))), numbers[16];
+    int dtype, void *out, const uint8_t *codes, const void *own, const void *table, const void *nested,
+    const void *nested_table, uint64_t nested_block, float offset, uint64_t block, uint64_t first, uint64_t count) {
+    float x[CHUNK] __attribute__((aligned(64))), numbers[16], coded[256];
+    const struct scales scales = {own, nested, nested_table ? coded : NULL, nested_block, offset};
     memcpy(numbers, table, sizeof numbers);
+    if (nested_table) memcpy(coded, nested_table, sizeof coded);
     for (uint64_t done = 0; done < count;) {
         const size_t length = count - done < CHUNK ? count - done : CHUNK;
-        look_up(x, codes + done / 2, numbers, length);
+        look_up(x, codes + (first + done) / 2, numbers, length);
         for (size_t i = 0; i < length;) {
-            const uint64_t place = done + i, left = block - place % block;
+            const uint64_t place = first + done + i, left = block - place % block;
             const size_t end = left < length - i ? i + left : length;
-            const float scale = float_at(scales, place / block);
+            const float scale = scale_at(&scales, place / block);
             for (; i < end; i++) x[i] *= scale;
         }
         put(dtype, out, done, x, length);

@@ -56,11 +56,10 @@ def decode(spec: ParameterSpec, stored: torch.Tensor, out: torch.Tensor, helper:
     encoding, (rows, columns) = spec.encoding, spec.shape
     assert encoding is not None, "what is not encoded is read as it is"
     parts, matrix = _Parts(encoding.parts(spec.shape), stored), out.view(rows, columns)
-    scales = _block_scales(encoding, parts) if isinstance(encoding, NF4Blocks) else parts["scales"].float()
     if not native.decodes(stored, out):
-        _decode(encoding, parts, scales, matrix)
+        _decode(encoding, parts, matrix)
         return
-    run = partial(_run_native, encoding, parts, scales, matrix)
+    run = partial(_run_native, encoding, parts, matrix)
     cut = rows // 2
     if helper is None or spec.numel < _WORTH_HELP or (isinstance(encoding, NF4Blocks) and cut * columns % encoding.block):
         run(0, rows)
@@ -72,25 +71,23 @@ def decode(spec: ParameterSpec, stored: torch.Tensor, out: torch.Tensor, helper:
         rest.result()
 
 
-def _run_native(
-    encoding: Encoding, parts: _Parts, scales: torch.Tensor, matrix: torch.Tensor, first: int, last: int
-) -> None:
+def _run_native(encoding: Encoding, parts: _Parts, matrix: torch.Tensor, first: int, last: int) -> None:
     """Decode some rows by a compiled kernel. In blocks that run through the matrix, rows begin with one."""
-    out, columns, codes = matrix[first:last], matrix.shape[1], parts.bytes("codes")
-    start = first * columns
+    out, start, codes = matrix[first:last], first * matrix.shape[1], parts.bytes["codes"]
     if isinstance(encoding, NF4Blocks):
-        native.decode_nf4(out, codes[start // 2 :], parts["table"], scales[start // encoding.block :], encoding.block)
+        native.decode_nf4(out, parts.bytes, encoding, start)
     elif isinstance(encoding, Int8Rows):
-        native.decode_int8(out, codes[start:], scales[first:], INT8_UNIT)
+        native.decode_int8(out, codes[start:], parts["scales"].float()[first:], INT8_UNIT)
     else:
-        native.decode_float8(out, codes[start:], scales, first, encoding.block)
+        native.decode_float8(out, codes[start:], parts["scales"].float(), first, encoding.block)
 
 
-def _decode(encoding: Encoding, parts: _Parts, scales: torch.Tensor, matrix: torch.Tensor) -> None:
+def _decode(encoding: Encoding, parts: _Parts, matrix: torch.Tensor) -> None:
     """The reference."""
     if isinstance(encoding, NF4Blocks):
-        _decode_nf4(encoding, parts, scales, matrix.view(-1))
+        _decode_nf4(encoding, parts, matrix.view(-1))
         return
+    scales = parts["scales"].float()
     codes, (rows, columns) = parts["codes"], matrix.shape
     for first, last in _runs(rows, columns):
         if isinstance(encoding, Int8Rows):
@@ -133,15 +130,11 @@ class _Parts:
     def __init__(self, parts: Sequence[EncodedPart], stored: torch.Tensor) -> None:
         self._parts = {part.role: part for part in parts}
         ends = list(accumulate(part.nbytes for part in parts))
-        self._bytes = {part.role: stored[end - part.nbytes : end] for part, end in zip(parts, ends, strict=True)}
-
-    def bytes(self, role: str) -> torch.Tensor:
-        """A part as it lies there."""
-        return self._bytes[role]
+        self.bytes = {part.role: stored[end - part.nbytes : end] for part, end in zip(parts, ends, strict=True)}
 
     def __getitem__(self, role: str) -> torch.Tensor:
         """A part in its dtype and shape. What lies at an address that its dtype cannot have is copied: it is small."""
-        part, raw = self._parts[role], self._bytes[role]
+        part, raw = self._parts[role], self.bytes[role]
         if raw.data_ptr() % part.dtype.itemsize or raw.storage_offset() % part.dtype.itemsize:
             raw = raw.clone()
         return raw.view(part.dtype).view(part.shape)
@@ -156,8 +149,8 @@ def _block_scales(encoding: NF4Blocks, parts: _Parts) -> torch.Tensor:
     return parts["nested table"][scales.int()] * nested + encoding.offset
 
 
-def _decode_nf4(encoding: NF4Blocks, parts: _Parts, scales: torch.Tensor, out: torch.Tensor) -> None:
-    table, codes = parts["table"], parts["codes"]
+def _decode_nf4(encoding: NF4Blocks, parts: _Parts, out: torch.Tensor) -> None:
+    table, codes, scales = parts["table"], parts["codes"], _block_scales(encoding, parts)
     length = _AT_ONCE // encoding.block * encoding.block
     for first in range(0, len(out), length):
         memory = out[first : first + length]

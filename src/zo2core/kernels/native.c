@@ -221,7 +221,7 @@ CLONES static void apply(int dtype, float *theta, const float *z, const struct i
 /* ---- What is called ---- */
 
 /* Changes whenever the functions below or in the other sources, or what they compute, change: the loader compares it. */
-PUBLIC int zo2core_revision(void) { return 7; }
+PUBLIC int zo2core_revision(void) { return 8; }
 
 /* Write z of the elements from start on. */
 PUBLIC void zo2core_fill(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -18,9 +18,9 @@ import torch
 
 from zo2core.errors import ZO2Warning
 from zo2core.kernels.table import row, table
-from zo2core.types import Distribution, Perturb, Program
+from zo2core.types import Distribution, NF4Blocks, Perturb, Program
 
-_REVISION = 7  # of native.c, twister.c, decode.c and forming.c
+_REVISION = 8  # of native.c, twister.c, decode.c and forming.c
 _PANEL = 16  # columns of a matrix that forming.c sums at once
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _DISTRIBUTIONS = {Distribution.GAUSSIAN: 0, Distribution.RADEMACHER: 1}
@@ -102,7 +102,7 @@ def _declare(loaded: ctypes.CDLL) -> None:
     into = (number, pointer, pointer, pointer)
     loaded.zo2core_decode_int8.argtypes = (*into, real, u64, u64)
     loaded.zo2core_decode_float8.argtypes = (*into, u64, u64, u64, u64, u64)
-    loaded.zo2core_decode_nf4.argtypes = (*into, pointer, u64, u64)
+    loaded.zo2core_decode_nf4.argtypes = (*into, pointer, pointer, pointer, u64, real, u64, u64, u64)
     for decoder in ("decode_int8", "decode_float8", "decode_nf4"):
         loaded[f"zo2core_{decoder}"].restype = None
     loaded.zo2core_form.argtypes = (*into, pointer, u64, u64, u64)
@@ -258,12 +258,21 @@ def decode_float8(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, 
     loaded.zo2core_decode_float8(*_decoded(out, codes, scales), first, *out.shape, *block)
 
 
-def decode_nf4(out: torch.Tensor, codes: torch.Tensor, table: torch.Tensor, scales: torch.Tensor, block: int) -> None:
-    """Decode pairs of codes; float32 ``scales``, one a block of so many weights."""
+def decode_nf4(out: torch.Tensor, parts: Mapping[str, torch.Tensor], encoding: NF4Blocks, first: int) -> None:
+    """Decode pairs of codes.
+
+    Args:
+        out: Contiguous, from the matrix's weight ``first`` on, with which a byte begins.
+        parts: Bytes of the whole matrix's parts, by role, at any address.
+        encoding: How they are meant.
+        first: Even.
+    """
     loaded = library()
     assert loaded is not None
-    dtype, into, from_, scales_at = _decoded(out, codes, scales)
-    loaded.zo2core_decode_nf4(dtype, into, from_, table.data_ptr(), scales_at, block, out.numel())
+    roles = ("codes", "scales", "table", "nested scales", "nested table")
+    places = (parts[role].data_ptr() if role in parts else None for role in roles)
+    blocks = (encoding.nested_block or 0, encoding.offset, encoding.block)
+    loaded.zo2core_decode_nf4(DTYPES[out.dtype], out.data_ptr(), *places, *blocks, first, out.numel())
 
 
 def encode_float8(

@@ -99,11 +99,10 @@ class StackedVisitor:
     def evaluate(self, index: int, store: Store) -> None:
         """Run the segment's forwards. See the contract."""
         self._stores[index] = store
-        layout = self._model.layouts[index]
+        layout, begun = self._model.layouts[index], self._queues.mark()  # decoding and forming are of the first stack's time
         weights = {spec.name: self._weights(spec) for spec in layout.used}
         if self._stacks:
             self._model.bind(index, {spec.name: self._shown(index, spec, weights[spec.name]) for spec in layout.used})
-        begun = self._queues.mark()
         for number, stack in enumerate(self._stacks):
             moves = self._moves[number]
             moved: dict[str, Moved] = {
