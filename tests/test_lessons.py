@@ -226,6 +226,15 @@ def test_a_resumed_run_looks_at_the_base_for_what_is_to_come_alone(here: Path, m
     assert looked == [4]
 
 
+def test_a_run_resumed_within_an_epoch_has_the_references_of_all_rows_to_come(here: Path) -> None:
+    row = {"prompt": "the dog", "chosen": " ran", "rejected": " sat"}
+    with (here / "preferences.jsonl").open("a") as file:
+        file.writelines(json.dumps({**row, "prompt": f"the {word} dog"}) + "\n" for word in WORDS[2:11])
+    train("preferences", "dpo", "--steps", "3")
+    main(["train", "--resume", "run", "--steps", "20"])
+    assert Journal("run/journal.jsonl").updates == train("preferences", "dpo", "--steps", "20", output="whole").updates
+
+
 def test_the_chosen_completion_is_the_first_one_and_ends(here: Path) -> None:
     rows: Any = read_rows(Path("preferences.jsonl"), AutoTokenizer.from_pretrained("model"), sequence_length=32)
     written = [json.loads(line) for line in (here / "preferences.jsonl").read_text().splitlines()]

@@ -233,8 +233,9 @@ class Trainer:
         _require_steps_to_come(options, taken)
         taken = taken if self._workers is None else min(self._workers.heard(taken))
         batches = training_batches(self._data, batch_size=batch_size, seed=options.seed, first_step=taken)
-        steps = min(options.steps - taken, 1 + len(self._data) // batch_size)  # so many have all rows
-        return [*chain.from_iterable(islice(batches, steps)), *(self._evaluation or ())]
+        steps = options.steps - taken
+        is_all = steps * batch_size >= 2 * len(self._data)  # they have a whole epoch, wherever in one they begin
+        return [*(self._data if is_all else chain.from_iterable(islice(batches, steps))), *(self._evaluation or ())]
 
     def _take_steps(self) -> None:
         options, engine = self.options, self.engine
