@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 import torch
 from command_lines import refusal
-from models import make_batch, save_model, small_config
+from models import make_batch, random_model, save_model, small_config
 from runs import small_run
-from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
@@ -64,6 +70,23 @@ def test_stock_peft_loads_it_to_the_exported_models_loss(tmp_path: Path, name: s
     merged = loss_of(load(tmp_path / "merged"), batch)
     assert loss_of(loaded, batch) == pytest.approx(merged, rel=1e-5)
     assert abs(loss_of(load(base), batch) - merged) > 1e-2, "something was learned"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_a_model_with_another_head_is_loaded_by_stock_peft_too(tmp_path: Path) -> None:
+    config = small_config("llama", pad_token_id=0, num_labels=3, tie_word_embeddings=False)
+    auto, batch = AutoModelForSequenceClassification, {**make_batch(39, [7, 4]), "labels": torch.tensor([2, 0])}
+    base = tmp_path / "base"
+    random_model(config, torch.float32, auto_class=auto).save_pretrained(base)
+    with engine(base, BesideActivations(rank=1), head="sequence-classification") as opened:
+        for _ in range(3):
+            opened.step(batch)
+        export_adapter(opened, opened._model, tmp_path / "adapter", base=str(base))  # type: ignore[arg-type]
+        opened.export(tmp_path / "merged")
+    merged = loss_of(auto.from_pretrained(tmp_path / "merged"), batch)
+    loaded = peft.PeftModel.from_pretrained(auto.from_pretrained(base), tmp_path / "adapter")
+    assert loss_of(loaded, batch) == pytest.approx(merged, rel=1e-5)
+    assert abs(loss_of(auto.from_pretrained(base), batch) - merged) > 1e-3, "something was learned"
 
 
 def test_the_command_writes_one_of_any_step_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,13 @@ from parity import assert_same_bits
 from zo2adapters import open_checkpoint
 from zo2core import BesideActivations, JournalError, MeZOSGD, WriteBackPolicy, ZO2Warning, ZOEngine, kept_bytes_a_step
 from zo2core.beside import factor_store
-from zo2core.beside.factor_file import DATA, MANIFEST
+from zo2core.beside.factor_file import DATA, MANIFEST, sum_elements
 from zo2core.io.direct_file import RangedFile
 from zo2core.io.record_log import RecordFile
 from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing
+from zo2core.protocols import Store
+from zo2core.sweep.stacked_visitor import StackedVisitor
 from zo2core.types import Program
 
 BATCH = make_batch(40, [7, 4])
@@ -154,6 +157,55 @@ def test_damage_is_told_and_replayed(
     assert [record["version"] for record in records[1:]] == [3, 6, 9]
 
 
+def test_what_the_system_refuses_in_passing_deletes_nothing(
+    stopped: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    base, run, expected = stopped
+    kept = shutil.copytree(run, tmp_path / "kept")
+    refused = patch("zo2core.beside.factor_file.open_regular", side_effect=OSError(24, "Too many open files"))
+    with refused, pytest.warns(ZO2Warning, match=r"factors\.jsonl: Too many open files"):
+        assert resumed(base, kept, expected) == directions(base, STEPS)
+    assert (kept / MANIFEST).read_bytes() == (run / MANIFEST).read_bytes()
+
+
+def test_a_pipe_in_the_place_of_the_sums_is_not_waited_for(
+    stopped: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    base, run, expected = stopped
+    run = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns(DATA))
+    os.mkfifo(run / DATA)
+    with pytest.warns(ZO2Warning, match="no regular file"):
+        assert resumed(base, run, expected) == directions(base, STEPS)
+
+
+def test_sums_of_ended_periods_are_written_as_they_end(
+    stopped: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    base, run, _ = stopped
+    bare = shutil.copytree(run, tmp_path / "bare", ignore=shutil.ignore_patterns("factors.*"))
+    written: list[int] = []  # bytes
+    after_embedding: list[int] = []
+    write, evaluate = RangedFile.write, StackedVisitor.evaluate
+
+    def writing(file: RangedFile, offset: int, data: memoryview) -> None:
+        written.append(len(data))
+        write(file, offset, data)
+
+    def evaluating(visitor: StackedVisitor, index: int, store: Store) -> None:
+        if index == 0:
+            after_embedding.append(sum(written))
+        evaluate(visitor, index, store)
+
+    with (
+        opened(base, bare) as engine,
+        patch.object(RangedFile, "write", writing),
+        patch.object(StackedVisitor, "evaluate", evaluating),
+    ):
+        engine.evaluate([BATCH])
+    embedding = sum_elements(open_checkpoint(base).layouts[0].parameters, 2)
+    assert after_embedding == [STEPS // PERIOD * 4 * sum(embedding.values())], "nothing waits for other segments"
+
+
 def test_a_torn_manifest_counts_as_far_as_it_goes(
     stopped: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
@@ -256,4 +308,4 @@ def test_a_full_disk_costs_time_and_nothing_else(
     with full, pytest.warns(ZO2Warning, match=r"factors\.jsonl: No space left on device"):
         assert resumed(base, bare, expected) == directions(base, STEPS)
     again = shutil.copytree(bare, tmp_path / "again")
-    assert len((again / MANIFEST).read_bytes().splitlines()) == 1, "no period counts whose bytes are not there"
+    assert not (again / MANIFEST).exists(), "no period counts whose bytes are not there"

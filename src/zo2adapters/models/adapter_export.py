@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.files import FILE_PREFIX, plain_config, write_adapter
@@ -57,7 +58,7 @@ def export_adapter(replayer: Replayer, model: HFBlockModel, directory: Path | st
         bias="all" if parts.has_biases else "none",
         fan_in_fan_out=parts.is_transposed,
         base_model_name_or_path=base,
-        task_type="CAUSAL_LM",
+        task_type=None if isinstance(model, HFHeadModel) else "CAUSAL_LM",  # peft's own for other heads add a head of theirs
         inference_mode=True,
     )
     write_adapter(Path(directory), plain_config(config), parts.tensors)

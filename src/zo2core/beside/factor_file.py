@@ -1,8 +1,9 @@
 """Factors of ended periods on disk: a run is resumed from them, without drawing thousands of updates again.
 
 Nothing depends on these files. Base and journal make the same numbers, bit for bit; they only take longer. Sums of a period
-that has ended never change, so a period is written once, behind the others, and is taken for what it says only if the
-journal has its checksum at the period's end and the bytes have theirs. Whatever is damaged is told, dropped and replayed.
+that has ended never change, so each parameter's are written once, as they end, and stay in memory nowhere else. They count
+with the record that follows those of all parameters, and only if the journal has its checksum at the period's end and the
+bytes have theirs. Whatever is damaged is told, dropped and replayed.
 
 Trade-off: what factors take in memory they take on disk as well, a period at a time: float32 numbers, rank times the rows
 of every matrix, and all vectors.
@@ -10,11 +11,11 @@ of every matrix, and all vectors.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
-from io import FileIO
+from io import BufferedReader
 from itertools import accumulate
-from os import POSIX_FADV_WILLNEED, posix_fadvise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import torch
 from zo2core.errors import ZO2Warning, reason
 from zo2core.io.checksum import combined_checksum, piece_checksum
 from zo2core.io.direct_file import RangedFile, byte_view
-from zo2core.io.durable import make_directory, sync_path
+from zo2core.io.durable import make_directory, open_regular, sync_path
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
 from zo2core.journal import Journal
 from zo2core.types import ParameterSpec
@@ -56,10 +57,10 @@ class FactorFile:
         self._places = {name: at for at, name in enumerate(elements)}
         *offsets, self._size = accumulate((4 * count for count in elements.values()), initial=0)
         self._offsets = dict(zip(elements, offsets, strict=True))  # in a period's bytes
-        self._ended: dict[int, dict[str, torch.Tensor]] = {}  # period -> sums of the parameters that have ended it
-        self._manifest: RecordFile | None = None  # open once a period is kept, and so is the data
-        self._data: RangedFile | None = None
-        self._reading: FileIO | None = None  # open from the first read until a period is kept
+        self._ended: dict[int, dict[str, str]] = {}  # period -> checksums of the parameters that have ended it
+        self._manifest: RecordFile | None = None  # open once a period is kept
+        self._data: RangedFile | None = None  # open once a parameter has ended a period
+        self._reading: BufferedReader | None = None  # open from the first read on
         self._records: list[Record] = self._try(self._read_manifest) or []
 
     @property
@@ -78,26 +79,33 @@ class FactorFile:
             Flat, float32, on the CPU; None if they are damaged: then this and all later periods are not kept any more.
         """
         sums = torch.empty(self._elements[spec.name], dtype=torch.float32)
-        if self._try(lambda: self._read(spec, period, sums)):
-            return sums
-        self._drop(period)
-        return None
+        try:
+            self._read(spec, period, sums)
+        except (OSError, EOFError) as error:
+            self._tell(reason(error))
+            is_passing = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)  # too many open files, say
+            self._drop(period, on_disk=not is_passing)
+            return None
+        return sums
 
     def keep(self, spec: ParameterSpec, period: int, sums: torch.Tensor) -> None:
-        """Take in a parameter's sums at the end of a period; once all parameters have ended it, they are written.
+        """Write a parameter's sums at the end of a period, which is kept once all parameters have ended it.
 
         Args:
             spec: The parameter.
-            period: From 0.
-            sums: Float32, on any device; nobody may change them any more.
+            period: From 0; none of ``periods``.
+            sums: Float32, on any device.
         """
         if not self._writes:
             return
-        self._ended.setdefault(period, {})[spec.name] = sums
-        while len(self._ended.get(self.periods, ())) == len(self._elements):
-            if not self._try(self._write):
-                self._writes = False
-                self._ended.clear()
+        try:
+            self._write(spec.name, period, sums)
+            while len(self._ended.get(self.periods, ())) == len(self._elements):
+                self._count_in()
+        except OSError as error:
+            self._tell(reason(error))
+            self._writes = False
+            self._ended.clear()
 
     def close(self) -> None:
         """Close the files. May be called twice."""
@@ -129,54 +137,43 @@ class FactorFile:
             counting.append(record)
         return counting
 
-    def _read(self, spec: ParameterSpec, period: int, sums: torch.Tensor) -> bool:
+    def _read(self, spec: ParameterSpec, period: int, sums: torch.Tensor) -> None:
         if self._reading is None:
             # Through the page cache, and ahead: small ranges of all periods are wanted, while the disk brings blocks.
-            self._reading = (self._directory / DATA).open("rb", buffering=0)
-            posix_fadvise(self._reading.fileno(), 0, self.periods * self._size, POSIX_FADV_WILLNEED)
+            self._reading = open_regular(self._directory / DATA)
+            os.posix_fadvise(self._reading.fileno(), 0, self.periods * self._size, os.POSIX_FADV_WILLNEED)
         view = byte_view(sums)
         self._reading.seek(period * self._size + self._offsets[spec.name])
-        done = 0
-        while done < len(view):
-            if not (count := self._reading.readinto(view[done:])):
-                raise EOFError(f"{DATA} ends in period {period}")
-            done += count
+        if self._reading.readinto(view) < len(view):
+            raise EOFError(f"{DATA} ends in period {period}")
         record = self._records[period]
-        whole: bool = record["xxh3"][self._places[spec.name]] == self._checksum(spec.name, record["version"], view)
-        if not whole:
-            self._tell(f"damaged sums of {spec.name} in period {period}")
-        return whole
+        if record["xxh3"][self._places[spec.name]] != self._checksum(spec.name, record["version"], view):
+            raise EOFError(f"damaged sums of {spec.name} in period {period}")
 
-    def _write(self) -> bool:
-        """Write the next period: its bytes, durable, and then the record that counts them in."""
+    def _write(self, name: str, period: int, sums: torch.Tensor) -> None:
+        if self._data is None:
+            make_directory(self._directory)
+            self._data = RangedFile(self._directory / DATA, writable=True)
+        on_host = sums.cpu().contiguous()  # waits for a device, once a period
+        view = byte_view(on_host)
+        self._data.write(period * self._size + self._offsets[name], view)
+        self._ended.setdefault(period, {})[name] = self._checksum(name, (period + 1) * self._period, view)
+
+    def _count_in(self) -> None:
+        """Make the next period durable, and then write the record without which its bytes do not count."""
         period = self.periods
-        sums, version = self._ended[period], (period + 1) * self._period
+        version = (period + 1) * self._period
+        if self._manifest is None:  # of the records that count, and no others
+            self._replace_manifest()
+            self._manifest = RecordFile(self._directory / MANIFEST)
         chain = self._journal.chain(version)  # on return the journal is durable as far
         assert chain is not None, "a period has ended once its updates are in the journal"
-        if self._manifest is None:
-            self._open_manifest()
-        assert self._manifest is not None
         assert self._data is not None
-        checksums = []
-        for name, offset in self._offsets.items():
-            on_host = sums[name].cpu().contiguous()  # waits for a device, once a period
-            view = byte_view(on_host)
-            self._data.write(period * self._size + offset, view)
-            checksums.append(self._checksum(name, version, view))
         self._data.sync()
-        record = {"version": version, "chain": chain, "xxh3": checksums}
+        checksums = self._ended.pop(period)
+        record = {"version": version, "chain": chain, "xxh3": [checksums[name] for name in self._elements]}
         self._manifest.append(record)
         self._records.append(record)
-        del self._ended[period]
-        return True
-
-    def _open_manifest(self) -> None:
-        """Begin to write: with a manifest of the records that count, and no others."""
-        self.close()
-        make_directory(self._directory)
-        self._replace_manifest()
-        self._manifest = RecordFile(self._directory / MANIFEST)
-        self._data = RangedFile(self._directory / DATA, writable=True)
 
     def _replace_manifest(self) -> None:
         path = self._directory / MANIFEST
@@ -186,14 +183,15 @@ class FactorFile:
         partial.replace(path)
         sync_path(self._directory)
 
-    def _drop(self, period: int) -> None:
-        """Forget a period and those after it, on disk as well: parameters that had read them will not end them again."""
+    def _drop(self, period: int, *, on_disk: bool) -> None:
+        """Forget a period and those after it, and keep no other: parameters that had read them will not end them again."""
         del self._records[period:]
         if self._writes:
             self._writes = False
             self._ended.clear()
             self.close()
-            self._try(self._replace_manifest)
+            if on_disk:
+                self._try(self._replace_manifest)
 
     def _header(self) -> Record:
         return {"format": FORMAT, "elements": list(self._elements.values()), "chain": self._journal.chain(0)}

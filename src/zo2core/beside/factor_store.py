@@ -135,7 +135,7 @@ class FactorStore:
                     sums.past = columns if sums.past is None else sums.past.joined(columns)
                     sums.now = torch.zeros_like(ended)
                 if self._file is not None:
-                    self._file.keep(spec, period, ended if len(spec.shape) == 2 else ended.clone())
+                    self._file.keep(spec, period, ended)
             sums.version = end
 
     def forms(self, spec: ParameterSpec) -> bool:
