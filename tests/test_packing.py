@@ -25,7 +25,7 @@ from transformers import (
 
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.packing import is_packed, pack
+from zo2adapters.models.packing import is_packed, pack, require_apart
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
@@ -121,6 +121,26 @@ def test_a_model_whose_rows_would_see_each_other_is_refused(tmp_path: Path, conf
             engine.step(pack(batch))
         assert engine.version == 0
         engine.step(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("place", [None, (2, 2), (300, 299), (600, 0), (0, 600)])
+def test_a_mask_is_looked_at_in_all_its_places(dtype: torch.dtype, place: tuple[int, int] | None) -> None:
+    lengths = [300, 301]
+    number = torch.tensor([0] * lengths[0] + [1] * lengths[1])
+    mask = (number[:, None] == number[None]).tril()[None, None]
+    is_hidden = place is None or bool(number[place[0]] == number[place[1]])
+    if place is not None:
+        mask[0, 0, place[0], place[1]] = True
+    if dtype is torch.float32:
+        mask = torch.where(mask, 0.0, torch.finfo(dtype).min)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    calls = [((), {"attention_mask": mask})] * 3
+    if is_hidden:
+        require_apart({"position_ids": positions}, lambda: calls)
+    else:
+        with pytest.raises(UnsupportedModelError, match="layer 0"):
+            require_apart({"position_ids": positions}, lambda: calls)
 
 
 def test_a_packed_run_learns_as_a_padded_one_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

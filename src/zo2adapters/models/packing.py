@@ -13,6 +13,8 @@ import torch
 
 from zo2core import IGNORE_INDEX, Batch, BatchError, UnsupportedModelError
 
+_ROWS = 256  # of a mask that are looked at at a time: a whole one can be large
+
 
 def pack(batch: Batch) -> dict[str, torch.Tensor]:
     """Lay the rows of a batch one behind the other.
@@ -63,11 +65,14 @@ def require_apart(batch: Batch, calls: Callable[[], Iterable[tuple[Sequence[Any]
     """
     positions = batch["position_ids"]
     number = (torch.diff(positions, dim=1, prepend=positions[:, :1]) != 1).cumsum(dim=1)
-    apart = number[:, :, None] != number[:, None, :]
+    hiding: dict[int, bool] = {}  # by the mask, which layers mostly share
     for layer, (arguments, named) in enumerate(calls()):
         tensors = [value for value in (*arguments, *named.values()) if isinstance(value, torch.Tensor)]
-        masks = [value for value in tensors if value.dim() == 4 and value.shape[-2:] == apart.shape[-2:]]
-        if not any(_hides(mask, apart) for mask in masks):
+        masks = [value for value in tensors if value.dim() == 4 and value.shape[-2:] == (number.shape[1],) * 2]
+        for mask in masks:
+            if id(mask) not in hiding:
+                hiding[id(mask)] = _hides(mask, number)
+        if not any(hiding[id(mask)] for mask in masks):
             raise UnsupportedModelError(
                 f"layer {layer}",
                 found="no attention mask that keeps packed rows apart",
@@ -76,7 +81,12 @@ def require_apart(batch: Batch, calls: Callable[[], Iterable[tuple[Sequence[Any]
             )
 
 
-def _hides(mask: torch.Tensor, apart: torch.Tensor) -> bool:
-    """Whether a mask, (rows or 1, heads or 1, tokens, tokens), hides all that is apart; floats are added to scores."""
-    seen = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    return not bool((seen & apart[:, None]).any())
+def _hides(mask: torch.Tensor, number: torch.Tensor) -> bool:
+    """Whether a mask, (rows or 1, heads or 1, tokens, tokens), hides what has another number; floats are added to scores."""
+    for first in range(0, number.shape[1], _ROWS):
+        part, own = mask[:, :, first : first + _ROWS], number[:, first : first + _ROWS]
+        seen = part if part.dtype is torch.bool else part > torch.finfo(part.dtype).min / 2
+        apart = own[:, :, None] != number[:, None, :]
+        if bool((seen & apart[:, None]).any()):
+            return False
+    return True
