@@ -123,6 +123,14 @@ def test_decoding_is_the_formats_arithmetic_rounded_once(
     assert_same_bits(out, by_hand(encoding, parts, shape).to(dtype))
 
 
+@pytest.mark.parametrize("encoding", [Int8Rows(), Float8Blocks((1, 64)), NF4Blocks(64, None)], ids=["int8", "fp8", "nf4"])
+@pytest.mark.parametrize("largest", [0.0, 1e-30, 2e-37, 3e-38, 1e30])
+def test_rows_of_any_size_are_encoded_as_near_as_their_codes_are(encoding: Encoding, largest: float) -> None:
+    weights = torch.linspace(-1.0, 1.0, 64).repeat(2, 1) * largest
+    encoding, parts = encode(weights, encoding)
+    assert float((by_hand(encoding, parts, (2, 64)) - weights).abs().max()) <= 0.16 * largest
+
+
 @given(encoding=encodings(), rows=st.integers(1, 9), columns=st.integers(1, 40), seed=st.integers(0, 9))
 def test_a_second_thread_changes_no_bit(encoding: Encoding, rows: int, columns: int, seed: int) -> None:
     shape = rows, columns

@@ -81,6 +81,7 @@ def interpret() -> None:
         for rows, columns, thin in ((16, 128, 1), (19, 150, 5), (1, 1, 3)):
             base, shared = torch.randn(rows, columns).to(dtype), torch.randn(columns, thin)
             factor, formed, expected = torch.randn(rows, thin), torch.empty_like(base), torch.empty_like(base)
+            base[0, 0], base[-1, -1], factor[0] = -0.0, torch.inf, 0.0
             triton_kernels.form(base, factor, shared.t().contiguous(), formed)
             forming.form(base, factor, shared, expected)
             assert torch.equal(formed.view(integer), expected.view(integer)), (dtype, rows, columns, thin)

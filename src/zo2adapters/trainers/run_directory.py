@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -163,13 +163,7 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Take back a run of which no step was taken: the files that it made and the directories that it made, no others."""
-        kept = [f"{what}.{ending}" for what in ("scratch", "factors") for ending in ("bin", "jsonl", "partial")]
-        for name in (OPTIONS, JOURNAL, METRICS, LOCK, *kept, "options.partial", "metrics.partial"):
-            with contextlib.suppress(OSError):
-                (self.path / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty: somebody else put something there
-            for path in self._made:
-                path.rmdir()
+        remove_files(self.path, self._made)
         self.close()
 
     def close(self) -> None:
@@ -197,6 +191,17 @@ def require_new(path: Path) -> None:
             for name in names:
                 (path / name).unlink(missing_ok=True)
     require_unused(path)
+
+
+def remove_files(run: Path, made: Sequence[Path]) -> None:
+    """Remove a run's files but its model and, as far as they are empty then, directories."""
+    kept = [f"{what}.{ending}" for what in ("scratch", "factors") for ending in ("bin", "jsonl", "partial")]
+    for name in (OPTIONS, JOURNAL, METRICS, LOCK, *kept, "options.partial", "metrics.partial"):
+        with contextlib.suppress(OSError):
+            (run / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not empty: somebody else put something there
+        for path in made:
+            path.rmdir()
 
 
 def _lock(path: Path) -> FileLock:

@@ -117,7 +117,7 @@ def encode(weights: torch.Tensor, encoding: Encoding) -> tuple[Encoding, Mapping
     exact = weights.float()
     if isinstance(encoding, Int8Rows):
         scales = exact.abs().amax(dim=1)
-        codes = torch.round(exact * (127.0 / scales.clamp(min=torch.finfo(torch.float32).tiny))[:, None])
+        codes = torch.round(exact / torch.where(scales == 0, torch.ones_like(scales), scales)[:, None] * 127.0)
         return encoding, {"codes": codes.clamp_(-127, 127).to(torch.int8), "scales": scales}
     if isinstance(encoding, Float8Blocks):
         return encoding, _encode_float8(exact, encoding)

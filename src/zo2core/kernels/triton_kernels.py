@@ -176,7 +176,7 @@ def _form(base, out, factor, shared, rows, columns, thin, HIGH: tl.constexpr, WI
     at = row[:, None] * columns + column[None, :]
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     weights = tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
-    sums = weights * 0.0
+    sums = tl.zeros((HIGH, WIDE), tl.float32)
     for k in range(thin):
         by_row = tl.load(factor + row * thin + k, mask=row < rows, other=0.0)
         by_column = tl.load(shared + k * columns.to(tl.int64) + column, mask=column < columns, other=0.0)
