@@ -26,6 +26,19 @@ def options(tmp_path: Path) -> TrainOptions:
 def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_to(options: TrainOptions) -> None:
     with Trainer(options, quiet=True) as trainer:
         assert "written back every 2 steps, less than 0.01 TB in 1,000 steps" in trainer.storage()
+    beside = replace(options, optimization=replace(options.optimization, rank=2, period=2), storage=Storage())
+    for number, (storage, kept) in enumerate(
+        (
+            (Storage(), "periods kept, less than 0.01 TB in 1,000 steps"),
+            (Storage(write_limit_tb=1e-12), "no period kept: --write-limit-tb"),
+            (Storage(write_back_every="never"), "no period kept: --write-back-every never"),
+        )
+    ):
+        told = replace(beside, storage=storage, output=options.output.with_name(f"beside {number}"))
+        with Trainer(told, quiet=True) as trainer:
+            assert f"never written back, {kept}" in trainer.storage()
+            trainer.train()
+        assert (told.output / "factors.bin").exists() == (storage == Storage())
     storage = replace(options.storage, write_limit_tb=1e-6)
     with pytest.raises(OptionError, match=r"write_back: found writing every 2 steps.*TB in 1,000; expected at most"):
         Trainer(replace(options, output=options.output.with_name("other"), storage=storage), quiet=True)

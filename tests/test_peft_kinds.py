@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, HFBlockModel, open_checkpoint
 from zo2adapters.cli import main
+from zo2adapters.models.packing import pack
 from zo2adapters.models.peft_kinds.prefix_model import LayerPrefix
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.tasks.generation import generate
@@ -444,6 +445,14 @@ def test_text_is_generated_behind_a_prefix_as_by_peft(model_type: str, tmp_path:
         theirs = loaded.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
         assert theirs[0, len(prompt) :].tolist() == continuation
     assert again == ours
+
+
+def test_packed_rows_would_share_a_prefix_and_are_refused(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    model = open_checkpoint(base, adapter=Adapter(config=prefix("llama")))
+    model.prepared({**make_batch(40, [7, 5])})
+    with pytest.raises(UnsupportedModelError, match="prefix: found several sequences in a row"):
+        model.prepared(pack(make_batch(40, [7, 5])))
 
 
 def test_rows_leave_a_prefix_its_positions(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ _POLICIES = {
     "perturbation.stack": "stack",
     "write_back.every": "write_back_every",
     "write_back.snapshot_every": "snapshot_every",
+    "write_back.terabytes_per_1000_steps": "write_limit_tb",
+    "adapter.seed": "seed",
 }
 _PLACES = {"perturbation": "rank", "export_dtype": "output_dtype"}  # so called where an error is; words elsewhere
 _LESS = ("micro_batch_size", "loss_chunk", "sequence_length", "batch_size", "tokens", "dtype")  # takes less memory

@@ -52,9 +52,11 @@ class Storage:
     """Host memory the process may take in all, such as 6GiB; auto takes what is free. Blocks stream from disk if need be."""
     write_back_every: int | Literal["auto", "never"] = "auto"
     """Steps that a block may be ahead of its bytes on disk before it is written to the run's scratch file; until then it is
-    replayed. auto measures noise and disk, and writes as seldom as costs at most a tenth of a step."""
+    replayed. auto measures noise and disk, and writes as seldom as costs at most a tenth of a step. With --rank no block is
+    written; auto keeps what ended periods come to, and never does not."""
     write_limit_tb: float | None = None
-    """Terabytes that 1,000 steps may write to the scratch file; auto keeps to it. Disks wear out by what is written."""
+    """Terabytes that 1,000 steps may write, by which disks wear out. auto keeps to it; a run with --rank whose ended periods
+    take more keeps none of them."""
     snapshot_every: int | None = None
     """Most steps that a resumed run has to replay; after a crash there may be one or two more."""
     activation_memory: str | None = None

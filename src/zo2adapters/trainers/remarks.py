@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
 from zo2adapters.trainers.lessons import Rows
 from zo2adapters.trainers.options import TrainOptions
+from zo2core import BlockLayout, HostPlan, ZOEngine, kept_bytes_a_step, terabytes_written
 
 
 def remarks(options: TrainOptions, model: HFBlockModel, data: Rows) -> list[str]:
@@ -25,6 +28,43 @@ def remarks(options: TrainOptions, model: HFBlockModel, data: Rows) -> list[str]
     if batch_size > rows:
         lines.append(f"a batch of {batch_size} rows takes each of the {rows} rows of the data more than once")
     return lines
+
+
+def storage(options: TrainOptions, engine: ZOEngine, host: HostPlan, layouts: Sequence[BlockLayout]) -> str:
+    """Where a run's weights live and what it writes.
+
+    Args:
+        options: The run's.
+        engine: Of the run, open.
+        host: Of its memory.
+        layouts: Of the model.
+    """
+    device, every = engine.device_plan, engine.write_back_every
+    where = "all blocks in memory" if host.buckets is None else f"{host.buckets} blocks in memory at a time"
+    written = "never written back"
+    if every is not None:
+        written = f"written back every {every} steps, {_terabytes(terabytes_written(layouts, every))}"
+    elif options.optimization.rank is not None:
+        written += f", {_periods(options, layouts)}"
+    room = f"about {host.nbytes / 2**30:.1f} of {host.budget / 2**30:.1f} GiB"
+    if device is None:
+        return f"{where}, {written}; {room}"
+    used = f"about {device.nbytes / 2**30:.1f} of {device.budget / 2**30:.1f} GiB"
+    return f"{where}, {written}; {room}; {device.kept} blocks stay on {options.storage.device}; {used}"
+
+
+def _periods(options: TrainOptions, layouts: Sequence[BlockLayout]) -> str:
+    """What a run of low rank keeps of the periods that end."""
+    limit = options.storage.write_limit_tb
+    most = None if limit is None else limit * 1e9
+    kept = kept_bytes_a_step(options.optimization.perturbation, layouts, most)
+    if options.storage.write_back_every == "never":
+        return "no period kept: --write-back-every never"
+    return f"periods kept, {_terabytes(kept / 1e9)}" if kept else "no period kept: --write-limit-tb"
+
+
+def _terabytes(count: float) -> str:
+    return f"{count:.2f} TB in 1,000 steps" if count >= 0.01 else "less than 0.01 TB in 1,000 steps"
 
 
 def _precision(model: HFBlockModel, *, on_cpu: bool) -> str:

@@ -56,7 +56,7 @@ class RunPlan:
 
     host_plan: HostPlan
     model_bytes: int
-    write_back_every: int | None  # None: no weight changes, and nothing is written
+    write_back_every: int | None  # None: no block is written back
     scratch_bytes: int  # on disk, once everything was written back
     read_bytes: int  # a step
     written_bytes: int  # a step, on average

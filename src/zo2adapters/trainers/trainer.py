@@ -29,7 +29,7 @@ from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.metrics import progress, step_record
 from zo2adapters.trainers.options import Execution, TrainOptions
 from zo2adapters.trainers.provenance import provenance
-from zo2adapters.trainers.remarks import remarks
+from zo2adapters.trainers.remarks import remarks, storage
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
 from zo2adapters.trainers.run_engine import base_replayer, build_engine, reserved_bytes
 from zo2adapters.trainers.sharing import device_kinds, is_first, require_same_steps, settled_alike
@@ -46,7 +46,6 @@ from zo2core import (
     ScratchError,
     Workers,
     reason,
-    terabytes_written,
 )
 
 _RESUMABLE = (CheckpointError, JournalError, OutputError, ScratchError)  # of a disk: once it is mended, the run goes on
@@ -165,20 +164,7 @@ class Trainer:
 
     def storage(self) -> str:
         """Where the weights live, in words."""
-        host, device, every = self.host_plan, self.engine.device_plan, self.engine.write_back_every
-        where = "all blocks in memory" if host.buckets is None else f"{host.buckets} blocks in memory at a time"
-        written = "never written back"
-        if every is not None:
-            written = f"written back every {every} steps, {self._terabytes(every)} TB in 1,000 steps"
-        room = f"about {host.nbytes / 2**30:.1f} of {host.budget / 2**30:.1f} GiB"
-        if device is None:
-            return f"{where}, {written}; {room}"
-        used = f"about {device.nbytes / 2**30:.1f} of {device.budget / 2**30:.1f} GiB"
-        return f"{where}, {written}; {room}; {device.kept} blocks stay on {self.options.storage.device}; {used}"
-
-    def _terabytes(self, every: int) -> str:
-        terabytes = terabytes_written(self._layouts, every)
-        return f"{terabytes:.2f}" if terabytes >= 0.01 else "less than 0.01"
+        return storage(self.options, self.engine, self.host_plan, self._layouts)
 
     def run(self) -> Path:
         """Train, evaluate and export.

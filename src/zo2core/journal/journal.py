@@ -214,7 +214,7 @@ class Journal:
                 self._name,
                 found=f"{len(self._updates)} steps{torn}",
                 expected=f"at least {version}, since {where} knows of step {version - 1}",
-                remedy="restore the journal from a copy: its end was damaged or cut",
+                remedy=f"restore the journal from a copy: its end was damaged or cut; or remove {where} to do without them",
             )
 
     def until(self, step: int) -> Journal:

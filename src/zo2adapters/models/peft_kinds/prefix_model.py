@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from zo2adapters.models.footprint import POSITION_BYTES, cache_bytes, expected_held_bytes
 from zo2adapters.models.hf import Activations
+from zo2adapters.models.packing import is_packed
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.kind import OpenedAdapter
 from zo2core import Batch, UnsupportedModelError
@@ -47,6 +48,16 @@ class PrefixBlockModel(PeftBlockModel):
         self._tokens = int(adapter.config.num_virtual_tokens)
         if self.longest_row is not None:
             self.longest_row -= self._tokens  # which have positions, too
+
+    def _prepared(self, batch: Batch) -> Batch:
+        if is_packed(batch):
+            raise UnsupportedModelError(
+                "prefix",
+                found="several sequences in a row, of which one alone would have it in front",
+                expected="a sequence a row",
+                remedy="pad the rows: pass an attention_mask, and leave --pack out",
+            )
+        return super()._prepared(batch)
 
     @torch.inference_mode()
     def learn(self, batch: Batch) -> None:
