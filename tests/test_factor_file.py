@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,27 @@ def test_sums_of_ended_periods_are_written_as_they_end(
         engine.evaluate([BATCH])
     embedding = sum_elements(open_checkpoint(base).layouts[0].parameters, 2)
     assert after_embedding == [STEPS // PERIOD * 4 * sum(embedding.values())], "nothing waits for other segments"
+
+
+def test_a_period_that_ended_since_the_first_read_can_be_read(
+    stopped: tuple[Path, Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    base, run, _ = stopped
+    run = shutil.copytree(run, tmp_path / "run")
+    with (run / DATA).open("ab") as file:
+        file.write(bytes(1 << 14))  # of a period that was not counted
+    with opened(base, run) as engine:
+        while engine.version <= 3 * PERIOD:
+            engine.step(BATCH)
+        expected = weights(engine)
+        store = engine._parts.factors
+        assert store is not None
+        store._sums.clear()  # as after a sweep that failed
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            now = weights(engine)
+    for name, tensor in now.items():
+        assert_same_bits(name, tensor, expected[name])
 
 
 def test_a_torn_manifest_counts_as_far_as_it_goes(

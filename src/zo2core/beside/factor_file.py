@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from io import BufferedReader
+from io import RawIOBase
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class FactorFile:
         self._ended: dict[int, dict[str, str]] = {}  # period -> checksums of the parameters that have ended it
         self._manifest: RecordFile | None = None  # open once a period is kept
         self._data: RangedFile | None = None  # open once a parameter has ended a period
-        self._reading: BufferedReader | None = None  # open from the first read on
+        self._reading: RawIOBase | None = None  # open from the first read on
         self._records: list[Record] = self._try(self._read_manifest) or []
 
     @property
@@ -140,12 +140,15 @@ class FactorFile:
     def _read(self, spec: ParameterSpec, period: int, sums: torch.Tensor) -> None:
         if self._reading is None:
             # Through the page cache, and ahead: small ranges of all periods are wanted, while the disk brings blocks.
-            self._reading = open_regular(self._directory / DATA)
+            self._reading = open_regular(self._directory / DATA).detach()  # its buffer would be older than later writes
             os.posix_fadvise(self._reading.fileno(), 0, self.periods * self._size, os.POSIX_FADV_WILLNEED)
         view = byte_view(sums)
         self._reading.seek(period * self._size + self._offsets[spec.name])
-        if self._reading.readinto(view) < len(view):
-            raise EOFError(f"{DATA} ends in period {period}")
+        done = 0
+        while done < len(view):
+            if not (count := self._reading.readinto(view[done:])):
+                raise EOFError(f"{DATA} ends in period {period}")
+            done += count
         record = self._records[period]
         if record["xxh3"][self._places[spec.name]] != self._checksum(spec.name, record["version"], view):
             raise EOFError(f"damaged sums of {spec.name} in period {period}")
