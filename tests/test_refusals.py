@@ -535,8 +535,9 @@ threading.Thread.start = start
 
 @pytest.mark.parametrize("room", [1 << 20, 24 << 20])
 def test_a_limit_on_the_address_space_is_told(place: Path, apart: Apart, room: int) -> None:
+    # Modules are imported before: what Python has no memory to compile it calls a syntax error.
     patch = f"""
-import psutil, resource
+import psutil, resource, zo2adapters.commands.train, zo2adapters.trainers.trainer
 limit = psutil.Process().memory_info().vms + {room}
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 """
