@@ -22,6 +22,7 @@ from models import WORDS, save_model, save_tokenizer, small_config
 from zo2adapters.cli import COMMANDS, main
 
 SECONDS = 120  # a command takes a fraction of them
+NEEDS = ("tyro", "zo2adapters.commands.help_text", "zo2adapters.commands.refusals")  # what every command imports
 ROWS = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:8] for other in WORDS[8:]]
 
 
@@ -144,7 +145,7 @@ def serve() -> None:
     """Fork a process for each line of standard input; answer its number, and then its status."""
     torch.set_num_threads(1)
     for place in COMMANDS.values():
-        for module in (place.module, *place.needs):
+        for module in (place.module, *place.needs, *NEEDS):
             importlib.import_module(module)
     assert threading.active_count() == 1, "a forked process has no threads but the one that forked"
     for line in sys.stdin:

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import io
 import itertools
+import mmap
 import os
 import sys
 import warnings
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 REFUSED = 2  # exit status
 _PLAIN_FORMAT = warnings.formatwarning
 _BROKEN_PIPE = 141  # as a shell counts SIGPIPE
-_REFUSALS = "zo2adapters.commands.refusals"
-_NO_MEMORY = "zo2: memory: found no more of it; expected room to start. What to do: free memory."
+_NO_MEMORY = "zo2: host memory: found no more of it; expected room to start. What to do: free memory."
+_TELLING_BYTES = 8 << 20  # of address space, held until an error is told: telling it takes memory, too
 
 
 class Command(Protocol):
@@ -161,8 +162,13 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         return _answer_without_command(arguments)
     command: Any = None
     try:
+        room_to_tell = mmap.mmap(-1, _TELLING_BYTES)
+    except OSError:
+        print(_NO_MEMORY, file=sys.stderr)
+        return REFUSED
+    try:
         command = _understood(name, rest)
-        for module in (*COMMANDS[name].needs, _REFUSALS):  # refusals, too, while there is memory to import them
+        for module in COMMANDS[name].needs:
             importlib.import_module(module)
         _quieten_transformers()
         warnings.formatwarning, warnings.showwarning = format_warning, show_warning
@@ -174,11 +180,9 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         _drop_output()
         return _BROKEN_PIPE
     except Exception as error:  # any: ``refusal_of`` knows those that are a user's or a machine's, others are raised again
-        try:
-            from zo2adapters.commands.refusals import refusal_of, worded
-        except MemoryError:
-            print(_NO_MEMORY, file=sys.stderr)
-            return REFUSED
+        room_to_tell.close()
+        from zo2adapters.commands.refusals import refusal_of, worded
+
         refusal, interruption = refusal_of(error), interruption_behind(error)
         if refusal is None and interruption is None:
             raise

@@ -28,6 +28,7 @@ _POLICIES = {
 _PLACES = {"perturbation": "rank", "export_dtype": "output_dtype"}  # so called where an error is; words elsewhere
 _LESS = ("micro_batch_size", "loss_chunk", "sequence_length", "batch_size", "tokens", "dtype")  # takes less memory
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "bad allocation", "calculation overflowed")
+_UNSAID = ("without exception set", "without setting an exception")  # of an extension that could not even say so
 
 
 def refusal_of(error: Exception) -> ZO2Error | None:
@@ -36,10 +37,14 @@ def refusal_of(error: Exception) -> ZO2Error | None:
         return error
     said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
     is_short = isinstance(error, RuntimeError) and any(words in said.lower() for words in _OUT_OF_MEMORY)
-    is_short |= isinstance(error, SystemError) and "without exception set" in said  # an extension that could not even say so
+    is_short |= isinstance(error, SystemError) and any(words in said for words in _UNSAID)
+    is_short |= isinstance(error, SyntaxError) and error.filename == "<unknown>"  # parsed for docstrings, imported before
     if is_short or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return MemoryBudgetError(
-            "memory", found=f"no more of it ({said})", expected="room for what the options ask for", remedy="free memory"
+            "host memory",
+            found=f"no more of it ({said})",
+            expected="room for what the options ask for",
+            remedy="free memory",
         )
     if isinstance(error, RuntimeError) and "start new thread" in said:
         return DeviceError(
