@@ -1,10 +1,15 @@
-"""Workers of a run as threads of this process, each with a client of the store of its own."""
+"""Workers of a run: threads of this process, each with a client of the store of its own, or processes."""
 
 from __future__ import annotations
 
+import multiprocessing
+import socket
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
+
+from command_lines import Apart, Ended
 
 from zo2core import Workers
 from zo2core.workers.exchange import TCPStore
@@ -58,6 +63,46 @@ def attempted(size: int, work: Callable[[Workers], T], **options: Any) -> list[T
     for thread in threads:
         thread.join()
     return outcomes
+
+
+def processes() -> Any:
+    """A ``multiprocessing`` context whose processes have the slow modules when they begin."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "hypothesis", "zo2core", "zo2adapters.models.checkpoint"])
+    return context
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        return int(own.getsockname()[1])
+
+
+class Crew:
+    """Processes that run a command together, as if ``torchrun`` had started them: which takes many times as long.
+
+    What each is told of the others stands in its environment, as ``torchrun`` puts it there.
+    """
+
+    def __init__(self, folder: Path, size: int) -> None:
+        folders = [folder / str(rank) for rank in range(size)]
+        for own in folders:
+            own.mkdir(parents=True)
+        self._servers = [Apart(own) for own in folders]
+
+    def run(self, *arguments: object) -> list[Ended]:
+        """What became of the command, in the order of ranks."""
+        told = {"WORLD_SIZE": len(self._servers), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        told |= {"LOCAL_WORLD_SIZE": len(self._servers), "TORCHELASTIC_RUN_ID": "crew"}
+        for rank, server in enumerate(self._servers):
+            own = {name: str(value) for name, value in {**told, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            server.start(*arguments, patch=f"import os; os.environ.update({own!r})")
+        return [server.finish() for server in self._servers]
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
 
 
 def all_equal(values: Sequence[object]) -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -22,7 +21,7 @@ from typing import Any
 import pytest
 import simulate_workers
 import torch
-from crews import all_equal, attempted, client_of, opened_store, worked
+from crews import all_equal, attempted, client_of, opened_store, processes, worked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
@@ -551,7 +550,7 @@ def worker_alone(port: int, rank: int, size: int, folder: Path, steps: int, told
 def test_a_worker_sends_few_bytes_a_step(tmp_path: Path, size: int) -> None:
     """Measured at its socket, and so with all that the store adds: at most 64 and 16 a loss."""
     store, steps = opened_store(), 20
-    context = multiprocessing.get_context("spawn")
+    context = processes()
     told = context.Queue()
     others = [
         context.Process(target=worker_alone, args=(store.port, rank, size, tmp_path / str(rank), steps, told))
@@ -954,7 +953,7 @@ def waiting_worker(port: int, rank: int, told: Any) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_who_is_interrupted_while_it_waits_says_so_and_goes(rank: int) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = processes()
     store, begun = opened_store(), context.Event()
     process = context.Process(target=waiting_worker, args=(store.port, rank, begun), daemon=True)
     process.start()

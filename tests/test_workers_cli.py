@@ -1,18 +1,19 @@
-"""The commands under ``torchrun``: the bits of one process, one speaker, a directory for each worker."""
+"""The commands as several workers run them: the bits of one process, one speaker, a directory for each worker."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
-import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_lines import ROWS, SECONDS, refusal, run_here, torchrun_command
-from crews import attempted, worked
+from command_lines import ROWS, refusal, run_here
+from crews import Crew, attempted, worked
 from runs import small_run
 
 from zo2adapters.trainers.live_metrics import LiveMetrics, TrackerName
@@ -23,12 +24,17 @@ from zo2adapters.trainers.tuning import Trial, tune
 from zo2core import OptionError, WorkerError, Workers, free_memory, resident_memory
 
 
-def torchrun(size: int, *arguments: object, succeeds: bool = True) -> str:
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    with contextlib.closing(Crew(tmp_path_factory.mktemp("crew"), 2)) as crew:
+        yield crew
+
+
+def told_by(crew: Crew, *arguments: object, succeeds: bool = True) -> str:
     """What the workers print, all of them together."""
-    launched = torchrun_command(size, "-m", "zo2adapters", *arguments)
-    ended = subprocess.run(launched, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert (ended.returncode == 0) == succeeds, ended.stderr[-2000:]
-    return ended.stdout + ended.stderr
+    ended = crew.run(*arguments)
+    assert all((own.status == 0) == succeeds for own in ended), ended
+    return "".join(own.out + own.err for own in ended)
 
 
 def asked(options: TrainOptions, **changes: Any) -> list[object]:
@@ -40,13 +46,13 @@ def asked(options: TrainOptions, **changes: Any) -> list[object]:
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["two", "one that comes later"])
-def test_train_makes_the_model_of_one_process(tmp_path: Path, *, kept: bool) -> None:
+def test_train_makes_the_model_of_one_process(tmp_path: Path, crew: Crew, *, kept: bool) -> None:
     options = small_run(tmp_path)
     alone, output = tmp_path / "alone", options.output
     assert run_here(*asked(options, output=alone)).status == 0
     if kept:  # the run was begun by one process
         assert run_here(*asked(options, steps=2)).status == 0
-    said = torchrun(2, *asked(options))
+    said = told_by(crew, *asked(options))
     assert said.count("step 4: evaluation loss") == 1
     assert said.count("journal: ") == 1
     journals = [(path / "journal.jsonl").read_bytes() for path in (output, tmp_path / "run.worker-1")]
@@ -60,39 +66,39 @@ def test_train_makes_the_model_of_one_process(tmp_path: Path, *, kept: bool) -> 
     assert said.count("blocks in memory") == 1
 
 
-def test_workers_find_their_journals_again_and_the_longest_counts(tmp_path: Path) -> None:
+def test_workers_find_their_journals_again_and_the_longest_counts(tmp_path: Path, crew: Crew) -> None:
     options = small_run(tmp_path)
-    torchrun(2, *asked(options, steps=2, trace=tmp_path / "first.json"))
+    told_by(crew, *asked(options, steps=2, trace=tmp_path / "first.json"))
     assert {path.name for path in tmp_path.glob("first*")} == {"first.json", "first.worker-1.json"}
     journal = (tmp_path / "run.worker-1" / "journal.jsonl").read_bytes()
     shutil.rmtree(options.output)  # the first one's disk is lost
-    torchrun(2, *asked(options, steps=2))
+    told_by(crew, *asked(options, steps=2))
     assert (options.output / "journal.jsonl").read_bytes() == journal
     assert (options.output / "model" / "model.safetensors").exists()
     assert {path.name for path in tmp_path.glob("run*")} == {"run", "run.worker-1"}
 
 
-def test_tune_and_evaluate_say_what_one_process_says(tmp_path: Path) -> None:
+def test_tune_and_evaluate_say_what_one_process_says(tmp_path: Path, crew: Crew) -> None:
     options = small_run(tmp_path)
     candidates = [{"prompt": row["prompt"], "candidates": [" on", " mat"], "answer": 1} for row in ROWS]
     (tmp_path / "candidates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in candidates))
     tuning = ["--model", options.model, "--data", options.data, "--forwards", 100, "--learning-rates", 1e-4, 1e-3, 1e-2]
-    torchrun(2, "tune", *tuning, "--output", tmp_path / "together")
+    told_by(crew, "tune", *tuning, "--output", tmp_path / "together")
     assert run_here("tune", *tuning, "--output", tmp_path / "alone").status == 0
     results = [json.loads((tmp_path / name / "tune.json").read_text())["results"] for name in ("together", "alone")]
     assert results[0] == results[1]
     best = tmp_path / "together" / results[0][0]["run"]
     evaluating = ["--run-directory", best, "--data", tmp_path / "candidates.jsonl", "--batch-size", 2]
-    said = torchrun(2, "evaluate", *evaluating)
+    said = told_by(crew, "evaluate", *evaluating)
     [line] = [line for line in said.splitlines() if line.startswith("accuracy")]
     alone = run_here("evaluate", *evaluating).out.strip()
     assert line.rpartition(",")[0] == alone.rpartition(",")[0]  # less the number of sweeps
     assert said.count("accuracy") == 1
 
 
-def test_every_worker_says_once_why_it_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_every_worker_says_once_why_it_is_refused_and_leaves_nothing(tmp_path: Path, crew: Crew) -> None:
     options = small_run(tmp_path)
-    said = torchrun(2, *asked(options, split="2x2"), succeeds=False)
+    said = told_by(crew, *asked(options, split="2x2"), succeeds=False)
     for speaker in ("zo2: ", "zo2, worker 1: "):
         assert f"{speaker}--split: found 2x2, 2 workers" in said
     assert {path.name for path in tmp_path.iterdir()} == {"base", "rows.jsonl"}

@@ -6,7 +6,6 @@ import contextlib
 import json
 import multiprocessing
 import queue
-import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from command_lines import SECONDS, run_here, torchrun_command
-from crews import all_equal, opened_store
+from crews import all_equal, free_port, opened_store
 from models import make_batch, save_model, small_config
 from runs import small_run
 
@@ -128,13 +127,6 @@ def test_machines_that_draw_other_noise_are_refused(tmp_path: Path, monkeypatch:
         assert "other torch-cpu-sequential noise than worker 0's" in said
         assert "PhiloxNoise" in said
     assert not list(tmp_path.glob("*/journal.jsonl"))
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        return int(own.getsockname()[1])
 
 
 def test_hosts_that_meet_train_the_model_of_one_process(tmp_path: Path) -> None:
