@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,18 @@ def test_a_mask_is_looked_at_in_all_its_places(dtype: torch.dtype, place: tuple[
     else:
         with pytest.raises(UnsupportedModelError, match="layer 0"):
             require_apart({"position_ids": positions}, lambda: calls)
+
+
+def test_masks_that_layers_do_not_share_are_all_looked_at() -> None:
+    def calls() -> Iterator[tuple[tuple[Any, ...], dict[str, torch.Tensor]]]:
+        """Each layer's mask is gone when the next one's is made, and may lie where that one lay."""
+        for layer in range(8):
+            yield (), {"attention_mask": apart.clone() if layer < 7 else torch.ones_like(apart)}
+
+    number = torch.tensor([0] * 3 + [1] * 4)
+    apart = (number[:, None] == number[None])[None, None]
+    with pytest.raises(UnsupportedModelError, match="layer 7"):
+        require_apart({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}, calls)
 
 
 def test_a_packed_run_learns_as_a_padded_one_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,14 +65,14 @@ def require_apart(batch: Batch, calls: Callable[[], Iterable[tuple[Sequence[Any]
     """
     positions = batch["position_ids"]
     number = (torch.diff(positions, dim=1, prepend=positions[:, :1]) != 1).cumsum(dim=1)
-    hiding: dict[int, bool] = {}  # by the mask, which layers mostly share
+    hiding: dict[torch.Tensor, bool] = {}  # by the mask, which layers mostly share
     for layer, (arguments, named) in enumerate(calls()):
         tensors = [value for value in (*arguments, *named.values()) if isinstance(value, torch.Tensor)]
         masks = [value for value in tensors if value.dim() == 4 and value.shape[-2:] == (number.shape[1],) * 2]
         for mask in masks:
-            if id(mask) not in hiding:
-                hiding[id(mask)] = _hides(mask, number)
-        if not any(hiding[id(mask)] for mask in masks):
+            if mask not in hiding:
+                hiding[mask] = _hides(mask, number)
+        if not any(hiding[mask] for mask in masks):
             raise UnsupportedModelError(
                 f"layer {layer}",
                 found="no attention mask that keeps packed rows apart",
