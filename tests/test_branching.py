@@ -214,6 +214,7 @@ REFUSED = [
     (["--from-step", "4", "--output", "{new}", "--steps", "3"], "--steps: found 3; expected at least 4"),
     (["--from-step", "2", "--output", "{new}", "--clip-median", "0.5"], "--clip-median: found 0.5"),
     (["--from-step", "2", "--output", "{new}", "--memory", "1MiB"], "--memory"),
+    (["--from-step", "2", "--output", "{new}/below", "--memory", "1MiB"], "--memory"),
 ]
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from zo2adapters.trainers.allocator import keep_freed_memory, keeps_memory
-from zo2adapters.trainers.branching import branch_run
+from zo2adapters.trainers.branching import branched_run
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
-from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory, remove_files
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory
 from zo2adapters.trainers.sharing import Sharing, directory_to_resume, holds_run, is_first, own_directory, own_rank
 from zo2core import OptionError, Workers
 
@@ -156,20 +156,14 @@ class Train(RunOptions):
 
         options, resume = self.options(), self.resume is not None
         first = is_first(workers)
-        with ExitStack() as undo:
-            if (
-                self.resume is not None
-                and self.from_step is not None
-                and first
-                and not (workers and holds_run(options.output))
-            ):
-                made = [] if options.output.exists() else [options.output]
-                branch_run(self.resume, self.from_step, options)
-                undo.callback(remove_files, options.output, made)  # of a branch that is refused
+        branching: AbstractContextManager[None] = nullcontext()
+        is_new = first and not (workers and holds_run(options.output))
+        if self.resume is not None and self.from_step is not None and is_new:
+            branching = branched_run(self.resume, self.from_step, options)
+        with branching:
             if workers is not None:
                 options, resume = _own_run(options)
             opened = Trainer(options, resume=resume, quiet=not first, execution=self.execution, workers=workers)
-            undo.pop_all()
         with opened as trainer:
             for line in (*trainer.remarks(), trainer.storage()) if first else ():
                 print(line, file=sys.stderr)

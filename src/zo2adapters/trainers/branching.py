@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from zo2adapters.ranges import shown
 from zo2adapters.tasks.regular_file import read_regular, require_regular
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.provenance import rescheduled
-from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, require_new
+from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, missing_directories, remove_files, require_new
 from zo2core import Journal, OptionError, branch_journal, new_directory
 
 
-def branch_run(parent: Path, step: int, options: TrainOptions) -> None:
+@contextmanager
+def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[None]:
     """Make a run that has taken the first steps of another one; it is then gone on with as one that was interrupted.
 
-    Nothing else is taken over: blocks that the parent has written back are replayed.
+    Nothing else is taken over: blocks that the parent has written back are replayed. The new run is taken back if it is
+    refused within the context.
 
     Args:
         parent: Directory of the run to branch from. It is only read.
@@ -28,6 +32,16 @@ def branch_run(parent: Path, step: int, options: TrainOptions) -> None:
         OutputError: if the output directory is in use or cannot be written; it appears whole or not at all.
         JournalError: if the parent's journal cannot be read.
     """
+    made = missing_directories(options.output)
+    _branch(parent, step, options)
+    try:
+        yield
+    except BaseException:
+        remove_files(options.output, made)
+        raise
+
+
+def _branch(parent: Path, step: int, options: TrainOptions) -> None:
     options.require_valid()
     estimator = options.estimator()
     require_new(options.output)

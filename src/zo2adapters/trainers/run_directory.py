@@ -68,7 +68,7 @@ class RunDirectory:
         checksums = {str(path): file_sha256(path) for path in files}
         self._made: list[Path] = []  # directories, by this run, deepest first
         try:
-            self._made = [path for path in (self.path, *self.path.parents) if not path.exists()]
+            self._made = missing_directories(self.path)
             make_directory(self.path)
             self._lock.acquire()
         except Timeout as error:
@@ -191,6 +191,11 @@ def require_new(path: Path) -> None:
             for name in names:
                 (path / name).unlink(missing_ok=True)
     require_unused(path)
+
+
+def missing_directories(run: Path) -> list[Path]:
+    """The directories that a run has to make, deepest first."""
+    return [path for path in (run, *run.parents) if not path.exists()]
 
 
 def remove_files(run: Path, made: Sequence[Path]) -> None:
