@@ -548,6 +548,30 @@ resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     assert not (place / "run").exists()
 
 
+def test_an_error_is_told_where_no_memory_is_left(place: Path, apart: Apart) -> None:
+    patch = """
+import psutil, resource
+from zo2adapters.commands.train import Train
+held = []
+def run(self):
+    limit = psutil.Process().memory_info().vms + (32 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for nbytes in (1 << 20, 1 << 16, 1 << 12, 1 << 9, 1 << 6):
+        try:
+            while True: held.append(bytearray(nbytes))
+        except MemoryError:
+            pass
+    raise MemoryError
+Train.run = run
+import sys
+held.append(sys.modules.pop("zo2adapters.commands.refusals"))  # it has to be imported, too
+"""
+    ended = apart.run(*train(place), patch=patch)
+    assert ended.status == 2, ended
+    assert_typed(ended)
+    assert "host memory: found no more of it" in ended.line
+
+
 def test_no_more_memory_is_told() -> None:
     for error in (
         MemoryError(),
@@ -558,7 +582,9 @@ def test_no_more_memory_is_told() -> None:
         SystemError("<function f at 0x7f> returned NULL without setting an exception"),
         SyntaxError("expected ':'", ("<unknown>", 1, 1, "def f():", 1, 8)),
     ):
-        assert isinstance(refusal_of(error), MemoryBudgetError)
+        told = refusal_of(error)
+        assert isinstance(told, MemoryBudgetError)
+        assert told.where == ("device memory" if isinstance(error, torch.OutOfMemoryError) else "host memory")
     for defect in (ZeroDivisionError(), SyntaxError("expected ':'", ("own.py", 1, 1, "def f()", 1, 8))):
         assert refusal_of(defect) is None, "a defect of this program keeps its traceback"
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
+
 from zo2core import DeviceError, MemoryBudgetError, OutputError, ZO2Error, reason
 
 # What the library calls a policy's field, and how the command line calls it.
@@ -41,7 +43,7 @@ def refusal_of(error: Exception) -> ZO2Error | None:
     is_short |= isinstance(error, SyntaxError) and error.filename == "<unknown>"  # parsed for docstrings, imported before
     if is_short or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return MemoryBudgetError(
-            "host memory",
+            "device memory" if isinstance(error, torch.OutOfMemoryError) else "host memory",
             found=f"no more of it ({said})",
             expected="room for what the options ask for",
             remedy="free memory",
