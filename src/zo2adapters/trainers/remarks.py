@@ -55,11 +55,11 @@ def storage(options: TrainOptions, engine: ZOEngine, host: HostPlan, layouts: Se
 
 def _periods(options: TrainOptions, layouts: Sequence[BlockLayout]) -> str:
     """What a run of low rank keeps of the periods that end."""
+    if options.storage.write_back_every == "never":
+        return "no period kept: --write-back-every never"
     limit = options.storage.write_limit_tb
     most = None if limit is None else limit * 1e9
     kept = kept_bytes_a_step(options.optimization.perturbation, layouts, most)
-    if options.storage.write_back_every == "never":
-        return "no period kept: --write-back-every never"
     return f"periods kept, {_terabytes(kept / 1e9)}" if kept else "no period kept: --write-limit-tb"
 
 
