@@ -520,6 +520,15 @@ def test_a_reader_that_has_seen_enough_is_no_error(run: Path, apart: Apart) -> N
     assert not ended.err
 
 
+def test_a_path_that_is_called_as_an_option_is_no_option(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
+    line = refusal("evaluate", "--model", "run", "--data", place / "rows.jsonl")
+    assert line.startswith("zo2: run: found no usable tokenizer")
+
+
 def test_no_more_threads_is_told(place: Path, apart: Apart) -> None:
     patch = """
 import threading

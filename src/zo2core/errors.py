@@ -1,5 +1,7 @@
 """Typed errors: each says where, what was found, what was expected and what to do."""
 
+from os import PathLike
+
 
 class ZO2Error(Exception):
     """Base of every error this library raises for a user's input or environment.
@@ -13,6 +15,7 @@ class ZO2Error(Exception):
 
     def __init__(self, where: object, *, found: str, expected: str, remedy: str) -> None:
         self.where = str(where)
+        self.is_of_path = isinstance(where, PathLike)  # which may be called as an option is
         self.found = found
         self.expected = expected
         self.remedy = remedy

@@ -75,8 +75,10 @@ def worded(error: ZO2Error, command: Any) -> str:
     """
     names = set(option_names(command)) if is_dataclass(command) else set()
     called = {**_POLICIES, **_PLACES}
-    where = called.get(error.where, error.where)
-    where = _option(where) if where in names or where in called.values() else where
+    where = error.where
+    if not error.is_of_path:
+        where = called.get(where, where)
+        where = _option(where) if where in names or where in called.values() else where
     found, expected, remedy = error.found, error.expected, error.remedy
     if isinstance(error, MemoryBudgetError) and names:
         less = [_option(name) for name in _LESS if name in names]
@@ -85,7 +87,7 @@ def worded(error: ZO2Error, command: Any) -> str:
     for text in (found, expected, remedy):
         for name, option in _POLICIES.items():
             text = text.replace(name, _option(option))
-        known = [name for name in names if "_" in name or name == error.where]
+        known = [name for name in names if "_" in name or (name == error.where and not error.is_of_path)]
         texts.append(re.sub(rf"(?<![\w\-/.])({'|'.join(known) or '(?!)'})(?![\w/.])", lambda m: _option(m[1]), text))
     line = f"{where}: found {texts[0]}; expected {texts[1]}. What to do: {texts[2]}."
     return " ".join(line.split())
