@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -527,6 +528,13 @@ def test_a_path_that_is_called_as_an_option_is_no_option(
     monkeypatch.chdir(tmp_path)
     line = refusal("evaluate", "--model", "run", "--data", place / "rows.jsonl")
     assert line.startswith("zo2: run: found no usable tokenizer")
+
+
+def test_what_libraries_say_of_kernels_that_nothing_uses_is_left_out(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("bitsandbytes")
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    refusal("plan", "--model", place / "none")
+    assert logger.level == logging.ERROR
 
 
 def test_no_more_threads_is_told(place: Path, apart: Apart) -> None:

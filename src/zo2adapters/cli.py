@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import io
 import itertools
+import logging
 import mmap
 import os
 import sys
@@ -170,7 +171,7 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         command = _understood(name, rest)
         for module in COMMANDS[name].needs:
             importlib.import_module(module)
-        _quieten_transformers()
+        _quieten_libraries()
         warnings.formatwarning, warnings.showwarning = format_warning, show_warning
         if signals is not None:
             signals.phase = Phase.RUNNING
@@ -267,12 +268,16 @@ def _misunderstood(name: str, said: str) -> ZO2Error:
     return OptionError("command line", found=found, expected=f"the options of zo2 {name}", remedy=f"see zo2 {name} --help")
 
 
-def _quieten_transformers() -> None:
-    """Keep warnings and progress bars of transformers, if a command uses it, out of what the command says."""
+def _quieten_libraries() -> None:
+    """Keep warnings and progress bars of transformers, if a command uses it, out of what the command says.
+
+    So with those of bitsandbytes, which peft imports, about kernels that nothing here uses.
+    """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     if "transformers" in sys.modules:
-        logging: Any = importlib.import_module("transformers.utils.logging")
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+        own_logging: Any = importlib.import_module("transformers.utils.logging")
+        own_logging.set_verbosity_error()
+        own_logging.disable_progress_bar()
 
 
 def _drop_output() -> None:
