@@ -14,6 +14,7 @@ from test_sources import checkpoint, tensors
 from test_streamed import CountingWeights, layouts
 from test_waits import CheckingSource
 from threaded_device import ThreadedDevice, ThreadedStreams
+from visitors import TwoStepVisitor
 
 from zo2core import HostDevice, OptionError, OverlappedScheduler, PinnedSource, SerialScheduler, StreamedSource
 from zo2core.protocols import BlockSource, Device, Scheduler, Store
@@ -83,7 +84,7 @@ class RecordingSource:
         self.inner.close()
 
 
-class RecordingVisitor:
+class RecordingVisitor(TwoStepVisitor):
     """A visitor that notes its visits and can fail at one of them."""
 
     def __init__(self, source: RecordingSource, fail_at: tuple[str, int] | None = None) -> None:
@@ -180,7 +181,7 @@ def test_what_came_in_ahead_makes_room_for_another_order(on: Callable[[], Device
     scheduler = OverlappedScheduler(source, device)
     visits: list[int] = []
 
-    class Visits:
+    class Visits(TwoStepVisitor):
         def replay(self, index: int, store: Store, version: int) -> int:
             store[0].add_(1)
             return version + 1
@@ -241,6 +242,41 @@ def test_a_failing_visit_releases_every_bucket(
 
 @every_device
 @every_scheduler
+def test_bytes_go_back_when_the_visit_commits_them_and_not_otherwise(
+    make: Make, on: Callable[[], Device], tmp_path: Path
+) -> None:
+    class CommittingLate(RecordingVisitor):
+        """Changes a segment after its forwards, as an update that is fused into a backward pass does."""
+
+        def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+            self.evaluate(index, store)
+            commit(self.replay(index, store, version))
+
+    class Looking(RecordingVisitor):
+        """Commits nothing, as an evaluation that changes nothing."""
+
+        def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+            self.evaluate(index, store)
+
+    source, device = recording_source(tmp_path), on()
+    scheduler = make(source, device)
+    scheduler.sweep(CommittingLate(source), range(4))
+    scheduler.sweep(Looking(source), range(4))
+    assert [found[-1] for found in contents(source, scheduler)] == [1, 1, 1, 1], "one change, which was kept"
+    with pytest.raises(ZeroDivisionError):
+        scheduler.sweep(CommittingLate(source, ("replay", 2)), range(4))
+    found = contents(source, scheduler)
+    assert [own[-1] for own in found[:2]] == [2, 2]
+    assert found[2][-1] < 2, "a change that failed half-way is lost"
+    assert all(own[0] == tensors()[OWNED[index][0]][0] + own[-1] for index, own in enumerate(found))
+    scheduler.settle()
+    assert source.out == set()
+    device.close()
+    source.close()
+
+
+@every_device
+@every_scheduler
 def test_a_sweep_may_visit_some_segments_only(make: Make, on: Callable[[], Device], tmp_path: Path) -> None:
     source, device = recording_source(tmp_path), on()
     visitor = RecordingVisitor(source)
@@ -257,7 +293,7 @@ def test_a_sweep_may_visit_some_segments_only(make: Make, on: Callable[[], Devic
 def test_a_sweep_reads_the_blocks_that_neither_stay_on_the_device_nor_in_a_bucket(
     buckets: int, kept: int, reads: int
 ) -> None:
-    class AddingVisitor:
+    class AddingVisitor(TwoStepVisitor):
         """Adds up to the present version, as replaying does, whatever version a segment comes at."""
 
         def replay(self, index: int, store: Store, version: int) -> int:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from threaded_device import ThreadedDevice, ThreadedStreams
+from visitors import TwoStepVisitor
 
 from zo2core import OverlappedScheduler
 from zo2core.profiling.timeline import Timeline, now
@@ -64,7 +65,7 @@ class CheckingSource:
         pass
 
 
-class IssuingVisitor:
+class IssuingVisitor(TwoStepVisitor):
     """Issues its compute to the device's queue, as kernels are launched, and checks there what it finds."""
 
     def __init__(self, source: CheckingSource, streams: ThreadedStreams, case: Case, *, replays: bool) -> None:

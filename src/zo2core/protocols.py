@@ -75,22 +75,28 @@ class BlockSource(Protocol):
 class Visitor(Protocol):
     """What a sweep does at each segment; the scheduler decides when."""
 
-    def replay(self, index: int, store: Store, version: int) -> int:
-        """Bring a segment to the present version. Its bytes are final for this sweep when this returns.
+    def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+        """Do at a segment what the sweep is for.
 
         Args:
             index: The segment's position in visiting order.
-            store: Its parameters, changed in place.
+            store: Its parameters, changed in place until ``commit`` and only read afterwards. A resident segment's stay
+                valid until the sweep has ended.
             version: Version of ``store`` before.
+            commit: Called at most once, with the version of ``store``, as soon as its bytes are final for this sweep: the
+                scheduler starts their way back there. A visit that does not call it has changed nothing.
+        """
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        """Bring a segment to the present version, and do nothing else.
+
+        Args:
+            index: As for ``visit``.
+            store: Changed in place; final when this returns.
+            version: Of ``store`` before.
 
         Returns:
             The version after.
-        """
-
-    def evaluate(self, index: int, store: Store) -> None:
-        """Run the segment's forwards at the perturbed weights. ``store`` is only read.
-
-        A resident segment's ``store`` stays valid until the sweep has ended.
         """
 
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -210,13 +211,19 @@ class OverlappedScheduler:
         return self._device.streams.mark()
 
     def _visit(self, visitor: Visitor, arrival: _Arrival) -> None:
-        before, held = arrival.version, arrival.held
-        replayed = self._replay(visitor, arrival)
-        if isinstance(held, _Uploaded) and arrival.version != before:
-            assert arrival.version is not None
-            self._send_back(held.slot, held.bucket, arrival.version, replayed)
+        before, arrival.version = arrival.version, None
+        assert before is not None
+        self._device.streams.order(arrival.arrived, Wait.UPLOADED)
+        visitor.visit(arrival.index, arrival.store, before, partial(self._commit, arrival, before))
+        if arrival.version is None:
+            arrival.version = before  # nothing was committed, so nothing was changed
+
+    def _commit(self, arrival: _Arrival, before: int, version: int) -> None:
+        """The bytes of a segment are final for this sweep: those in a slot that changed begin their way back."""
+        arrival.version, held = version, arrival.held
+        if isinstance(held, _Uploaded) and version != before:
+            self._send_back(held.slot, held.bucket, version, self._device.streams.mark())
             arrival.held = _InSlot(held.slot)
-        visitor.evaluate(arrival.index, arrival.store)
 
     def _return(self, arrival: _Arrival, held: _Uploaded | _InSlot | _Returned, replayed: Event) -> _Returned:
         """Bring a slot's bytes to the segment's bucket, and wait until they are there."""

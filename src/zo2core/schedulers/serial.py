@@ -41,14 +41,17 @@ class SerialScheduler:
         try:
             for index in order:
                 bucket = self._source.acquire(index)
-                version: int | None = None
-                try:
-                    store = self._upload(bucket)
-                    replayed = visitor.replay(index, store, bucket.version)
-                    if replayed != bucket.version:
+                version: int | None = None  # None: the visit failed before its bytes were final, and they are lost
+
+                def commit(committed: int, bucket: Bucket = bucket) -> None:
+                    nonlocal version
+                    if committed != bucket.version:
                         self._offload(bucket)
-                    version = replayed
-                    visitor.evaluate(index, store)
+                    version = committed
+
+                try:
+                    visitor.visit(index, self._upload(bucket), bucket.version, commit)
+                    version = bucket.version if version is None else version
                 finally:
                     if self._layouts[index].resident:
                         held.append((bucket, version))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import NamedTuple
@@ -85,6 +85,12 @@ class StackedVisitor:
         activations.begin(len(self._stacks), may_wait=any(evaluation is not None for evaluation in asked))
 
     @torch.inference_mode()
+    def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+        """Bring the segment's factors to the present version, and run its forwards. See the contract."""
+        commit(self.replay(index, store, version))
+        self._evaluate(index)
+
+    @torch.inference_mode()
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring the segment's factors to the present version; its weights stay as they are. See the contract."""
         self._stores[index] = store
@@ -95,10 +101,8 @@ class StackedVisitor:
         self._timeline.note(Lane.REPLAY, layout.name, begun, self._queues.mark())
         return version
 
-    @torch.inference_mode()
-    def evaluate(self, index: int, store: Store) -> None:
-        """Run the segment's forwards. See the contract."""
-        self._stores[index] = store
+    def _evaluate(self, index: int) -> None:
+        """Run the forwards of a segment, whose factors are at the present version."""
         layout, begun = self._model.layouts[index], self._queues.mark()  # decoding and forming are of the first stack's time
         weights = {spec.name: self._weights(spec) for spec in layout.used}
         if self._stacks:

@@ -6,7 +6,7 @@ parameters. A ``Perturber`` does both; the visitor runs the forwards.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -71,6 +71,12 @@ class SegmentVisitor:
         return self._perturber.seeds
 
     @torch.inference_mode()
+    def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+        """Bring a segment to the present version, and run its forwards. See the contract."""
+        commit(self.replay(index, store, version))
+        self._evaluate(index)
+
+    @torch.inference_mode()
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring a segment to the present version. See the contract."""
         self._stores[index] = store
@@ -84,10 +90,8 @@ class SegmentVisitor:
         self._timeline.note(Lane.REPLAY, layout.name, begun, self._queues.mark())
         return version
 
-    @torch.inference_mode()
-    def evaluate(self, index: int, store: Store) -> None:
-        """Run the segment's forwards. See the contract."""
-        self._stores[index] = store
+    def _evaluate(self, index: int) -> None:
+        """Run the forwards of a segment, which was replayed."""
         layout = self._layouts[index]
         before: Evaluation | None = None
         begun = self._queues.mark()
