@@ -8,9 +8,9 @@ import os
 import random
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ import zo2core.sweep.drawn_perturber
 import zo2core.sweep.perturber
 from zo2adapters import HFBlockModel, MonolithicMeZO, open_checkpoint
 from zo2core import (
+    Evaluation,
     BatchError,
     BusyError,
     ClosedError,
@@ -195,16 +196,23 @@ def test_threads_share_a_segment_and_a_failure_leaves_none_behind(base: Path, mo
 
 
 def test_a_loss_that_is_not_finite_stops_the_step(base: Path) -> None:
-    estimator = MeZOSGD(lr=1e-2, zo_eps=1e-3)
-    with ZOEngine(open_checkpoint(base), estimator) as engine:
+    @dataclass(frozen=True, kw_only=True)
+    class Overflowing(MeZOSGD):
+        overflows: ClassVar[bool] = False
+
+        def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
+            far = 1e41 if self.overflows else 1.0
+            return tuple(side._replace(shift=side.shift * far) for side in super().evaluations(step, rng))
+
+    with ZOEngine(open_checkpoint(base), Overflowing(lr=1e-2, zo_eps=1e-3)) as engine:
         engine.step(BATCH)
         before = weights(engine)
-        object.__setattr__(estimator, "zo_eps", 1e38)  # overflows at both evaluations
+        Overflowing.overflows = True  # at both evaluations
         with pytest.raises(NonFiniteLossError, match="step 1"):
             engine.step(BATCH)
         assert engine.version == 1
         assert_equal_weights(weights(engine), before)
-        object.__setattr__(estimator, "zo_eps", 1e-3)
+        Overflowing.overflows = False
         assert engine.step(BATCH).step == 1
 
 

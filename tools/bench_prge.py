@@ -100,7 +100,7 @@ class Forwards(ZOEngine):
         evaluations, prepared = self.ask(seed=seed), [self._model.prepared(batch)]
         losses: dict[int, torch.Tensor] = {}
         for places in forwards:
-            outputs = self._sweep([(evaluations[place], prepared) for place in places])
+            outputs = self.sweep([(evaluations[place], prepared) for place in places])
             losses.update(zip(places, (loss for [loss] in outputs), strict=True))
         return [losses[place] for place in range(len(evaluations))]
 

@@ -27,6 +27,7 @@ from zo2core.checkpoint.writer import write_index as write_index
 from zo2core.devices import CudaDevice as CudaDevice
 from zo2core.devices import HostDevice as HostDevice
 from zo2core.engine import Replayer as Replayer
+from zo2core.engine import Runner as Runner
 from zo2core.engine import ZOEngine as ZOEngine
 from zo2core.errors import BatchError as BatchError
 from zo2core.errors import BusyError as BusyError

@@ -6,7 +6,7 @@ refused half-way leaves nothing open, and an engine that was made closes exactly
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -18,6 +18,7 @@ from zo2core.beside import (
     FactorStore,
     InWeights,
     Perturbation,
+    StackedModel,
     choose_perturbation,
     factor_bytes,
     open_factors,
@@ -43,15 +44,18 @@ from zo2core.sources.carrying import CarryingSource, staging_bytes
 from zo2core.sources.choice import open_source
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.scratch import Scratch
-from zo2core.sources.shared import shared_bytes
+from zo2core.sources.shared import SharedSource, shared_bytes
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.host_replay import CarryingScheduler, HostReplay
 from zo2core.sweep.landing import Landing
 from zo2core.sweep.microbatch import require_rows
+from zo2core.sweep.perturber import Perturber, choose_perturber
+from zo2core.sweep.shared_perturber import SharedPerturber
+from zo2core.sweep.visits import StackedVisits, Visits, WeightVisits
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Distribution
-from zo2core.updates import seeds_of
-from zo2core.workers import Workers
+from zo2core.updates import Trajectory, seeds_of
+from zo2core.workers import SoloWorker, Workers
 
 
 class Parts(NamedTuple):
@@ -72,7 +76,9 @@ class Parts(NamedTuple):
     activation_bytes: int  # that activations may take where forwards run
     worker: ThreadPoolExecutor | None  # the second thread; None where one host thread issues the work of a device
     landing: Landing
-    workers: Workers | None  # others that work on the same run
+    workers: Workers  # of the run; often one alone
+    visits: Visits  # makes the visitor of each sweep
+    require_version: Callable[[int], None]  # refuses what was made of bytes that another worker has taken further
     factors: FactorStore | None  # None where directions are in the weights
     host_plan: HostPlan | None  # None for passed parts
     device_plan: DevicePlan | None  # None where the device computes in host memory, and for passed parts
@@ -126,7 +132,8 @@ def build(
         trace = _open_trace(trace, opened)
         replayed = estimator is None and journal is not None
         journal = _open_journal(journal, opened)
-        if workers is not None and estimator is not None:
+        workers = SoloWorker() if workers is None else workers
+        if estimator is not None:
             workers.meet(journal)
         if replayed and journal.header is None:
             raise JournalError(
@@ -186,8 +193,7 @@ def build(
             of_choice = choose_noise(recorded, layouts, device.torch_device, memory=max(host_plan.spare, 0))
         opened.push(journal.withdraw_if_refused)
         journal.begin(_header(model, of_choice, estimator, seed, provenance, where))
-        if workers is not None:
-            workers.require_agreement(journal, of_choice, layouts, device.torch_device)
+        workers.require_agreement(journal, of_choice, layouts, device.torch_device)
         used = layouts if host_plan.buckets is None else streamed
         kept, buckets = 0 if device_plan is None else device_plan.kept, host_plan.buckets
         in_place = estimator is None or walks
@@ -236,6 +242,20 @@ def build(
         worker = _start_worker(device, opened)
         least = memory.least_activations
         activations = ActivationOffload(device, None if least is None else room, waiting, timeline=timeline)
+        visits = _visits(
+            model,
+            estimator,
+            of_choice,
+            journal,
+            factors,
+            source if isinstance(source, SharedSource) else None,
+            buffer=buffer,
+            activations=activations,
+            device=device,
+            timeline=timeline,
+            worker=worker,
+            landing=landing,
+        )
         for index, parameters in enumerate(buffer.parameters()):
             model.bind(index, parameters)
         return Parts(
@@ -255,6 +275,8 @@ def build(
             worker=worker,
             landing=landing,
             workers=workers,
+            visits=visits,
+            require_version=source.require_version if isinstance(source, SharedSource) else _any_version,
             factors=factors,
             host_plan=host_plan,
             device_plan=device_plan,
@@ -293,19 +315,33 @@ def adopt(
         activation_bytes = parse_size(activations, option="activations")
         trace = _open_trace(trace, opened)
         journal = _open_journal(journal, opened)
-        if workers is not None:
-            workers.meet(journal)
+        workers = SoloWorker() if workers is None else workers
+        workers.meet(journal)
         choose_perturbation(InWeights(), journal)  # refuses a run beside the activations
         opened.push(journal.withdraw_if_refused)
         journal.begin(_header(model, noise, estimator, seed, provenance, InWeights()))
-        if workers is not None:
-            workers.require_agreement(journal, noise, model.layouts, device.torch_device)
+        workers.require_agreement(journal, noise, model.layouts, device.torch_device)
         if scheduler is None:
             scheduler = OverlappedScheduler(source, device, timeline=timeline)
         opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
         work_buffer = WorkBuffer(model.layouts, device, noise, keep_noise=device.in_place, walks=estimator.perturb_in_place)
         worker = _start_worker(device, opened)
         offload = ActivationOffload(device, None, timeline=timeline)
+        landing = Landing(noise)
+        visits = _visits(
+            model,
+            estimator,
+            noise,
+            journal,
+            None,
+            None,
+            buffer=work_buffer,
+            activations=offload,
+            device=device,
+            timeline=timeline,
+            worker=worker,
+            landing=landing,
+        )
         for index, parameters in enumerate(work_buffer.parameters()):
             model.bind(index, parameters)
         return Parts(
@@ -323,12 +359,56 @@ def adopt(
             activations=offload,
             activation_bytes=activation_bytes,
             worker=worker,
-            landing=Landing(noise),
+            landing=landing,
             workers=workers,
+            visits=visits,
+            require_version=_any_version,
             factors=None,
             host_plan=None,
             device_plan=None,
         )
+
+
+def _visits(
+    model: BlockModel,
+    estimator: ZOEstimator | None,
+    noise: NoiseGenerator,
+    journal: Journal,
+    factors: FactorStore | None,
+    shared: SharedSource | None,
+    *,
+    buffer: WorkBuffer,
+    activations: ActivationOffload,
+    device: Device,
+    timeline: Timeline,
+    worker: ThreadPoolExecutor | None,
+    landing: Landing,
+) -> Visits:
+    """What makes the visitors of this run's sweeps. A run without an estimator perturbs nothing."""
+    zo_eps, in_place = (1.0, True) if estimator is None else (estimator.zo_eps, estimator.perturb_in_place)
+    common: Any = {
+        "updates": journal.updates,
+        "zo_eps": zo_eps,
+        "perturb_in_place": in_place,
+        "activations": activations,
+        "streams": device.streams,
+        "timeline": timeline,
+    }
+    if factors is not None:
+        assert isinstance(model, StackedModel), "other models were refused"
+        return StackedVisits(model=model, factors=factors, buffer=buffer, worker=worker, **common)
+    perturber = choose_perturber(noise, buffer, worker)
+    if shared is not None:
+        alone, source = perturber, shared
+
+        def perturber(trajectory: Trajectory) -> Perturber:
+            return SharedPerturber(alone(trajectory), source, model.layouts)
+
+    return WeightVisits(model=model, perturber=perturber, landing=landing, **common)
+
+
+def _any_version(version: int) -> None:
+    """Where no other worker changes the weights, every version is the present one's."""
 
 
 def _open_journal(journal: Journal | Path | str | None, opened: ExitStack) -> Journal:

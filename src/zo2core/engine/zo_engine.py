@@ -1,33 +1,27 @@
-"""The engine: a replayer that takes zeroth-order steps."""
+"""The engine: a runner that takes zeroth-order steps."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from zo2core.beside import Perturbation
-from zo2core.build import adopt, build
-from zo2core.engine.replayer import Replayer
-from zo2core.errors import OptionError, OutrunError
-from zo2core.estimators import direction_seeds, groups_of_rows, learning_rate
+from zo2core.build import Parts, adopt, build
+from zo2core.engine.runner import Runner
 from zo2core.journal import Journal
+from zo2core.methods import ZerothOrder
 from zo2core.planning import ACTIVATIONS, MemoryPolicy, Replay, WriteBackPolicy
-from zo2core.profiling import Sweep, Timeline, Trace
-from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Objective, Scheduler, ZOEstimator
-from zo2core.sweep.microbatch import deal_rows, require_tensors, rows_to_deal
-from zo2core.sweep.objective import batches_of, cut, losses_as_tensors, require_number
-from zo2core.sweep.open_step import OpenStep
+from zo2core.profiling import Timeline, Trace
+from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.types import Batch, Evaluation, StepResult
-from zo2core.workers import Workers, batch_digest
+from zo2core.workers import Workers
 
 
-class ZOEngine(Replayer):
-    """Zeroth-order fine-tuning, segment by segment: a ``Replayer`` that also takes steps.
+class ZOEngine(Runner):
+    """Zeroth-order fine-tuning, segment by segment: a ``Runner`` with the method ``ZerothOrder``.
 
     Args:
         model: Cut into embedding, blocks and head; of an adapter, or your own.
@@ -82,8 +76,8 @@ class ZOEngine(Replayer):
             perturbation=perturbation,
             workers=workers,
         )
-        self._take(model, parts)
-        self._train(estimator, seed)
+        super().__init__(model, parts)
+        self._method = _zeroth_order(self, model, estimator, seed, parts)
 
     @classmethod
     def from_parts(  # noqa: D417 - five arguments share a line
@@ -103,7 +97,7 @@ class ZOEngine(Replayer):
         timeline: Timeline | None = None,
         provenance: Mapping[str, Any] | None = None,
         workers: Workers | None = None,
-    ) -> Self:
+    ) -> ZOEngine:
         """An engine of parts that the caller made. They stay the caller's: nothing closes them, not even a refusal.
 
         Args:
@@ -134,17 +128,7 @@ class ZOEngine(Replayer):
             provenance=provenance,
             workers=workers,
         )
-        engine = cls.__new__(cls)
-        engine._take(model, parts)
-        engine._train(estimator, seed)
-        return engine
-
-    def _train(self, estimator: ZOEstimator, seed: int) -> None:
-        self._estimator = estimator
-        self._seed = seed
-        self._open_step: OpenStep | None = None
-        self._first_version = self.version  # of this object's steps
-        self._settled = 0  # version at which what stays on the device was last brought back
+        return _OfParts(model, estimator, seed, parts)
 
     @property
     def write_back_every(self) -> int | None:
@@ -177,51 +161,8 @@ class ZOEngine(Replayer):
             BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
             In all these cases the step was not taken. OutputError, if the trace cannot be written, comes after the step.
         """
-        begun = self._begin(seed)
-        try:
-            batches = batches_of(batch)
-            way = self._model if forward is None else forward
-            is_own = forward is None and not isinstance(way, Objective)
-            groups = groups_of_rows(self._estimator)
-            begun = self._shared_out(begun, batches, deals_rows=is_own and groups is None)
-            if not begun.places:
-                return self.tell([])
-            if groups is not None:
-                return self.tell(self._losses_of_rows(batch, groups, begun, way, is_own=is_own))
-            begun, own = begun.dealt(batches)
-            self._open_step = begun
-            if begun.says_nothing:
-                if self.version == self._first_version:
-                    self._sweep([])  # all the same: the first sweep notes what the base is
-                return self.tell([0.0] * len(begun.places))
-            pieces = cut(own, self._parts.micro_batch_size, None if is_own else way)
-            prepared = [way.prepared(self._on_device(piece)) for piece in pieces.batches]
-            outputs = self._sweep(begun.swept(lambda place: prepared, walks=self._estimator.perturb_in_place), way)
-            return self.tell([pieces.loss(outputs_of_pieces) for outputs_of_pieces in outputs if outputs_of_pieces])
-        except OutrunError:
-            workers = self._parts.workers
-            if workers is None or not workers.has_deadline or begun.plan is None:
-                raise
-            self._open_step = begun._replace(plan=begun.plan.without_share())  # it went on without this worker
-            return self.tell([])
-        finally:
-            self._open_step = None
-
-    def _losses_of_rows(
-        self, batch: object, groups: int, begun: OpenStep, way: Forward, *, is_own: bool
-    ) -> list[torch.Tensor]:
-        """Evaluate each direction, both sides in turn, on its own rows."""
-        if not is_own or self._parts.micro_batch_size is not None:
-            raise OptionError(
-                "micro_batch_size" if is_own else "forward",
-                found="given, with a direction for each group of rows",
-                expected="the model's own loss of whole rows",
-                remedy="leave it out, or evaluate every direction on all rows with MultiQueryRGE",
-            )
-        dealt = [way.prepared(self._on_device(rows)) for rows in deal_rows(batch, groups)]
-        sides = len(begun.evaluations) // groups
-        swept = begun.swept(lambda place: [dealt[place // sides]], walks=self._estimator.perturb_in_place)
-        return [require_number(loss) for losses in self._sweep(swept, way) for loss in losses]
+        self._use.require_open()
+        return self._method.step(batch, forward, seed=seed)
 
     def ask(self, *, seed: int | None = None) -> tuple[Evaluation, ...]:
         """Begin a step whose losses the caller makes, from as many sweeps as they take: ``forwards(at=...)``, then ``tell``.
@@ -237,32 +178,8 @@ class ZOEngine(Replayer):
             OptionError: if the learning rate of this step, or the seed, is out of its range, or workers have no share.
             BusyError, ClosedError: as in ``step``.
         """
-        return self._shared_out(self._begin(seed), [], deals_rows=False).own
-
-    def _begin(self, seed: int | None) -> OpenStep:
-        """Begin a step; all of it is this worker's as yet."""
         self._use.require_open()
-        self._open_step, began, step = None, time.perf_counter(), self.version
-        lr = learning_rate(self._estimator, step)
-        listed = self._estimator.evaluations(step, direction_seeds(self._seed, step, seed))
-        evaluations = tuple(evaluation.validated() for evaluation in listed)
-        self._settle(step)
-        self._landing.begin(step)
-        self._open_step = begun = OpenStep(step, lr, evaluations, began)
-        return begun
-
-    def _shared_out(self, begun: OpenStep, batches: Sequence[Batch], *, deals_rows: bool) -> OpenStep:
-        """Leave to other workers what is theirs of a step."""
-        workers = self._parts.workers
-        if workers is not None:
-            for batch in batches:
-                require_tensors(batch)
-            plan = workers.plan(begun.evaluations, rows_to_deal(batches) if deals_rows else None)
-            if self.version > self._first_version and workers.is_decided:  # the first sweep notes what the base is
-                plan = plan.without_share()
-            begun = begun._replace(plan=plan, batch=batch_digest(batches) if batches else None)
-        self._open_step = begun
-        return begun
+        return self._method.ask(seed=seed)
 
     def forwards(
         self, batches: Iterable[Batch], forward: Forward | None = None, *, at: Evaluation | None = None
@@ -284,16 +201,9 @@ class ZOEngine(Replayer):
         if at is None:
             yield from super().forwards(batches, forward)
             return
-        if groups_of_rows(self._estimator) is not None:
-            raise OptionError(
-                "estimator",
-                found="a direction for each group of rows, and batches that are not dealt",
-                expected="step(batch), which deals them",
-                remedy="use MultiQueryRGE where the losses are your own",
-            )
-        *way, _ = self._require_open_step().way_to(at)
+        *passed, _ = self._method.path_to(at)
         for group in self._filled(batches, forward):
-            *_, outputs = self._sweep([*((evaluation, ()) for evaluation in way), (at, group)], forward)
+            *_, outputs = self.sweep([*((evaluation, ()) for evaluation in passed), (at, group)], forward)
             yield outputs
 
     def tell(self, losses: Iterable[float | torch.Tensor]) -> StepResult:
@@ -311,37 +221,26 @@ class ZOEngine(Replayer):
             NonFiniteLossError, JournalError, WorkerError: as in ``step``. In these cases the step was not taken.
         """
         self._use.require_open()
-        begun, told = self._require_open_step(), losses_as_tensors(losses)
-        begun.require_all(told)
-        journal, evaluations, ranks = self._parts.journal, begun.evaluations, tuple[int, ...]()
-        if self._parts.workers is not None:
-            assert begun.plan is not None, "a step is shared out before it is told"
-            evaluations, told, ranks = self._parts.workers.told(
-                begun.plan, evaluations, told, tokens=begun.tokens, journal=journal, batch=begun.batch
-            )
-        for evaluation, loss in zip(evaluations, told, strict=True):
-            evaluation.require_finite(loss, step=begun.step)
-        update = self._estimator.update(begun.step, evaluations, told, begun.lr, journal.updates).validated()
-        if ranks:
-            update = replace(update, workers=ranks)
-        self._parts.base_digests.note(journal)
-        journal.append(update)
-        self._open_step = None
-        sweep = Sweep.of_step(begun.step, begun.began, time.perf_counter())
-        return StepResult.of(update, sweep.done - begun.began, self._recorder.ended(sweep), self._landing.share(update))
+        return self._method.tell(losses)
 
-    def _require_open_step(self) -> OpenStep:
-        if self._open_step is None:
-            raise OptionError("at", found="no step", expected="one that ask() began", remedy="call ask() before")
-        return self._open_step
 
-    def _perturbation(self) -> tuple[float, bool]:
-        return self._estimator.zo_eps, self._estimator.perturb_in_place
+class _OfParts(ZOEngine):
+    """An engine whose parts are not built for it."""
 
-    def _settle(self, step: int) -> None:
-        """Bring back what stays on the device, now and then, so that it can be written back at the last step's version."""
-        every = self.write_back_every
-        if every is not None and step > self._settled + every:
-            with self._use.begun():
-                self._parts.scheduler.settle()
-            self._settled = step - 1
+    def __init__(self, model: BlockModel, estimator: ZOEstimator, seed: int, parts: Parts) -> None:
+        Runner.__init__(self, model, parts)
+        self._method = _zeroth_order(self, model, estimator, seed, parts)
+
+
+def _zeroth_order(runner: Runner, model: BlockModel, estimator: ZOEstimator, seed: int, parts: Parts) -> ZerothOrder:
+    return ZerothOrder(
+        estimator,
+        seed=seed,
+        sweeps=runner,
+        model=model,
+        journal=parts.journal,
+        workers=parts.workers,
+        base_digests=parts.base_digests,
+        landing=parts.landing,
+        micro_batch_size=parts.micro_batch_size,
+    )

@@ -10,5 +10,4 @@ from zo2core.estimators.learning_rate import learning_rate as learning_rate
 from zo2core.estimators.meazo import MEAZO as MEAZO
 from zo2core.estimators.mezo import MeZOSGD as MeZOSGD
 from zo2core.estimators.per_row import PerRowRGE as PerRowRGE
-from zo2core.estimators.per_row import groups_of_rows as groups_of_rows
 from zo2core.estimators.rge import MultiQueryRGE as MultiQueryRGE

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from zo2core.estimators.rge import MultiQueryRGE
-from zo2core.protocols import ZOEstimator
+from zo2core.types import Evaluation, RowGroup, Update
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +34,18 @@ class PerRowRGE(MultiQueryRGE):
         """As of ``MultiQueryRGE``, by another name."""
         return {**super().options, "name": "per-row-rge"}
 
+    def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
+        """Both sides of each direction in turn, each pair for its group of the rows."""
+        sides = super().evaluations(step, rng)
+        return tuple(side._replace(rows=RowGroup(place // 2, self.q)) for place, side in enumerate(sides))
 
-def groups_of_rows(estimator: ZOEstimator) -> int | None:
-    """Into how many groups an estimator, wrapped or not, deals the rows of a batch; None: every evaluation has all rows."""
-    innermost: Any = estimator
-    while hasattr(innermost, "estimator"):
-        innermost = innermost.estimator
-    return innermost.q if isinstance(innermost, PerRowRGE) else None
+    def update(
+        self,
+        step: int,
+        evaluations: Sequence[Evaluation],
+        losses: Sequence[torch.Tensor],
+        lr: float,
+        past: Sequence[Update],
+    ) -> Update:
+        """As of ``MultiQueryRGE``; the record says directions and losses, and not whose rows they were."""
+        return super().update(step, [evaluation._replace(rows=None) for evaluation in evaluations], losses, lr, past)

@@ -17,7 +17,7 @@ def encode(update: Update) -> dict[str, Any]:
     """The record of an update."""
     return {
         "step": update.step,
-        "evaluations": [[int(seed), float(shift)] for seed, shift in update.evaluations],
+        "evaluations": [[int(evaluation.seed), float(evaluation.shift)] for evaluation in update.evaluations],
         "seeds": [int(seed) for seed in update.seeds],
         "projected_grads": [float(grad) for grad in update.projected_grads],
         "lr": float(update.lr),

@@ -107,9 +107,7 @@ def plan_host(
     raise plan.too_large("memory", "free memory, allow more, or take smaller batches or a 16-bit dtype")
 
 
-def plan_together(
-    planned: Callable[..., HostPlan], workers: Workers | None, *, may_share: bool
-) -> tuple[HostPlan, Workers | None]:
+def plan_together(planned: Callable[..., HostPlan], workers: Workers, *, may_share: bool) -> tuple[HostPlan, Workers | None]:
     """The plan of a worker, and whether it has its blocks together with the others of its host.
 
     Args:
@@ -121,7 +119,7 @@ def plan_together(
         The plan, and the workers to share with; None if every process has a copy of its own: a worker of the run could not
         share, or blocks have to stream.
     """
-    if workers is None or workers.size == 1:
+    if workers.size == 1:
         return planned(), None
     together = len(workers.neighbours())
     plan = planned(neighbours=together, sharers=together)

@@ -13,7 +13,7 @@ from zo2core.protocols import Forward, Objective
 from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
 from zo2core.sweep.objective import require_number
 from zo2core.types import Batch, EvaluationResult
-from zo2core.workers import Workers, batch_digest
+from zo2core.workers import Workers
 
 
 def fill_sweeps(batches: Iterable[Batch], forward: Forward, allowed: int) -> Iterator[list[Batch]]:
@@ -47,7 +47,7 @@ def evaluate(
     forwards: Callable[[Iterable[Batch]], Iterator[list[torch.Tensor]]],
     batches: Iterable[Batch],
     rows: int | None,
-    workers: Workers | None,
+    workers: Workers,
 ) -> EvaluationResult:
     """The mean loss over batches.
 
@@ -55,7 +55,7 @@ def evaluate(
         forwards: Runs batches and yields their losses, 0-d, a list a sweep.
         batches: With labels. Each counts by its labelled tokens.
         rows: Of a micro-batch; None runs each batch whole.
-        workers: Take the batches in turns; each batch's loss is what one worker alone would make. None runs all here.
+        workers: Take the batches in turns; each batch's loss is what one worker alone would make.
 
     Raises:
         BatchError: if the model cannot take a batch, or there is no labelled token.
@@ -68,23 +68,21 @@ def evaluate(
     def micro_batches() -> Iterator[Batch]:
         nonlocal digest
         for number, batch in enumerate(batches):
-            if workers is not None:
-                digest ^= batch_digest([batch]) * (2 * number + 1) % 2**64
-                if number % workers.size != workers.rank:
-                    continue
+            digest ^= workers.digest([batch]) * (2 * number + 1) % 2**64
+            if number % workers.size != workers.rank:
+                continue
             tokens.append([])
             for micro_batch in split_rows(batch, rows):
                 tokens[-1].append(labelled_tokens(micro_batch))
                 yield micro_batch
 
-    losses, sweeps = _outputs(forwards(micro_batches()), may_be_none=workers is not None)
+    losses, sweeps = _outputs(forwards(micro_batches()), may_be_none=workers.size > 1)
     in_order = iter(losses)
     of_batches = [combined_loss([next(in_order) for _ in batch], batch).item() for batch in tokens]
     counts = [sum(counts_of_batch) for counts_of_batch in tokens]
-    if workers is not None:
-        workers.require_same("batches", digest)
-        of_all = workers.in_order(list(zip(of_batches, counts, strict=True)))
-        of_batches, counts = [loss for loss, _ in of_all], [count for _, count in of_all]
+    workers.require_same("batches", digest)
+    of_all = workers.in_order(list(zip(of_batches, counts, strict=True)))
+    of_batches, counts = [loss for loss, _ in of_all], [count for _, count in of_all]
     if sum(counts) == 0:
         raise BatchError(
             "batches", found="no labelled token", expected="at least one", remedy="pass labels that are not all -100"

@@ -6,12 +6,12 @@ counts the micro-batches of one step (``num_items_in_batch``). What counts as a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from zo2core.errors import BatchError, OptionError
-from zo2core.types import Batch
+from zo2core.types import Batch, RowGroup, require_tensors
 
 IGNORE_INDEX = -100  # label of a token without loss, as in torch and Hugging Face
 
@@ -31,18 +31,6 @@ def predicted(labels: torch.Tensor) -> torch.Tensor:
 def labelled_tokens(batch: Batch) -> int:
     """Count the tokens that the loss of a batch is averaged over; a batch without labels has none."""
     return int(predicted(batch["labels"]).sum().item()) if "labels" in batch else 0
-
-
-def require_tensors(batch: Mapping[str, object]) -> None:
-    """Refuse a batch that holds something else than tensors.
-
-    Raises:
-        BatchError: naming the entry.
-    """
-    for key, value in batch.items():
-        if not isinstance(value, torch.Tensor):
-            kind = type(value).__name__
-            raise BatchError(f"batch[{key!r}]", found=f"a {kind}", expected="a tensor", remedy="pass tensors alone")
 
 
 def require_rows(rows: int | None) -> None:
@@ -83,21 +71,25 @@ def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
     return micro_batches or [batch]
 
 
-def deal_rows(batch: object, groups: int) -> list[Batch]:
-    """Deal the rows of a batch to as many groups, in order; all keep the batch's columns.
+def rows_of_group(batch: Batch, group: RowGroup) -> Batch:
+    """The rows of a batch that are a group's; all groups keep the batch's columns.
 
     Args:
         batch: With labels (rows, tokens).
-        groups: Directions that share the rows out.
+        group: One of several, which have equally many rows each, in order.
 
     Raises:
-        BatchError: if it is no batch, or its rows cannot be dealt evenly.
+        BatchError: if the batch has no labels of rows, or its rows cannot be shared out evenly.
     """
-    if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), torch.Tensor) or batch["labels"].dim() != 2:
+    labels, groups = batch.get("labels"), group.groups
+    if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
         raise BatchError(
-            "batch", found="no batch with labels of rows", expected="one batch, whose rows are dealt", remedy="pass one"
+            "batch",
+            found="no labels of shape (rows, tokens)",
+            expected="a batch with labels, whose rows directions share out",
+            remedy="pass one",
         )
-    rows = len(batch["labels"])
+    rows = len(labels)
     if rows % groups:
         raise BatchError(
             "batch",
@@ -107,15 +99,14 @@ def deal_rows(batch: object, groups: int) -> list[Batch]:
         )
     require_tensors(batch)
     share = rows // groups
-    return [rows_of(batch, start, start + share) for start in range(0, rows, share)]
+    return rows_of(batch, group.index * share, (group.index + 1) * share)
 
 
 def rows_to_deal(batches: Sequence[Batch]) -> int | None:
     """The rows of the smallest of batches, where all have labels (rows, tokens); None where they cannot be dealt."""
     labels = [batch.get("labels") for batch in batches]
-    if any(label is None or label.dim() != 2 for label in labels):
-        return None
-    return min(len(label) for label in labels if label is not None)
+    counts = [len(label) for label in labels if isinstance(label, torch.Tensor) and label.dim() == 2]
+    return min(counts) if counts and len(counts) == len(labels) else None
 
 
 def combined_loss(losses: Sequence[torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:

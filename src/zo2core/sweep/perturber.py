@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 from zo2core.protocols import CounterNoise, NoiseGenerator, Stores
@@ -65,16 +66,15 @@ class Perturber(Protocol):
 
 
 def choose_perturber(
-    noise: NoiseGenerator, buffer: WorkBuffer, worker: ThreadPoolExecutor | None, trajectory: Trajectory
-) -> Perturber:
-    """The perturber for this noise.
+    noise: NoiseGenerator, buffer: WorkBuffer, worker: ThreadPoolExecutor | None
+) -> Callable[[Trajectory], Perturber]:
+    """What makes the perturber of a sweep from what the sweep does to the weights.
 
     Args:
         noise: Draws z.
         buffer: One sweep at a time may use it.
         worker: The second thread; None does without.
-        trajectory: What the sweep does to the weights.
     """
     if isinstance(noise, CounterNoise):
-        return CounterPerturber(noise, buffer, worker, trajectory, parallel_from=PARALLEL_FROM)
-    return DrawnPerturber(noise, buffer, worker, trajectory, parallel_from=PARALLEL_FROM)
+        return partial(CounterPerturber, noise, buffer, worker, parallel_from=PARALLEL_FROM)
+    return partial(DrawnPerturber, noise, buffer, worker, parallel_from=PARALLEL_FROM)

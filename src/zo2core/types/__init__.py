@@ -22,7 +22,7 @@ from zo2core.types.layouts import (
 )
 from zo2core.types.programs import Descend, Distribution, Perturb, Program, Table
 from zo2core.types.results import EvaluationResult, StepResult
-from zo2core.types.steps import LARGEST, MAX_SEED, Batch, Evaluation, Update
+from zo2core.types.steps import LARGEST, MAX_SEED, Batch, Evaluation, RowGroup, Update, require_tensors
 
 __all__ = [
     "ALIGNMENT",
@@ -47,6 +47,7 @@ __all__ = [
     "ParameterSpec",
     "Perturb",
     "Program",
+    "RowGroup",
     "SavedForm",
     "SavedPart",
     "SegmentKind",
@@ -59,6 +60,7 @@ __all__ = [
     "encoded_bytes",
     "flat_views",
     "packed_bytes",
+    "require_tensors",
     "saved_form",
     "trained",
     "walk_bytes",

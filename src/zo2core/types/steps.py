@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from zo2core.errors import NonFiniteLossError, OptionError
+from zo2core.errors import BatchError, NonFiniteLossError, OptionError
 
 MAX_SEED = 2**63 - 1
 LARGEST = torch.finfo(torch.float32).max  # of what may be added to a weight: beyond it float32 weights are infinite
@@ -17,11 +17,31 @@ LARGEST = torch.finfo(torch.float32).max  # of what may be added to a weight: be
 Batch: TypeAlias = Mapping[str, torch.Tensor]  # what the model's forward takes: input_ids, attention_mask, labels, ...
 
 
+def require_tensors(batch: Mapping[str, object]) -> None:
+    """Refuse a batch that holds something else than tensors.
+
+    Raises:
+        BatchError: naming the entry.
+    """
+    for key, value in batch.items():
+        if not isinstance(value, torch.Tensor):
+            kind = type(value).__name__
+            raise BatchError(f"batch[{key!r}]", found=f"a {kind}", expected="a tensor", remedy="pass tensors alone")
+
+
+class RowGroup(NamedTuple):
+    """Which of a batch's rows an evaluation is for: those of one of several groups, equally many in each."""
+
+    index: int  # of the group, from 0
+    groups: int
+
+
 class Evaluation(NamedTuple):
     """One forward at ``theta + shift * zo_eps * z(seed)``."""
 
     seed: int  # of the probe: the direction z
     shift: float  # signed multiple of zo_eps
+    rows: RowGroup | None = None  # that it is evaluated on; None: all of the batch
 
     def require_finite(self, loss: torch.Tensor, *, step: int) -> None:
         """Refuse a loss of this evaluation in a step, 0-d, that is not finite.
@@ -116,7 +136,7 @@ class Update:
                 return f"loss {loss}", "a finite loss"
         bounded = [("projected gradient", grad) for grad in self.projected_grads]
         bounded += [("lr * projected gradient", self.lr * grad) for grad in self.projected_grads]
-        bounded += [("shift * zo_eps", shift * self.zo_eps) for _, shift in self.evaluations]
+        bounded += [("shift * zo_eps", shift * self.zo_eps) for _, shift, _ in self.evaluations]
         for name, value in [*bounded, ("lr * weight_decay", self.lr * self.weight_decay)]:
             if not abs(value) <= LARGEST:
                 return f"{name} {value:.6g}", f"a number from -{LARGEST:.4g} to {LARGEST:.4g}"

@@ -13,7 +13,7 @@ import xxhash
 
 from zo2core.errors import WorkerError
 from zo2core.io.direct_file import byte_view
-from zo2core.types import Batch, Evaluation
+from zo2core.types import Batch, Evaluation, require_tensors
 from zo2core.workers.share import Split
 
 _HEAD = struct.Struct("<IIB")  # labelled tokens, context, dtype
@@ -71,9 +71,14 @@ def context_of(journal: int, evaluations: Sequence[Evaluation], batch: int | Non
 
 
 def batch_digest(batches: Sequence[Batch]) -> int:
-    """A digest of all that batches hold: names, shapes, dtypes, bytes."""
+    """A digest of all that batches hold: names, shapes, dtypes, bytes.
+
+    Raises:
+        BatchError: if one of them holds something else than tensors.
+    """
     digest = xxhash.xxh3_64()
     for batch in batches:
+        require_tensors(batch)
         for name, tensor in sorted(batch.items()):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype};".encode())
             on_host = tensor.detach().cpu().contiguous()

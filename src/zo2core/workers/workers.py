@@ -20,9 +20,9 @@ from zo2core.errors import NonFiniteLossError, OptionError, WorkerError, reason
 from zo2core.io.shared_memory import SharedMemory
 from zo2core.journal import Journal
 from zo2core.protocols import NoiseGenerator
-from zo2core.types import BlockLayout, Evaluation
+from zo2core.types import Batch, BlockLayout, Evaluation
 from zo2core.workers.exchange import TIMEOUT, Exchange, TCPStore, silent
-from zo2core.workers.report import Report, combined, context_of, is_finite, require_same_context
+from zo2core.workers.report import Report, batch_digest, combined, context_of, is_finite, require_same_context
 from zo2core.workers.reunion import bring_in_line, require_agreement
 from zo2core.workers.seal import Seal
 from zo2core.workers.share import Share, Split, choose_split, evaluations_apart, require_split
@@ -40,12 +40,17 @@ class Plan(NamedTuple):
     unit: int  # evaluations that stay together
     share: Share  # of this worker
 
+    @classmethod
+    def alone(cls, evaluations: int) -> Plan:
+        """All of a step of so many evaluations, for one worker."""
+        return cls(Split(1, 1), 1, Share(range(evaluations)))
+
     def without_share(self) -> Plan:
         """The same, with nothing for this worker to do."""
         return self._replace(share=self.share._replace(evaluations=range(0)))
 
 
-class Told(NamedTuple):
+class Gathered(NamedTuple):
     """What came of a step."""
 
     evaluations: tuple[Evaluation, ...]  # those that somebody's losses are there for
@@ -290,7 +295,15 @@ class Workers:
         """Whether the present step has gone on without this worker: there is no use in making its share."""
         return self.has_deadline and self._exchange.is_decided
 
-    def told(
+    def digest(self, batches: Sequence[Batch]) -> int:
+        """A digest of batches, to compare with other workers'.
+
+        Raises:
+            BatchError: if one of them holds something else than tensors.
+        """
+        return batch_digest(batches)
+
+    def gathered(
         self,
         plan: Plan,
         evaluations: Sequence[Evaluation],
@@ -299,8 +312,8 @@ class Workers:
         tokens: int,
         journal: Journal,
         batch: int | None,
-    ) -> Told:
-        """Tell the losses of this worker's share, and hear all.
+    ) -> Gathered:
+        """Send the losses of this worker's share, and gather those of all.
 
         Args:
             plan: Of the step.
@@ -330,7 +343,7 @@ class Workers:
                 remedy="lower lr or zo_eps, or allow more time; no step was taken",
             )
         made = tuple(evaluations[place] for place in by_place)
-        return Told(made, list(by_place.values()), tuple(reports) if self.size > 1 else ())
+        return Gathered(made, list(by_place.values()), tuple(reports) if self.size > 1 else ())
 
     def close(self, why: str | None = None) -> None:
         """Leave. May be called twice.

@@ -20,48 +20,52 @@ class OpenStep(NamedTuple):
     lr: float
     evaluations: tuple[Evaluation, ...]
     began: float  # seconds, of ``time.perf_counter``
-    plan: Plan | None = None  # how it is shared out among workers; None: all of it is made here
+    plan: Plan  # how workers share it out
     batch: int | None = None  # digest of the batch; None where it is not known
     tokens: int = 0  # labelled ones of the rows that this worker has, where rows are shared out
 
     @property
     def places(self) -> range:
         """Places of the evaluations to be made here, among the step's."""
-        return range(len(self.evaluations)) if self.plan is None else self.plan.share.evaluations
+        return self.plan.share.evaluations
 
     @property
     def own(self) -> tuple[Evaluation, ...]:
         """The evaluations to be made here."""
         return tuple(self.evaluations[place] for place in self.places)
 
-    def dealt(self, batches: Sequence[Batch]) -> tuple[OpenStep, Sequence[Batch]]:
+    def without_share(self) -> OpenStep:
+        """The same step, of which nothing is to be made here."""
+        return self._replace(plan=self.plan.without_share())
+
+    def sharded(self, batches: Sequence[Batch]) -> tuple[OpenStep, Sequence[Batch]]:
         """This step, and of each batch the rows that are this worker's."""
-        if self.plan is None or self.plan.share.parts == 1:
+        if self.plan.share.parts == 1:
             return self, batches
         slices = [self.plan.share.rows(len(batch["labels"])) for batch in batches]
         own = [rows_of(batch, rows.start, rows.stop) for batch, rows in zip(batches, slices, strict=True)]
         return self._replace(tokens=sum(map(labelled_tokens, own))), own
 
     @property
-    def says_nothing(self) -> bool:
-        """Whether this worker's rows have no labelled token, so that they have no loss."""
-        return self.plan is not None and self.plan.share.parts > 1 and self.tokens == 0
+    def has_no_loss(self) -> bool:
+        """Whether this worker's rows have no labelled token."""
+        return self.plan.share.parts > 1 and self.tokens == 0
 
-    def swept(
-        self, batches_at: Callable[[int], Sequence[Batch]], *, walks: bool
+    def groups(
+        self, batches_at: Callable[[Evaluation], Sequence[Batch]], *, in_place: bool
     ) -> list[tuple[Evaluation, Sequence[Batch]]]:
         """What a sweep evaluates to make this worker's losses.
 
         Args:
-            batches_at: What runs at the evaluation of a place.
-            walks: Whether weights walk from one evaluation to the next: they then pass those of other workers, too.
+            batches_at: What runs at an evaluation.
+            in_place: Whether weights walk from one evaluation to the next: they then pass those of other workers, too.
         """
-        if not walks:
-            return [(self.evaluations[place], batches_at(place)) for place in self.places]
+        if not in_place:
+            return [(evaluation, batches_at(evaluation)) for evaluation in self.own]
         passed = enumerate(self.evaluations[: self.places.stop])
-        return [(evaluation, batches_at(place) if place in self.places else ()) for place, evaluation in passed]
+        return [(evaluation, batches_at(evaluation) if place in self.places else ()) for place, evaluation in passed]
 
-    def way_to(self, evaluation: Evaluation) -> tuple[Evaluation, ...]:
+    def path_to(self, evaluation: Evaluation) -> tuple[Evaluation, ...]:
         """The evaluations up to this one: weights that walk from one to the next pass them in their order.
 
         Raises:

@@ -1,0 +1,115 @@
+"""What makes a sweep's visitor. Which one a run has is chosen once, when it is built; no sweep asks again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+
+from zo2core.beside import FactorStore, StackedModel
+from zo2core.profiling.timeline import Timeline
+from zo2core.protocols import BlockModel, Forward, Streams, Visitor
+from zo2core.sweep.activation_offload import ActivationOffload
+from zo2core.sweep.landing import Landing
+from zo2core.sweep.perturber import Perturber
+from zo2core.sweep.stacked_visitor import StackedVisitor
+from zo2core.sweep.visitor import SegmentVisitor
+from zo2core.sweep.work_buffer import WorkBuffer
+from zo2core.types import Batch, Evaluation, Update
+from zo2core.updates import Trajectory
+
+Groups: TypeAlias = Sequence[tuple[Evaluation | None, Sequence[Batch]]]  # evaluations, each with the batches to run at it
+
+
+class SweepVisitor(Visitor, Protocol):
+    """A visitor of one sweep, and what came of it."""
+
+    @property
+    def outputs(self) -> list[list[torch.Tensor]]:
+        """What the head gave, a list an evaluation, once the head was visited."""
+
+    @property
+    def seeds(self) -> Collection[int]:
+        """Directions that the sweep draws."""
+
+    def finish(self) -> None:
+        """Wait until nothing uses the sweep's memory any more, however the sweep ended."""
+
+
+class Visits(Protocol):
+    """Makes the visitor of a sweep."""
+
+    def visitor(self, version: int, groups: Groups, forward: Forward) -> SweepVisitor:
+        """The visitor of one sweep.
+
+        Args:
+            version: The present one, to which segments are brought.
+            groups: The evaluations to make, each with the batches to run at it; None instead of an evaluation runs the
+                weights as they are. Empty for a sweep that only replays.
+            forward: Runs the segments.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightVisits:
+    """Visitors that perturb weights in the work buffer."""
+
+    model: BlockModel
+    perturber: Callable[[Trajectory], Perturber]  # of one sweep
+    updates: Sequence[Update]  # of the run; the list grows
+    zo_eps: float
+    perturb_in_place: bool
+    activations: ActivationOffload
+    streams: Streams
+    timeline: Timeline
+    landing: Landing
+
+    def visitor(self, version: int, groups: Groups, forward: Forward) -> SegmentVisitor:
+        """The visitor of one sweep. See the contract."""
+        evaluations = [evaluation for evaluation, _ in groups]
+        trajectory = Trajectory(self.updates, version, evaluations, self.zo_eps, self.perturb_in_place)
+        return SegmentVisitor(
+            self.model.layouts,
+            forward,
+            self.perturber(trajectory),
+            groups,
+            activations=self.activations,
+            streams=self.streams,
+            timeline=self.timeline,
+            landing=self.landing,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackedVisits:
+    """Visitors that leave weights as they are, and perturb by factors of low rank."""
+
+    model: StackedModel
+    factors: FactorStore
+    updates: Sequence[Update]  # of the run; the list grows
+    zo_eps: float
+    perturb_in_place: bool
+    buffer: WorkBuffer
+    activations: ActivationOffload
+    streams: Streams
+    timeline: Timeline
+    worker: Executor | None
+
+    def visitor(self, version: int, groups: Groups, forward: Forward) -> StackedVisitor:
+        """The visitor of one sweep. See the contract."""
+        evaluations = [evaluation for evaluation, _ in groups]
+        return StackedVisitor(
+            self.model,
+            forward,
+            self.factors,
+            Trajectory(self.updates, version, evaluations, self.zo_eps, self.perturb_in_place),
+            groups,
+            buffer=self.buffer,
+            activations=self.activations,
+            streams=self.streams,
+            timeline=self.timeline,
+            worker=self.worker,
+        )
