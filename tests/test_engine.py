@@ -27,11 +27,11 @@ import zo2core.sweep.drawn_perturber
 import zo2core.sweep.perturber
 from zo2adapters import HFBlockModel, MonolithicMeZO, open_checkpoint
 from zo2core import (
-    Evaluation,
     BatchError,
     BusyError,
     ClosedError,
     Distribution,
+    Evaluation,
     Journal,
     JournalError,
     MemoryPolicy,
