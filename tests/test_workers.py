@@ -444,7 +444,7 @@ def test_a_source_that_cannot_be_made_closes_what_is_shared(tmp_path: Path, monk
         closed.append(memory)
         close(memory)
 
-    monkeypatch.setattr("zo2core.sources.shared.SegmentLoader", failing)
+    monkeypatch.setattr("zo2core.sources.segment_source.SegmentLoader", failing)
     monkeypatch.setattr(SharedMemory, "close", noted)
     outcomes = attempted(2, lambda workers: trained(tmp_path / str(workers.rank), RGE, workers))
     assert [type(outcome) for outcome in outcomes] == [ZeroDivisionError] * 2

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 
 import torch
 
-from zo2core.errors import ClosedError, OutrunError
+from zo2core.errors import OutrunError
 from zo2core.io.direct_file import PAGE, whole_pages
 from zo2core.io.shared_memory import SharedMemory
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import TensorReader
 from zo2core.sources.base_digests import BaseDigests
-from zo2core.sources.loader import SegmentLoader, portions
-from zo2core.sources.reading_order import ReadingOrder
+from zo2core.sources.loader import portions
+from zo2core.sources.segment_source import SegmentSource
 from zo2core.types import BlockLayout, Bucket
 
 # A segment's mark: version v is v + 1, and -(v + 1) while it is brought there, which loses the bytes if it does not end.
@@ -55,7 +55,7 @@ class Turn:
         self._marks[self._index] = version + 1
 
 
-class SharedSource:
+class SharedSource(SegmentSource):
     """One copy of the model for the workers of a host.
 
     Args:
@@ -75,8 +75,8 @@ class SharedSource:
         base_digests: BaseDigests | None = None,
         timeline: Timeline | None = None,
     ) -> None:
+        super().__init__(weights, layouts, base_digests=base_digests, timeline=timeline)
         self._weights = weights
-        self._layouts = tuple(layouts)
         self._memory = memory
         self._base_digests = base_digests
         whole = torch.frombuffer(memory.buffer, dtype=torch.uint8)
@@ -89,40 +89,9 @@ class SharedSource:
         self._views = [
             layout.views(pages[: layout.nbytes]) for layout, pages in zip(self._layouts, self._pages, strict=True)
         ]
-        self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, None, base_digests, timeline)
-        self._order = ReadingOrder(self._layouts)
-        self._lock = threading.Lock()  # of the order and of what is read ahead
         self._locks = [threading.Lock() for _ in self._layouts]  # keep this process's two threads apart
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="zo2-read-ahead")
         self._reading: dict[int, Future[None]] = {}
-
-    @property
-    def layouts(self) -> Sequence[BlockLayout]:
-        """Segments in visiting order."""
-        return self._layouts
-
-    @property
-    def capacity(self) -> int:
-        """All blocks, and embedding and head besides."""
-        return len(self._layouts)
-
-    @property
-    def write_back_every(self) -> int | None:
-        """None: nothing is ever written."""
-        return None
-
-    def prefetch(self, order: Sequence[int]) -> int:
-        """Read ahead along this order, what no worker has read yet. See the contract."""
-        with self._lock:
-            self._require_open()
-            self._order.follow(order)
-            self._read_ahead()
-            ready = 0
-            for segment in self._order.ahead():
-                if int(self._marks[segment]) <= UNREAD:
-                    break
-                ready += 1
-            return ready
 
     def acquire(self, index: int) -> Bucket:
         """Wait until a segment is read, by whichever worker. See the contract."""
@@ -170,15 +139,16 @@ class SharedSource:
 
     def close(self) -> None:
         """Wait for reads under way and let go of the memory."""
-        with self._lock:
-            loader, self._loader = self._loader, None
-        if loader is None:
-            return
         self._ahead.shutdown(cancel_futures=True)
-        loader.close()
+        super().close()
+
+    def _give_back(self) -> None:
         self._views.clear()
         self._pages.clear()
         self._memory.close()
+
+    def _is_ready(self, segment: int) -> bool:
+        return int(self._marks[segment]) > UNREAD
 
     @contextmanager
     def _turn(self, index: int) -> Iterator[Turn]:
@@ -189,9 +159,7 @@ class SharedSource:
         """Read a segment from the base unless its bytes are there. Its lock is held."""
         if int(self._marks[index]) > UNREAD:
             return
-        self._require_open()
-        assert self._loader is not None
-        loading = self._loader.load(index, self._pages[index], self._views[index])
+        loading = self._open_loader().load(index, self._pages[index], self._views[index])
         loading.wait()
         text = "" if self._base_digests is None else self._base_digests.known(self._layouts[index])
         if text:  # a replayer without a journal neither knows nor learns one
@@ -213,10 +181,6 @@ class SharedSource:
         with self._turn(index):
             if int(self._marks[index]) == UNREAD:
                 self._read(index)
-
-    def _require_open(self) -> None:
-        if self._loader is None:
-            raise ClosedError("SharedSource", found="a closed source", expected="an open one", remedy="open it again")
 
 
 def shared_bytes(layouts: Sequence[BlockLayout]) -> int:

@@ -8,21 +8,20 @@ own and stay in them.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 
-from zo2core.errors import ClosedError, OptionError
+from zo2core.errors import OptionError
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import TensorReader
 from zo2core.sources.base_digests import BaseDigests
-from zo2core.sources.loader import Loading, SegmentLoader, portions
-from zo2core.sources.reading_order import NEVER, READ_AHEAD, ReadingOrder
+from zo2core.sources.loader import Loading, portions
+from zo2core.sources.reading_order import NEVER, READ_AHEAD
 from zo2core.sources.scratch import Scratch
-from zo2core.sources.writeback import WriteBack
+from zo2core.sources.segment_source import SegmentSource
 from zo2core.types import BlockLayout, Bucket
 
 _NO_READS = Loading((), version=0)
@@ -72,7 +71,7 @@ class _BucketMemory:
         return self._views[segment]
 
 
-class StreamedSource:
+class StreamedSource(SegmentSource):
     """Segments on disk, and a few buckets.
 
     Args:
@@ -105,8 +104,14 @@ class StreamedSource:
     ) -> None:
         if buckets < 1:
             raise OptionError("buckets", found=repr(buckets), expected="at least 1", remedy="leave it at its default")
-        self._layouts = tuple(layouts)
-        self._write_back = WriteBack(self._layouts, scratch, write_back_every, timeline)
+        super().__init__(
+            weights,
+            layouts,
+            scratch=scratch,
+            write_back_every=write_back_every,
+            base_digests=base_digests,
+            timeline=timeline,
+        )
         blocks = [whole_pages(layout.nbytes) for layout in self._layouts if not layout.resident]
         sizes = [whole_pages(layout.nbytes) for layout in self._layouts if layout.resident]
         sizes += [max(blocks, default=0)] * min(buckets, len(blocks))
@@ -114,32 +119,11 @@ class StreamedSource:
         self._resident = {i: _BucketMemory(next(memory)) for i, layout in enumerate(self._layouts) if layout.resident}
         self._ring = [_BucketMemory(pages) for pages in memory]
         self._holding: dict[int, _BucketMemory] = {}  # segment to the memory that has it, or that it is on its way to
-        self._order = ReadingOrder(self._layouts)
-        self._loader: SegmentLoader | None = SegmentLoader(weights, self._layouts, scratch, base_digests, timeline)
-        self._lock = threading.RLock()
-
-    @property
-    def layouts(self) -> Sequence[BlockLayout]:
-        """Segments in visiting order."""
-        return self._layouts
 
     @property
     def capacity(self) -> int:
         """The number of buckets for blocks."""
         return len(self._ring)
-
-    @property
-    def write_back_every(self) -> int | None:
-        """Versions that a segment may be ahead of its bytes on disk. None: it is never written."""
-        return self._write_back.every
-
-    def prefetch(self, order: Sequence[int]) -> int:
-        """Read ahead along this order from now on. See the contract."""
-        with self._lock:
-            self._require_open()
-            self._order.follow(order)
-            self._read_ahead()
-            return self._ready()
 
     def acquire(self, index: int) -> Bucket:
         """Wait until a segment is read. See the contract."""
@@ -176,13 +160,7 @@ class StreamedSource:
                 self._write_back.start_if_due(bucket.segment, pages, version, then=self._read_ahead)
             self._read_ahead()
 
-    def close(self) -> None:
-        """Wait for reads and writes under way and give the arena back."""
-        with self._lock:
-            loader, self._loader = self._loader, None
-        if loader is not None:
-            loader.close()
-        self._write_back.close()
+    def _give_back(self) -> None:
         self._ring.clear()
         self._resident.clear()
         self._holding.clear()
@@ -205,17 +183,11 @@ class StreamedSource:
                 if segment not in self._holding and (memory := self._reusable(segment)) is not None:
                     self._change(memory, _Ahead(segment, self._load(segment, memory)))
 
-    def _ready(self) -> int:
-        """How many of the segments that come next can be acquired without a wait for the disk."""
-        ready = 0
-        for segment in self._order.ahead():
-            memory = self._holding.get(segment)
-            if memory is None or (isinstance(memory.state, _Ahead) and not memory.state.loading.done()):
-                break
-            if self._write_back.busy(segment):
-                break
-            ready += 1
-        return ready
+    def _is_ready(self, segment: int) -> bool:
+        memory = self._holding.get(segment)
+        if memory is None or (isinstance(memory.state, _Ahead) and not memory.state.loading.done()):
+            return False
+        return not self._write_back.busy(segment)
 
     def _reusable(self, segment: int) -> _BucketMemory | None:
         """The memory to read a segment into: its own, or the one of the block that is needed last and later than this one.
@@ -268,27 +240,21 @@ class StreamedSource:
             memory: Its memory.
             ahead: Reads that began before the segment was needed; None where they have to begin now.
         """
-        loading = _NO_READS if ahead is None else ahead
+        reads = _NO_READS if ahead is None else ahead
+
+        def load() -> Loading:
+            nonlocal reads
+            reads = self._load(segment, memory)
+            return reads
+
         try:
-            if ahead is None:
-                loading = self._load(segment, memory)
+            first = load() if ahead is None else ahead
             self._read_ahead()
-            if ahead is not None and ahead.failed():  # nobody needed it then; what counts is whether it fails now
-                loading = self._load(segment, memory)
-            if not loading.wait():  # what was written back is damaged: the base, then, and what it lacks is replayed
-                loading = self._load(segment, memory)
-                loading.wait()
+            return self._loaded(first, load, ahead=ahead is not None).version
         except BaseException:
-            self._change(memory, _Empty(loading))  # reads may go on if the wait was interrupted
+            self._change(memory, _Empty(reads))  # reads may go on if the wait was interrupted
             raise
-        return loading.version
 
     def _load(self, segment: int, memory: _BucketMemory) -> Loading:
         with self._lock:
-            self._require_open()
-            assert self._loader is not None
-            return self._loader.load(segment, memory.pages, memory.views(segment, self._layouts[segment]))
-
-    def _require_open(self) -> None:
-        if self._loader is None:
-            raise ClosedError("StreamedSource", found="a closed source", expected="an open one", remedy="open it again")
+            return self._open_loader().load(segment, memory.pages, memory.views(segment, self._layouts[segment]))

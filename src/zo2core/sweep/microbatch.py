@@ -99,7 +99,7 @@ def rows_of_group(batch: Batch, group: RowGroup) -> Batch:
         )
     require_tensors(batch)
     share = rows // groups
-    return rows_of(batch, group.index * share, (group.index + 1) * share)
+    return rows_of(batch, group.number * share, (group.number + 1) * share)
 
 
 def rows_to_deal(batches: Sequence[Batch]) -> int | None:

@@ -32,7 +32,7 @@ def require_tensors(batch: Mapping[str, object]) -> None:
 class RowGroup(NamedTuple):
     """Which of a batch's rows an evaluation is for: those of one of several groups, equally many in each."""
 
-    index: int  # of the group, from 0
+    number: int  # of the group, from 0
     groups: int
 
 
