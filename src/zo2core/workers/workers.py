@@ -174,7 +174,8 @@ class Workers:
         try:
             if of_first["refused"] is not None:
                 raise OSError(of_first["refused"])
-            memory = SharedMemory.reached(of_first["process"], of_first["descriptor"]) if made is None else made
+            process, descriptor = of_first["process"], of_first["descriptor"]
+            memory = SharedMemory.reached(process, descriptor, nbytes) if made is None else made
         except OSError as error:
             raise WorkerError(
                 f"worker {first}",
