@@ -290,7 +290,7 @@ def _other_key(rank: int) -> WorkerError:
         f"worker {rank}",
         found="a greeting that is not sealed with this run's key",
         expected="the same key on all workers",
-        remedy="give all workers the same --key-file, and let nobody else reach their network",
+        remedy="give all workers the same --key-file, and keep others off their network",
     )
 
 
