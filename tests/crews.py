@@ -13,14 +13,16 @@ from command_lines import Apart, Ended
 
 from zo2core import Workers
 from zo2core.workers.exchange import TCPStore
+from zo2core.workers.rendezvous import open_store
 
 T = TypeVar("T")
+KEY = bytes(range(32))  # of all workers
 SECONDS = 60.0  # that a worker waits for the others; a test takes a fraction of them
 
 
 def opened_store() -> Any:
     """A store of this process."""
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return open_store(None)
 
 
 def client_of(store: Any) -> Any:
@@ -52,7 +54,8 @@ def attempted(size: int, work: Callable[[Workers], T], **options: Any) -> list[T
     def run(rank: int) -> None:
         own = {name: value[rank] if isinstance(value, list) else value for name, value in options.items()}
         try:
-            with Workers.joined(rank=rank, size=size, store=clients[rank], **{"timeout": SECONDS, **own}) as workers:
+            own = {"key": KEY, "timeout": SECONDS, **own}
+            with Workers.joined(rank=rank, size=size, store=clients[rank], **own) as workers:
                 outcomes[rank] = work(workers)
         except BaseException as error:
             outcomes[rank] = error

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import simulate_workers
 import torch
-from crews import all_equal, attempted, client_of, opened_store, processes, worked
+from crews import KEY, all_equal, attempted, client_of, opened_store, processes, worked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import make_batch, save_model, small_config
@@ -536,7 +536,7 @@ def worker_alone(port: int, rank: int, size: int, folder: Path, steps: int, told
     """A worker in a process of its own, which tells how many bytes a step it sent."""
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     with (
-        Workers.joined(rank=rank, size=size, store=store, timeout=60.0, split="directions") as workers,
+        Workers.joined(rank=rank, size=size, store=store, key=KEY, timeout=60.0, split="directions") as workers,
         ZOEngine(toy(folder), replace(RGE, q=2), workers=workers) as engine,
     ):
         engine.step(batch_of(0))
@@ -559,7 +559,7 @@ def test_a_worker_sends_few_bytes_a_step(tmp_path: Path, size: int) -> None:
     for process in others:
         process.start()
     with (
-        Workers.joined(rank=0, size=size, store=store, timeout=60.0, split="directions") as workers,
+        Workers.joined(rank=0, size=size, store=store, key=KEY, timeout=60.0, split="directions") as workers,
         ZOEngine(toy(tmp_path / "0"), replace(RGE, q=2), workers=workers) as engine,
     ):
         for step in (0, *range(steps)):
@@ -683,7 +683,7 @@ def test_a_bundle_has_what_was_said_or_is_none() -> None:
 
 
 def test_a_worker_without_the_key_is_refused(tmp_path: Path) -> None:
-    outcomes = attempted(2, lambda workers: workers.heard(1.0), key=[b"one", b"two"], timeout=3.0)
+    outcomes = attempted(2, lambda workers: workers.heard(1.0), key=[b"one" * 8, b"two" * 8], timeout=3.0)
     assert isinstance(outcomes[0], WorkerError)
     assert "key" in str(outcomes[0])
     assert isinstance(outcomes[1], WorkerError)
@@ -692,7 +692,7 @@ def test_a_worker_without_the_key_is_refused(tmp_path: Path) -> None:
 def test_who_is_silent_is_named() -> None:
     store = opened_store()
     client_of(store)
-    workers = Workers.joined(rank=0, size=2, store=store, timeout=0.3)
+    workers = Workers.joined(rank=0, size=2, store=store, key=KEY, timeout=0.3)
     with pytest.raises(WorkerError, match="worker 1"):
         workers.heard(1.0)
     workers.close("the test has ended")
@@ -946,7 +946,7 @@ def waiting_worker(port: int, rank: int, told: Any) -> None:
     """A worker in a process of its own that waits for another one, which does not come."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs in the background ignores it
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    with Workers.joined(rank=rank, size=2, store=store, timeout=600.0) as workers:
+    with Workers.joined(rank=rank, size=2, store=store, key=KEY, timeout=600.0) as workers:
         told.set()
         workers.heard(1)
 
@@ -962,7 +962,7 @@ def test_who_is_interrupted_while_it_waits_says_so_and_goes(rank: int) -> None:
     os.kill(process.pid or 0, signal.SIGINT)
     process.join(60)
     assert process.exitcode == 1
-    other = Workers.joined(rank=1 - rank, size=2, store=store, timeout=60.0)
+    other = Workers.joined(rank=1 - rank, size=2, store=store, key=KEY, timeout=60.0)
     if rank == 1:
         other.heard(1)  # what it said before it was interrupted counts
     with pytest.raises(WorkerError, match=f"worker {rank}: found that it has left: KeyboardInterrupt"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from command_lines import ROWS, refusal, run_here
-from crews import Crew, attempted, worked
+from crews import Crew, attempted, free_port, worked
 from runs import small_run
 
 from zo2adapters.trainers.live_metrics import LiveMetrics, TrackerName
@@ -228,14 +228,34 @@ def test_every_worker_traces_into_a_file_of_its_own() -> None:
     assert worked(2, lambda workers: own_trace(None, workers)) == [None, None]
 
 
-@pytest.mark.parametrize("content", [None, b"short"])
+@pytest.mark.parametrize("content", [None, b"", b"short"])
 def test_a_key_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None) -> None:
     options = small_run(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
+    key = tmp_path / "key"
     if content is not None:
-        (tmp_path / "key").write_bytes(content)
-    assert "--key-file" in refusal(*asked(options, key_file=tmp_path / "key"))
-    (tmp_path / "key").write_bytes(bytes(32))
+        key.touch(0o600)
+        key.write_bytes(content)
+    assert refusal(*asked(options, key_file=key)).startswith("zo2: --key-file: found")
+    key.touch(0o600)
+    key.write_bytes(bytes(32))
+    key.chmod(0o640)
+    assert "chmod 600" in refusal(*asked(options, key_file=key))
+    key.chmod(0o600)
     assert run_here(*asked(options, key_file=tmp_path / "key")).status == 0
+
+
+def test_several_hosts_without_a_key_file_are_refused_before_anything_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even the launcher's store is reached: nothing listens at its port."""
+    told = {"TORCHELASTIC_RUN_ID": "1", "RANK": 1, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
+    for name, value in {**told, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))
+    ended = run_here(*asked(small_run(tmp_path)))
+    assert ended.status == 2
+    assert ended.line.startswith("zo2, worker 1: --key-file: found no key")
+    assert "(umask 077; head -c 32 /dev/urandom > KEY)" in ended.line
+    assert "--key-file KEY" in ended.line

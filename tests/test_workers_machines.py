@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from command_lines import SECONDS, run_here, torchrun_command
-from crews import all_equal, free_port, opened_store
+from crews import KEY, all_equal, free_port, opened_store
 from models import make_batch, save_model, small_config
 from runs import small_run
 
@@ -62,7 +62,7 @@ def trained(
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     streamed = MemoryPolicy(host=HostPlan((), budget=2**28, buckets=1, keep_noise=False))
     with (
-        Workers.joined(rank=rank, size=size, store=store, split=split, timeout=SECONDS) as workers,
+        Workers.joined(rank=rank, size=size, store=store, key=KEY, split=split, timeout=SECONDS) as workers,
         ZOEngine(
             open_checkpoint(base),
             MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3, weight_decay=0.1),
@@ -134,10 +134,13 @@ def test_hosts_that_meet_train_the_model_of_one_process(tmp_path: Path) -> None:
     options = small_run(tmp_path)
     asked = ["train", "--model", options.model, "--data", options.data, "--steps", 3, "--lr", 1e-3, "--batch-size", 4]
     outputs = [tmp_path / "first host", tmp_path / "second host"]
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_bytes(KEY)
     meeting = f"--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{free_port()} --rdzv-id=1 --local-addr=127.0.0.1"
     agents = []
     for output in outputs:
-        command = torchrun_command(1, "-m", "zo2adapters", *asked, "--output", output)
+        command = torchrun_command(1, "-m", "zo2adapters", *asked, "--key-file", key, "--output", output)
         place = command.index("--standalone")
         command[place : place + 1] = meeting.split()
         agents.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))

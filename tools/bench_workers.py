@@ -34,8 +34,10 @@ from zo2adapters.trainers.verification import random_batch
 from zo2core import Distribution, Journal, MemoryPolicy, MultiQueryRGE, PhiloxNoise, Workers, ZOEngine
 from zo2core.types import work_bytes
 from zo2core.workers.exchange import TCPStore
+from zo2core.workers.rendezvous import open_store
 
 TIMEOUT = 1800.0
+KEY = b"a benchmark guards no secret"
 
 
 class Member:
@@ -76,7 +78,7 @@ def serve(pipe: Connection, options: argparse.Namespace, rank: int, size: int, p
         workers = None
         if size > 1:
             store = TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-            joined = Workers.joined(rank=rank, size=size, store=store, split="directions", timeout=TIMEOUT)
+            joined = Workers.joined(rank=rank, size=size, store=store, key=KEY, split="directions", timeout=TIMEOUT)
             workers = opened.enter_context(joined)
         engine = opened.enter_context(
             ZOEngine(
@@ -186,13 +188,13 @@ def late_seconds(options: argparse.Namespace, folder: Path) -> float:
         pairs = [side._replace(seed=seeds[number // 2]) for number, side in enumerate(update.evaluations)]
         journal.append(replace(update, step=step, evaluations=tuple(pairs), seeds=tuple(seeds)))
     journal.close()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = open_store(None)
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=come_late, args=(theirs, options, store.port, folder / "second.jsonl"), daemon=True)
     process.start()
     pipe.recv()  # its program has started
-    with Workers.joined(rank=0, size=2, store=store, split="directions", timeout=TIMEOUT) as workers:
+    with Workers.joined(rank=0, size=2, store=store, key=KEY, split="directions", timeout=TIMEOUT) as workers:
         model = open_checkpoint(options.directory, dtype=options.dtype)
         pipe.send("begin")
         with ZOEngine(model, estimator, noise=noise, journal=first, workers=workers) as engine:
@@ -214,7 +216,7 @@ def come_late(pipe: Connection, options: argparse.Namespace, port: int, journal:
     batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
     noise = PhiloxNoise(Distribution.RADEMACHER)
     with (
-        Workers.joined(rank=1, size=2, store=store, split="directions", timeout=TIMEOUT) as workers,
+        Workers.joined(rank=1, size=2, store=store, key=KEY, split="directions", timeout=TIMEOUT) as workers,
         ZOEngine(model, estimator, noise=noise, journal=journal, workers=workers) as engine,
     ):
         engine.step(batch)

@@ -39,13 +39,14 @@ from zo2core.journal.update_record import encode
 from zo2core.types import Evaluation
 from zo2core.workers import Split
 from zo2core.workers.exchange import TCPStore
+from zo2core.workers.rendezvous import open_store
 from zo2core.workers.report import Report, combined
 from zo2core.workers.round import Round, unbundled
 from zo2core.workers.seal import Seal
 
 MOST_DIRECTIONS = 64  # a step: each is replayed by every worker
 STORE_BYTES = 49  # that the store adds to a message and its answer (measured at the socket)
-KEY = b"simulated"
+KEY = b"a simulation guards no secret"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +208,7 @@ def near(size: int, steps: int, seed: int, seconds: float) -> dict[str, Any]:
     rng = random.Random(seed)
     shares = [[seconds * rng.lognormvariate(0.0, 0.5) for _ in range(steps)] for _ in range(size)]
     predicted = statistics.fmean(max(own[step] for own in shares) for step in range(steps))
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = open_store(None)
     clients = [store, *(TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(1, size))]
     taken: list[float] = []
 

@@ -27,7 +27,8 @@ _POLICIES = {
     "write_back.terabytes_per_1000_steps": "write_limit_tb",
     "adapter.seed": "seed",
 }
-_PLACES = {"perturbation": "rank", "export_dtype": "output_dtype"}  # so called where an error is; words elsewhere
+# So called where an error is; words elsewhere.
+_PLACES = {"perturbation": "rank", "export_dtype": "output_dtype", "key": "key_file"}
 _LESS = ("micro_batch_size", "loss_chunk", "sequence_length", "batch_size", "tokens", "dtype")  # takes less memory
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "bad allocation", "calculation overflowed")
 _UNSAID = ("without exception set", "without setting an exception")  # of an extension that could not even say so

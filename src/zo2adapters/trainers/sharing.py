@@ -30,8 +30,8 @@ class Sharing:
     """Seconds that a step waits for slower workers once the first one is done. What comes later does not count, and the
     journal says whose losses a step is made of. By default it waits for all."""
     key_file: Path | None = None
-    """File with a secret, the same for all workers, by which they know each other. Without it whoever reaches their ports
-    can change the run."""
+    """File with a secret, the same for all workers, by which they know each other. Workers on several hosts need one; on one
+    host they make a secret of their own for each start."""
 
     @contextmanager
     def workers(self) -> Iterator[Workers | None]:
@@ -55,24 +55,23 @@ class Sharing:
         with Workers.from_torchrun(key=self._key(), split=self.split, deadline=self.step_deadline) as workers:
             yield workers
 
-    def _key(self) -> bytes:
+    def _key(self) -> bytes | None:
         if self.key_file is None:
-            return b""
+            return None
         try:
             with open_regular(self.key_file) as file:
-                key = file.read()
+                if os.fstat(file.fileno()).st_mode & 0o077:
+                    raise OptionError(
+                        "key_file",
+                        found=f"{self.key_file}, which other users of this host may read or change",
+                        expected="a file of this user alone",
+                        remedy=f"chmod 600 {self.key_file}; if others could read it, make another key",
+                    )
+                return file.read()
         except OSError as error:
             raise OptionError(
                 "key_file", found=f"{self.key_file}: {reason(error)}", expected="a readable file", remedy="check the path"
             ) from error
-        if len(key) < 16:
-            raise OptionError(
-                "key_file",
-                found=f"{len(key)} bytes in {self.key_file}",
-                expected="16 at least, which nobody can guess",
-                remedy="make one: head -c 32 /dev/urandom > KEY",
-            )
-        return key
 
 
 def own_rank() -> int | None:

@@ -11,6 +11,7 @@ import json
 import queue
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -20,13 +21,14 @@ from typing import Any, TypeVar
 from torch.distributed import DistError, QueueEmptyError
 from torch.distributed import TCPStore as TCPStore  # type: ignore[attr-defined]
 
-from zo2core.errors import ClosedError, WorkerError
+from zo2core.errors import ClosedError, WorkerError, ZO2Warning
 from zo2core.workers.round import Round, unbundled
 from zo2core.workers.seal import SEAL_BYTES, Seal
 
 TIMEOUT = 1800.0  # seconds that a worker waits for the others, unless told otherwise
 _POLL = 1e-3  # seconds between two looks where there is a deadline
-_GOODBYE = 10.0  # seconds that the collector waits at the end for those who have not read the last answer
+_GOODBYE = 10.0  # seconds that the collector waits at the end for a sign of those who have not read the last answer
+_GOODBYE_POLL = 0.01  # seconds between two looks for one
 _LEAVES = -2  # senders from here downwards say that a worker leaves, and why
 _WHY = 300  # bytes of that
 
@@ -58,6 +60,8 @@ class Exchange:
         self._closed = False
         self._missed = False  # the last round went on without this worker's message
         self._late: list[deque[str]] = [deque() for _ in range(size)]  # such rounds of each worker
+        self._gathered = time.monotonic()  # when the last round ended
+        self._longest = 0.0  # seconds from the end of a round to that of the next, if that had a deadline
         self._thread = _Caller() if size > 1 else None
         if store is not None:
             store.set_timeout(timedelta(seconds=timeout))
@@ -105,6 +109,10 @@ class Exchange:
         if payloads is None:
             raise self._refusal(0, bundle)
         self._missed = self.rank not in payloads
+        ended = time.monotonic()
+        if deadline is not None:
+            self._longest = max(self._longest, ended - self._gathered)
+        self._gathered = ended
         return payloads
 
     def told(self, kind: str, value: Any) -> dict[int, Any]:
@@ -117,16 +125,23 @@ class Exchange:
 
         Args:
             why: What went wrong here, for the others, who may wait for this worker. None: nothing did, and all others leave
-                as well, after the same rounds: the collector then waits for them, since the last answer is lost with it.
+                as well, after the same rounds. The collector then waits for them, since the last answer is lost with it. It
+                gives up on a worker that has shown no sign for ten seconds, or for as long as the longest step took where
+                that worker fell behind: it may still be at its share of a step.
+
+        Warns:
+            ZO2Warning: naming the workers that the collector gave up.
         """
         if self._closed:
             return
         self._closed = True
-        if self._store is not None:
-            with contextlib.suppress(DistError, RuntimeError):
-                self._say_goodbye(why)
-        if self._thread is not None:
-            self._thread.close()
+        try:
+            if self._store is not None:
+                with contextlib.suppress(DistError, RuntimeError):
+                    self._say_goodbye(why)
+        finally:
+            if self._thread is not None:
+                self._thread.close()
 
     def _say_goodbye(self, why: str | None) -> None:
         said = "" if why is None else (why or "an error")
@@ -142,15 +157,39 @@ class Exchange:
             for rank in range(1, self.size):
                 store.queue_push(_down(rank), message)
             return
-        begun = time.monotonic()
-        for rank in range(1, self.size):
-            patience = self._timeout if self._late[rank] else _GOODBYE  # who fell behind has work to do yet
-            with contextlib.suppress(DistError):
-                while True:
-                    left = max(begun + patience - time.monotonic(), 0.01)
-                    store.set_timeout(timedelta(seconds=left))
-                    if self._reason_of(rank, bytes(store.queue_pop(_up(rank)))) is not None:
-                        break  # other messages were late
+        silent_ranks = self._unheard_goodbyes(store)
+        if silent_ranks:
+            named = ", ".join(map(str, silent_ranks))
+            warnings.warn(
+                f"worker {named}: found no sign that it has ended; expected all workers to end after the same steps. "
+                "What to do: if its journal lacks the last steps, start the workers again: it takes them from the others.",
+                ZO2Warning,
+                stacklevel=4,
+            )
+
+    def _unheard_goodbyes(self, store: Any) -> list[int]:
+        """Wait for the others' goodbyes; the ranks of those from whom nothing has come for too long."""
+        now = time.monotonic()
+        patience = {rank: max(_GOODBYE, self._longest if self._late[rank] else 0.0) for rank in range(1, self.size)}
+        ends = {rank: now + seconds for rank, seconds in patience.items()}
+        given_up: list[int] = []
+        while ends:
+            now = time.monotonic()
+            for rank in list(ends):
+                try:
+                    message = bytes(store.queue_pop(_up(rank), block=False))
+                except QueueEmptyError:
+                    if now >= ends[rank]:
+                        given_up.append(rank)
+                        del ends[rank]
+                    continue
+                if self._reason_of(rank, message) is not None:
+                    del ends[rank]
+                elif self._was_late(rank, message):
+                    ends[rank] = now + patience[rank]
+            if ends:
+                time.sleep(_GOODBYE_POLL)
+        return given_up
 
     def _answer(self, message: bytes) -> bytes:
         store, down = self._store, _down(self.rank)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import hmac
 
+from zo2core.errors import OptionError
+
+KEY_BYTES = 16  # of the shortest key
 SEAL_BYTES = 12  # of HMAC-SHA-256: 96 bits, as IPsec cuts it (RFC 4868 names the risk: a guess in 2 ** 96)
 
 
@@ -42,3 +45,19 @@ class Seal:
     def _seal(self, payload: bytes, name: str, sender: int) -> bytes:
         said = f"{name}/{sender}/".encode() + payload
         return hmac.digest(self._key, said, "sha256")[:SEAL_BYTES]
+
+
+def require_key(key: bytes | None) -> None:
+    """Refuse a key that is missing or that could be guessed.
+
+    Raises:
+        OptionError: saying how to make one.
+    """
+    if key is None or len(key) < KEY_BYTES:
+        raise OptionError(
+            "key",
+            found="no key" if key is None else f"{len(key)} bytes",
+            expected=f"a secret of {KEY_BYTES} bytes at least: only the workers of one torchrun on one host make their own",
+            remedy="make one with (umask 077; head -c 32 /dev/urandom > KEY), copy it to every host over a safe way such as "
+            "scp, and start all workers with --key-file KEY; a program passes its bytes as key=",
+        )

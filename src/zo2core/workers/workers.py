@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -22,13 +20,11 @@ from zo2core.journal import Journal
 from zo2core.protocols import NoiseGenerator
 from zo2core.types import Batch, BlockLayout, Evaluation
 from zo2core.workers.exchange import TIMEOUT, Exchange, TCPStore, silent
+from zo2core.workers.rendezvous import AnnouncedInFile, AnnouncedInStore, gather_workers, join_workers
 from zo2core.workers.report import Report, batch_digest, combined, context_of, is_finite, require_same_context
 from zo2core.workers.reunion import bring_in_line, require_agreement
-from zo2core.workers.seal import Seal
+from zo2core.workers.seal import Seal, require_key
 from zo2core.workers.share import Share, Split, choose_split, evaluations_apart, require_split
-
-_ADDRESS = "zo2core/workers"  # in torchrun's own store: where rank 0's is
-_LOCALHOST = "localhost"
 
 T = TypeVar("T")
 
@@ -96,7 +92,7 @@ class Workers:
         rank: int,
         size: int,
         store: TCPStore | None,
-        key: bytes = b"",
+        key: bytes | None = None,
         split: str = "auto",
         deadline: float | None = None,
         timeout: float = TIMEOUT,
@@ -107,28 +103,38 @@ class Workers:
             rank: Of this worker, from 0.
             size: Workers.
             store: A client of its own for this worker; the server in the process of rank 0. None for a worker alone.
-            key: Secret of the run: who does not have it can neither say nor change anything unnoticed. Empty: any.
-            split: As in the constructor.
-            deadline: As in the constructor.
-            timeout: Seconds that a worker waits for the others.
-        """
-        return cls(Exchange(store, rank, size, Seal(key), timeout=timeout), split=split, deadline=deadline)
-
-    @classmethod
-    def from_torchrun(
-        cls, *, key: bytes = b"", split: str = "auto", deadline: float | None = None, timeout: float = TIMEOUT
-    ) -> Self:
-        """The workers that ``torchrun`` started, by what it put into the environment.
-
-        Args:
-            key: As in ``joined``.
+            key: Secret of the run, the same for all workers and new for each start: 16 bytes at least. Messages of those
+                who do not have it are refused. Only a worker alone may leave it out.
             split: As in the constructor.
             deadline: As in the constructor.
             timeout: Seconds that a worker waits for the others.
 
         Raises:
-            OptionError: if this process was not started by ``torchrun``.
-            WorkerError: if the others are not there in time.
+            OptionError: if an option is out of its range, or several workers have no key.
+        """
+        if key is not None or size > 1:
+            require_key(key)
+        return cls(Exchange(store, rank, size, Seal(key or b""), timeout=timeout), split=split, deadline=deadline)
+
+    @classmethod
+    def from_torchrun(
+        cls, *, key: bytes | None = None, split: str = "auto", deadline: float | None = None, timeout: float = TIMEOUT
+    ) -> Self:
+        """The workers that ``torchrun`` started, by what it put into the environment.
+
+        Where all of them are on one host, their store listens on its loopback address alone.
+
+        Args:
+            key: Secret of the run, the same for all workers: 16 bytes at least. None takes a random one that the workers of
+                one host leave each other in a file of this user; several hosts need a key.
+            split: As in the constructor.
+            deadline: As in the constructor.
+            timeout: Seconds that a worker waits for the others.
+
+        Raises:
+            OptionError: if this process was not started by ``torchrun``, if an option is out of its range, or if workers on
+                several hosts have no key.
+            WorkerError: if the others are not there in time, or have another key.
         """
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise OptionError(
@@ -138,15 +144,25 @@ class Workers:
                 remedy="start with torchrun --nproc-per-node N -m zo2adapters ...",
             )
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        is_one_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) == size
+        if key is not None or not is_one_host:
+            require_key(key)
         if size == 1:
-            return cls(Exchange(None, 0, 1, Seal(key)), split=split, deadline=deadline)
+            return cls(Exchange(None, 0, 1, Seal(b"")), split=split, deadline=deadline)
         try:
-            meeting, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
-            host = os.environ.get("MASTER_ADDR", _LOCALHOST)
-            store, salt = _served(meeting, host) if rank == 0 else _found(meeting, timeout)
+            announcement: AnnouncedInFile | AnnouncedInStore
+            if is_one_host:
+                announcement, host = AnnouncedInFile.of_start(), None
+            else:
+                meeting, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+                announcement, host = AnnouncedInStore(meeting, timeout), os.environ["MASTER_ADDR"]
+            if rank == 0:
+                store, seal = gather_workers(announcement, host, size, key, timeout)
+            else:
+                store, seal = join_workers(announcement, rank, key, timeout)
         except DistError as error:
             raise silent(0, timeout, error) from error
-        return cls(Exchange(store, rank, size, Seal(key).derived(salt), timeout=timeout), split=split, deadline=deadline)
+        return cls(Exchange(store, rank, size, seal, timeout=timeout), split=split, deadline=deadline)
 
     @property
     def rank(self) -> int:
@@ -179,7 +195,8 @@ class Workers:
         try:
             if of_first["refused"] is not None:
                 raise OSError(of_first["refused"])
-            memory = SharedMemory.reached(of_first["process"], of_first["descriptor"]) if made is None else made
+            process, descriptor = of_first["process"], of_first["descriptor"]
+            memory = SharedMemory.reached(process, descriptor, nbytes) if made is None else made
         except OSError as error:
             raise WorkerError(
                 f"worker {first}",
@@ -364,33 +381,6 @@ class Workers:
 
 def _always(payload: bytes) -> bool:
     return True
-
-
-def _served(meeting: Any, host: str) -> tuple[TCPStore, bytes]:
-    """Open the store of this run, and say where it is."""
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    salt = secrets.token_bytes(8)
-    meeting.set(_ADDRESS, json.dumps([host, store.port, salt.hex()]))
-    return store, salt
-
-
-def _found(meeting: Any, timeout: float) -> tuple[TCPStore, bytes]:
-    """Reach the store of rank 0. What its predecessor said may still stand there: then nobody answers, yet."""
-    end = time.monotonic() + timeout
-    while True:
-        host, port, salt = json.loads(meeting.get(_ADDRESS))
-        try:
-            store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False)
-            return store, bytes.fromhex(salt)
-        except DistError as error:
-            if time.monotonic() >= end:
-                raise WorkerError(
-                    "worker 0",
-                    found=f"nobody at {host}:{port}",
-                    expected="its store",
-                    remedy="open that host's ports to the other workers",
-                ) from error
-            time.sleep(0.2)
 
 
 def _host() -> str:
