@@ -12,7 +12,7 @@ from models import make_batch, save_model, small_config
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import ZOLightningModule, open_checkpoint
-from zo2core import Distribution, Guarded, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
+from zo2core import Distribution, Guarded, JournalError, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
 
 lightning = pytest.importorskip("lightning.pytorch")
 callbacks = pytest.importorskip("lightning.pytorch.callbacks")
@@ -107,6 +107,36 @@ def test_a_run_resumed_in_the_middle_is_the_one_that_was_not_interrupted(base: P
     assert middle.stat().st_size < 30_000, "a journal, no weights"
     trainer(tmp_path, 6).fit(resumed, ResumableLoader(), ckpt_path=middle)
     assert resumed.engine.journal.updates == whole.engine.journal.updates
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda text: text[:-9], "a last record that is cut or damaged, after 2 steps"),
+        (lambda text: "".join(text.splitlines(keepends=True)[:-1]), "found 2 steps; expected 3"),
+        (lambda text: text.replace('"step":1', '"step":7'), "journal.jsonl in the checkpoint, line .: found a damaged"),
+        (lambda text: "", "an empty file"),
+    ],
+    ids=["cut", "a line less", "damaged", "empty"],
+)
+def test_a_checkpoint_with_a_damaged_journal_is_refused(base: Path, tmp_path: Path, damage: Any, said: str) -> None:
+    trainer(tmp_path, 3).fit(module(base), ResumableLoader())
+    [path] = (tmp_path / "kept").glob("*step=3.ckpt")
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["journal.jsonl"] = damage(checkpoint["journal.jsonl"])
+    torch.save(checkpoint, path)
+    with pytest.raises(JournalError, match=said):
+        trainer(tmp_path, 6).fit(module(base), ResumableLoader(), ckpt_path=path)
+
+
+def test_a_module_that_a_second_trainer_trains_is_resumed_at_all_of_its_steps(base: Path, tmp_path: Path) -> None:
+    twice, resumed = module(base), module(base)
+    trainer(tmp_path / "first", 3).fit(twice, ResumableLoader())
+    trainer(tmp_path / "second", 3).fit(twice, ResumableLoader())
+    [path] = (tmp_path / "second" / "kept").glob("*step=3.ckpt")
+    trainer(tmp_path / "third", 3).fit(resumed, ResumableLoader(), ckpt_path=path)
+    assert resumed.engine.version == 6
+    assert resumed.engine.journal.updates == twice.engine.journal.updates
 
 
 @pytest.mark.parametrize(

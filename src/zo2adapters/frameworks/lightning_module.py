@@ -17,6 +17,8 @@ from zo2core import Batch, Journal, JournalError, OptionError, ZOEngine, copy_jo
 
 lightning = optional_package("lightning.pytorch", install="zo2core[lightning]")
 
+_VERSION = "journal.version"  # of a checkpoint
+
 
 class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-defined]
     """Trains a model in Lightning's loop: ``Trainer().fit(ZOLightningModule(open_checkpoint("model"), lr=1e-6), loader)``.
@@ -122,13 +124,18 @@ class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-d
         self.engine.export(directory)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put the journal into a checkpoint of Lightning's."""
+        """Put the journal into a checkpoint of Lightning's, and how many steps it holds."""
         with tempfile.TemporaryDirectory() as directory:
             copy_journal(self.engine.journal, Path(directory) / JOURNAL)
             checkpoint[JOURNAL] = (Path(directory) / JOURNAL).read_text()
+        checkpoint[_VERSION] = self.engine.version  # global_step counts from 0 again when another Trainer goes on
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on from the journal in a checkpoint."""
+        """Go on from the journal in a checkpoint.
+
+        Raises:
+            JournalError: if there is none, it is damaged, or it does not hold the steps that were saved.
+        """
         if JOURNAL not in checkpoint:
             raise JournalError(
                 "the checkpoint",
@@ -138,7 +145,8 @@ class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-d
             )
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / JOURNAL).write_text(checkpoint[JOURNAL])
-            journal = read_journal(Path(directory))
+            version = checkpoint.get(_VERSION, checkpoint["global_step"])
+            journal = read_journal(Path(directory) / JOURNAL, int(version), name=f"{JOURNAL} in the checkpoint")
         if self._engine is not None:
             self._engine.close()
         self._engine, self._journal = None, journal
