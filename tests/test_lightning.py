@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from models import make_batch, save_model, small_config
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import ZOLightningModule, open_checkpoint
-from zo2core import Distribution, Guarded, JournalError, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
+from zo2core import Distribution, Guarded, JournalError, MeZOSGD, OptionError, PhiloxNoise, ZO2Warning, ZOEngine
 
 lightning = pytest.importorskip("lightning.pytorch")
 callbacks = pytest.importorskip("lightning.pytorch.callbacks")
@@ -139,9 +140,95 @@ def test_a_module_that_a_second_trainer_trains_is_resumed_at_all_of_its_steps(ba
     assert resumed.engine.journal.updates == twice.engine.journal.updates
 
 
-@pytest.mark.parametrize(
-    ("options", "said"), [({"precision": "bf16-mixed"}, r"Trainer\(precision\): found bf16-mixed; expected 32-true")]
-)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"precision": "bf16-mixed"}, r"Trainer\(precision\): found bf16-mixed; expected 32-true"),
+    ({"accumulate_grad_batches": 2}, r"Trainer\(accumulate_grad_batches\): found 2; expected 1.*lists of batches"),
+    ({"gradient_clip_val": 0.5}, r"Trainer\(gradient_clip_val\): found 0.5; expected None.*Clipped"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED, ids=[next(iter(options)) for options, _ in REFUSED])
 def test_what_cannot_be_heeded_is_refused(base: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         trainer(tmp_path, 1, **options).fit(module(base), ResumableLoader())
+
+
+def test_a_list_of_batches_is_one_step(base: Path, tmp_path: Path) -> None:
+    ours = module(base)
+    lists: Any = torch.utils.data.DataLoader([BATCHES[:2], BATCHES[2:4]], batch_size=None)
+    trainer(tmp_path, 2).fit(ours, lists)
+    with ZOEngine(
+        open_checkpoint(base),
+        Guarded(estimator=MeZOSGD(lr=lambda step: 1e-2 * halving(step), zo_eps=1e-3, perturb_in_place=False)),
+        noise=PhiloxNoise(Distribution.RADEMACHER),
+        seed=3,
+    ) as engine:
+        for batches in (BATCHES[:2], BATCHES[2:4]):
+            engine.step(batches)
+        assert ours.engine.journal.updates == engine.journal.updates
+
+
+class OwnEvaluation(ZOLightningModule):
+    """Evaluates each batch by itself."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log(f"loss_{batch_idx}", self.engine.evaluate([batch]).loss)
+
+
+def test_a_module_may_evaluate_by_itself(base: Path, tmp_path: Path) -> None:
+    ours = OwnEvaluation(open_checkpoint(base), lr=1e-2)
+    fitted = trainer(tmp_path, 2, val_check_interval=2)
+    held_out: Any = torch.utils.data.DataLoader(Held(), batch_size=None)
+    fitted.fit(ours, ResumableLoader(), held_out)
+    assert {"loss_0", "loss_1"} <= fitted.callback_metrics.keys()
+    assert "val_loss" not in fitted.callback_metrics
+
+
+class FailingAtFirst(ZOLightningModule):
+    """Fails in its first validation, at the second batch."""
+
+    fails = True
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.fails:
+            self.fails = False
+            raise RuntimeError("broken off")
+        super().validation_step(batch, batch_idx)
+
+
+def test_batches_of_a_validation_that_failed_do_not_count_in_the_next(base: Path, tmp_path: Path) -> None:
+    ours = FailingAtFirst(open_checkpoint(base), lr=1e-2)
+    held_out: Any = torch.utils.data.DataLoader(Held(), batch_size=None)
+    with pytest.raises(RuntimeError, match="broken off"):
+        trainer(tmp_path, 1).validate(ours, held_out)
+    again = trainer(tmp_path, 1)
+    again.validate(ours, held_out)
+    assert again.callback_metrics["val_loss"] == torch.tensor(ours.engine.evaluate(BATCHES[6:]).loss)
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    """The batches, without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(BATCHES)
+
+
+@pytest.mark.parametrize("data", [BATCHES, Endless()], ids=["of a length", "without one"])
+def test_a_loader_that_repeats_batches_of_a_resumed_epoch_is_said(base: Path, tmp_path: Path, data: Any) -> None:
+    def resume(name: str, loader: Any) -> list[str]:
+        directory = tmp_path / name
+        trainer(directory, 3).fit(module(base), loader)
+        [path] = (directory / "kept").glob("*step=3.ckpt")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer(directory, 4).fit(module(base), loader, ckpt_path=path)
+        return [str(warning.message) for warning in caught if warning.category is ZO2Warning]
+
+    plain: Any = torch.utils.data.DataLoader(data, batch_size=None)
+    [said] = resume("plain", plain)
+    assert "saved after 3 batches of an epoch" in said
+    assert "StatefulDataLoader" in said
+    assert resume("resumable", ResumableLoader()) == []
+    if data is BATCHES:
+        whole: Any = torch.utils.data.DataLoader(BATCHES[:3], batch_size=None)
+        assert resume("whole epoch", whole) == [], "at the end of an epoch there is nothing to repeat"
