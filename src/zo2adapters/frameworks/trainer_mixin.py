@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from zo2adapters.frameworks.arguments import ZOArguments
-from zo2adapters.frameworks.heeded import autocast_of, require_heeded
+from zo2adapters.frameworks.heeded import autocast_of, head_for, require_heeded, require_supported_trainer
 from zo2adapters.frameworks.opening import open_for
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_run, write_token_ids
 from zo2adapters.frameworks.swept_batches import SweptBatches
@@ -39,10 +39,13 @@ _OF_FLASH_ATTENTION = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_le
 class ZOTrainerMixin(_Beside):  # type: ignore[misc]
     """Makes a trainer of Hugging Face's one of zeroth order: ``class ZOTrainer(ZOTrainerMixin, Trainer): pass``.
 
-    Made for ``transformers.Trainer`` and for TRL's ``SFTTrainer`` and ``DPOTrainer``; for any trainer whose ``compute_loss``
-    calls the model with one batch. Where the trainer's loss is the model's own, over labelled tokens, a step is
-    ``engine.step(batch)``, bit for bit. Any other ``compute_loss`` runs in the head's visit. DPO's reference is the base
-    checkpoint, whose log-probabilities are streamed once, at the start.
+    Made for ``transformers.Trainer``, for TRL's ``SFTTrainer``, ``DPOTrainer``, ``RewardTrainer`` and ``TPOTrainer``, and
+    for trainers of your own whose ``compute_loss`` calls the model with one batch. TRL's other trainers are refused: GRPO,
+    RLOO and distillation generate text with the model, KTO calls it with a second batch.
+
+    Where the trainer's loss is the model's own, over labelled tokens, a step is ``engine.step(batch)``, bit for bit. Any
+    other ``compute_loss`` runs in the head's visit. DPO's reference is the base checkpoint, whose log-probabilities are
+    streamed once, at the start.
 
     Args:
         model: A model directory, a hub id, or what ``open_checkpoint`` gives. ``bf16=True`` or ``fp16=True`` in ``args``
@@ -52,7 +55,8 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         options: The trainer's other options, by name.
 
     Raises:
-        OptionError: if an argument asks for what a zeroth-order run cannot heed, or the model's precision is another one.
+        OptionError: if an argument asks for what a zeroth-order run cannot do, the trainer is one of TRL's that cannot work,
+            or the model's precision is another one. ``max_grad_norm`` has no effect: there is no gradient to clip.
         ZO2Error: as ``open_checkpoint`` and ``ZOEngine`` say.
     """
 
@@ -61,6 +65,7 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
     def __init__(
         self, model: HFBlockModel | Path | str, args: Any = None, *, zo: ZOArguments | None = None, **options: Any
     ) -> None:
+        require_supported_trainer(type(self))
         if not isinstance(args, TrainingArguments):
             raise OptionError(
                 "args", found=f"a {type(args).__name__}", expected="the trainer's arguments", remedy="pass them by name"
@@ -69,7 +74,7 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         if getattr(args, "precompute_ref_log_probs", None) is False:  # DPO would load the reference whole
             setattr(args, "precompute_ref_log_probs", True)  # noqa: B010 - no other trainer's arguments have it
         self.zo = ZOArguments() if zo is None else zo
-        self.block_model = open_for(model, autocast_of(args))
+        self.block_model = open_for(model, autocast_of(args), head_for(type(self)))
         self._engine: ZOEngine | None = None
         self._journal = Journal()
         self._waiting: list[Batch] = []  # of a step, with gradient accumulation
