@@ -307,6 +307,12 @@ def test_what_cannot_be_heeded_is_refused(base: Path, tmp_path: Path, said: str,
         made(base, tmp_path / "run", **options)
 
 
+@pytest.mark.parametrize("wrong", [None, MeZOSGD(lr=1e-6, zo_eps=1e-3)], ids=["none", "an estimator"])
+def test_arguments_take_what_makes_an_estimator(wrong: Any) -> None:
+    with pytest.raises(OptionError, match="estimator: found .*expected what makes an estimator"):
+        ZOArguments(estimator=wrong)
+
+
 def test_clipping_that_is_turned_off_is_not_refused(base: Path, tmp_path: Path) -> None:
     made(base, tmp_path / "run", max_grad_norm=0.0)
 

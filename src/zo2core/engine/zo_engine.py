@@ -43,6 +43,7 @@ class ZOEngine(Replayer):
         workers: Others that work on the same run; None: there are none.
 
     Raises:
+        OptionError: if the estimator is none, or a class.
         ZO2Error: as ``Replayer`` says, and if the directory of ``write_back`` cannot be written to.
     """
 
@@ -65,6 +66,7 @@ class ZOEngine(Replayer):
         perturbation: Perturbation | None = None,
         workers: Workers | None = None,
     ) -> None:
+        _require_estimator(estimator)
         parts = build(
             model,
             estimator,
@@ -118,6 +120,7 @@ class ZOEngine(Replayer):
             OptionError: if the source holds other segments than the model has, or an option is out of its range.
             JournalError, OutputError: as in the constructor.
         """
+        _require_estimator(estimator)
         parts = adopt(
             model,
             estimator,
@@ -345,3 +348,14 @@ class ZOEngine(Replayer):
             with self._use.begun():
                 self._parts.scheduler.settle()
             self._settled = step - 1
+
+
+def _require_estimator(estimator: object) -> None:
+    """Refuse what is no estimator, before a journal is begun with it."""
+    if isinstance(estimator, type) or not callable(getattr(estimator, "evaluations", None)):
+        raise OptionError(
+            "estimator",
+            found=repr(estimator)[:80],
+            expected="an estimator, such as MeZOSGD(lr=1e-6, zo_eps=1e-3)",
+            remedy="pass one; Replayer evaluates and exports a model without an estimator",
+        )
