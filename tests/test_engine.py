@@ -375,7 +375,7 @@ def test_the_last_update_is_in_the_exported_model(base: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("wrong", [None, MeZOSGD, 1e-6], ids=repr)
 def test_what_is_no_estimator_is_refused_before_a_journal_is_begun(base: Path, tmp_path: Path, wrong: Any) -> None:
     model, journal = open_checkpoint(base), tmp_path / "journal.jsonl"
-    with pytest.raises(OptionError, match="estimator: found .*expected an estimator, such as MeZOSGD"):
+    with pytest.raises(OptionError, match=r"estimator: found .*expected an estimator, such as MeZOSGD"):
         ZOEngine(model, wrong, journal=journal)
     parts: Any = {"source": None, "device": None, "noise": None}
     with pytest.raises(OptionError, match="estimator: found"):

@@ -309,7 +309,7 @@ def test_what_cannot_be_heeded_is_refused(base: Path, tmp_path: Path, said: str,
 
 @pytest.mark.parametrize("wrong", [None, MeZOSGD(lr=1e-6, zo_eps=1e-3)], ids=["none", "an estimator"])
 def test_arguments_take_what_makes_an_estimator(wrong: Any) -> None:
-    with pytest.raises(OptionError, match="estimator: found .*expected what makes an estimator"):
+    with pytest.raises(OptionError, match=r"estimator: found .*expected what makes an estimator"):
         ZOArguments(estimator=wrong)
 
 
