@@ -59,7 +59,6 @@ def test_what_layers_share_is_the_embeddings_and_they_borrow_it(tmp_path: Path, 
     made.to(torch.bfloat16).save_pretrained(tmp_path / "base")
     stored = torch.float32 if autocast else torch.bfloat16
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=stored)
-    whole.config.use_cache = False
     numbers: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2}
     literal = MonolithicMeZO(whole, autocast=autocast, **numbers)
     model = open_checkpoint(tmp_path / "base", precision=precision, loss_chunk=None)
@@ -75,6 +74,25 @@ def test_what_layers_share_is_the_embeddings_and_they_borrow_it(tmp_path: Path, 
         own = dict(whole.named_parameters())
         for name, value in engine.parameters_now():
             assert_same_bits(name, value, own[name])
+
+
+@pytest.mark.parametrize("model_type", ["codegen", "gpt_neo"])
+def test_monolithic_mezo_caches_no_keys_and_values(model_type: str, tmp_path: Path) -> None:
+    """CodeGen rounds the keys that it caches; neither the engine nor the loop that it is held against caches any."""
+    made: Any = small_model(small_config(model_type))
+    made.to(torch.bfloat16).save_pretrained(tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert whole.config.use_cache
+    literal = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-2)
+    batch = random_batch(40, 2, 6, seed=0)
+    with ZOEngine(open_checkpoint(tmp_path), MeZOSGD(lr=1e-2, zo_eps=1e-2)) as engine:
+        for _ in range(3):
+            result = engine.step(batch)
+            assert result.losses == literal.step(batch, *result.seeds).losses
+        own = dict(whole.named_parameters())
+        for name, value in engine.parameters_now():
+            assert_same_bits(name, value, own[name])
+    assert whole.config.use_cache, "the config is the caller's"
 
 
 def test_tables_that_no_checkpoint_holds_are_those_of_from_pretrained(tmp_path: Path) -> None:

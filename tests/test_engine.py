@@ -380,6 +380,19 @@ def test_the_last_update_is_in_the_exported_model(base: Path, tmp_path: Path) ->
         assert any(not torch.equal(tensor, now[name]) for name, tensor in weights(untouched).items())
 
 
+@pytest.mark.parametrize("wrong", [None, MeZOSGD, 1e-6], ids=repr)
+def test_what_is_no_estimator_is_refused_before_a_journal_is_begun(base: Path, tmp_path: Path, wrong: Any) -> None:
+    model, journal = open_checkpoint(base), tmp_path / "journal.jsonl"
+    with pytest.raises(OptionError, match=r"estimator: found .*expected an estimator, such as MeZOSGD"):
+        ZOEngine(model, wrong, journal=journal)
+    parts: Any = {"source": None, "device": None, "noise": None}
+    with pytest.raises(OptionError, match="estimator: found"):
+        ZOEngine.from_parts(model, wrong, journal=journal, **parts)
+    assert not journal.exists()
+    with ZOEngine(model, MEZO, journal=journal):
+        pass  # the model can be used
+
+
 def test_an_unknown_device_is_refused(base: Path) -> None:
     with pytest.raises(OptionError, match="device"):
         ZOEngine(open_checkpoint(base), MEZO, device="abacus")

@@ -15,6 +15,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     EarlyStoppingCallback,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -292,7 +294,7 @@ def test_several_queries_and_streamed_weights(base: Path, tmp_path: Path) -> Non
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("optim: found", {"optim": "sgd"}),
     ("adam_beta1: found 0.0", {"adam_beta1": 0.0}),
-    ("max_grad_norm: found 0.3", {"max_grad_norm": 0.3}),
+    ("max_grad_norm: found 0.3; expected the default, 1.0.*no gradient whose norm could be clipped", {"max_grad_norm": 0.3}),
     ("neftune_noise_alpha: found 5", {"neftune_noise_alpha": 5}),
     ("auto_find_batch_size: found True", {"auto_find_batch_size": True}),
     ("bf16_full_eval: found True", {"bf16_full_eval": True}),
@@ -303,6 +305,31 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 def test_what_cannot_be_heeded_is_refused(base: Path, tmp_path: Path, said: str, options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=said):
         made(base, tmp_path / "run", **options)
+
+
+@pytest.mark.parametrize("wrong", [None, MeZOSGD(lr=1e-6, zo_eps=1e-3)], ids=["none", "an estimator"])
+def test_arguments_take_what_makes_an_estimator(wrong: Any) -> None:
+    with pytest.raises(OptionError, match=r"estimator: found .*expected what makes an estimator"):
+        ZOArguments(estimator=wrong)
+
+
+def test_clipping_that_is_turned_off_is_not_refused(base: Path, tmp_path: Path) -> None:
+    made(base, tmp_path / "run", max_grad_norm=0.0)
+
+
+def test_an_adapter_of_the_trainers_is_refused_with_what_to_do(base: Path, tmp_path: Path) -> None:
+    make: Any = ZOTrainer
+    with pytest.raises(
+        OptionError, match=r"peft_config: found .*open_checkpoint\(model, adapter=Adapter\(config=peft_config\)\)"
+    ):
+        make(model=base, args=arguments(tmp_path / "run"), train_dataset=ROWS, peft_config=object())
+
+
+def test_text_that_an_evaluation_would_generate_is_refused(base: Path, tmp_path: Path) -> None:
+    args = Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[], predict_with_generate=True)
+    kind: Any = type("ZOSeq2SeqTrainer", (ZOTrainerMixin, Seq2SeqTrainer), {})
+    with pytest.raises(OptionError, match="predict_with_generate: found True"):
+        kind(model=base, args=args, train_dataset=ROWS)
 
 
 def test_what_a_constructor_cannot_heed_is_refused(base: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from models import make_batch, save_model, small_config
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import ZOLightningModule, open_checkpoint
-from zo2core import Distribution, Guarded, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
+from zo2core import Distribution, Guarded, JournalError, MeZOSGD, OptionError, PhiloxNoise, ZO2Warning, ZOEngine
 
 lightning = pytest.importorskip("lightning.pytorch")
 callbacks = pytest.importorskip("lightning.pytorch.callbacks")
@@ -110,8 +111,124 @@ def test_a_run_resumed_in_the_middle_is_the_one_that_was_not_interrupted(base: P
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({"precision": "bf16-mixed"}, r"Trainer\(precision\): found bf16-mixed; expected 32-true")]
+    ("damage", "said"),
+    [
+        (lambda text: text[:-9], "a last record that is cut or damaged, after 2 steps"),
+        (lambda text: "".join(text.splitlines(keepends=True)[:-1]), "found 2 steps; expected 3"),
+        (lambda text: text.replace('"step":1', '"step":7'), "journal.jsonl in the checkpoint, line .: found a damaged"),
+        (lambda text: "", "an empty file"),
+    ],
+    ids=["cut", "a line less", "damaged", "empty"],
 )
+def test_a_checkpoint_with_a_damaged_journal_is_refused(base: Path, tmp_path: Path, damage: Any, said: str) -> None:
+    trainer(tmp_path, 3).fit(module(base), ResumableLoader())
+    [path] = (tmp_path / "kept").glob("*step=3.ckpt")
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["journal.jsonl"] = damage(checkpoint["journal.jsonl"])
+    torch.save(checkpoint, path)
+    with pytest.raises(JournalError, match=said):
+        trainer(tmp_path, 6).fit(module(base), ResumableLoader(), ckpt_path=path)
+
+
+def test_a_module_that_a_second_trainer_trains_is_resumed_at_all_of_its_steps(base: Path, tmp_path: Path) -> None:
+    twice, resumed = module(base), module(base)
+    trainer(tmp_path / "first", 3).fit(twice, ResumableLoader())
+    trainer(tmp_path / "second", 3).fit(twice, ResumableLoader())
+    [path] = (tmp_path / "second" / "kept").glob("*step=3.ckpt")
+    trainer(tmp_path / "third", 3).fit(resumed, ResumableLoader(), ckpt_path=path)
+    assert resumed.engine.version == 6
+    assert resumed.engine.journal.updates == twice.engine.journal.updates
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"precision": "bf16-mixed"}, r"Trainer\(precision\): found bf16-mixed; expected 32-true"),
+    ({"accumulate_grad_batches": 2}, r"Trainer\(accumulate_grad_batches\): found 2; expected 1.*lists of batches"),
+    ({"gradient_clip_val": 0.5}, r"Trainer\(gradient_clip_val\): found 0.5; expected None.*Clipped"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED, ids=[next(iter(options)) for options, _ in REFUSED])
 def test_what_cannot_be_heeded_is_refused(base: Path, tmp_path: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         trainer(tmp_path, 1, **options).fit(module(base), ResumableLoader())
+
+
+def test_a_list_of_batches_is_one_step(base: Path, tmp_path: Path) -> None:
+    ours = module(base)
+    lists: Any = torch.utils.data.DataLoader([BATCHES[:2], BATCHES[2:4]], batch_size=None)
+    trainer(tmp_path, 2).fit(ours, lists)
+    with ZOEngine(
+        open_checkpoint(base),
+        Guarded(estimator=MeZOSGD(lr=lambda step: 1e-2 * halving(step), zo_eps=1e-3, perturb_in_place=False)),
+        noise=PhiloxNoise(Distribution.RADEMACHER),
+        seed=3,
+    ) as engine:
+        for batches in (BATCHES[:2], BATCHES[2:4]):
+            engine.step(batches)
+        assert ours.engine.journal.updates == engine.journal.updates
+
+
+class OwnEvaluation(ZOLightningModule):
+    """Evaluates each batch by itself."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log(f"loss_{batch_idx}", self.engine.evaluate([batch]).loss)
+
+
+def test_a_module_may_evaluate_by_itself(base: Path, tmp_path: Path) -> None:
+    ours = OwnEvaluation(open_checkpoint(base), lr=1e-2)
+    fitted = trainer(tmp_path, 2, val_check_interval=2)
+    held_out: Any = torch.utils.data.DataLoader(Held(), batch_size=None)
+    fitted.fit(ours, ResumableLoader(), held_out)
+    assert {"loss_0", "loss_1"} <= fitted.callback_metrics.keys()
+    assert "val_loss" not in fitted.callback_metrics
+
+
+class FailingAtFirst(ZOLightningModule):
+    """Fails in its first validation, at the second batch."""
+
+    fails = True
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.fails:
+            self.fails = False
+            raise RuntimeError("broken off")
+        super().validation_step(batch, batch_idx)
+
+
+def test_batches_of_a_validation_that_failed_do_not_count_in_the_next(base: Path, tmp_path: Path) -> None:
+    ours = FailingAtFirst(open_checkpoint(base), lr=1e-2)
+    held_out: Any = torch.utils.data.DataLoader(Held(), batch_size=None)
+    with pytest.raises(RuntimeError, match="broken off"):
+        trainer(tmp_path, 1).validate(ours, held_out)
+    again = trainer(tmp_path, 1)
+    again.validate(ours, held_out)
+    assert again.callback_metrics["val_loss"] == torch.tensor(ours.engine.evaluate(BATCHES[6:]).loss)
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    """The batches, without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(BATCHES)
+
+
+@pytest.mark.parametrize("data", [BATCHES, Endless()], ids=["of a length", "without one"])
+def test_a_loader_that_repeats_batches_of_a_resumed_epoch_is_said(base: Path, tmp_path: Path, data: Any) -> None:
+    def resume(name: str, loader: Any) -> list[str]:
+        directory = tmp_path / name
+        trainer(directory, 3).fit(module(base), loader)
+        [path] = (directory / "kept").glob("*step=3.ckpt")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer(directory, 4).fit(module(base), loader, ckpt_path=path)
+        return [str(warning.message) for warning in caught if warning.category is ZO2Warning]
+
+    plain: Any = torch.utils.data.DataLoader(data, batch_size=None)
+    [said] = resume("plain", plain)
+    assert "saved after 3 batches of an epoch" in said
+    assert "StatefulDataLoader" in said
+    assert resume("resumable", ResumableLoader()) == []
+    if data is BATCHES:
+        whole: Any = torch.utils.data.DataLoader(BATCHES[:3], batch_size=None)
+        assert resume("whole epoch", whole) == [], "at the end of an epoch there is nothing to repeat"

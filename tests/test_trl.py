@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from models import LONGEST, WORDS, save_model, save_tokenizer, small_config
+from models import LONGEST, WORDS, random_model, save_model, save_tokenizer, small_config
 from parity import assert_same_bits
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainingArguments
 
 from zo2adapters import MonolithicMeZO, ZOArguments, ZOTrainerMixin, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.rows import read_dataset
-from zo2core import Distribution, Guarded, Journal, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
+from zo2core import CheckpointError, Distribution, Guarded, Journal, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
@@ -213,12 +213,83 @@ def test_what_cannot_be_heeded_is_refused(base: Path, tmp_path: Path) -> None:
         sft(open_checkpoint(base), tmp_path / "run", bf16=True)
     with pytest.raises(OptionError, match="model_init_kwargs: found"):
         sft(base, tmp_path / "run", model_init_kwargs={"dtype": "float32"})
+    with pytest.raises(OptionError, match="disable_dropout: found False; expected the default, True"):
+        dpo(base, tmp_path / "run", disable_dropout=False)
     with pytest.raises(OptionError, match="sync_ref_model: found True"):
         dpo(base, tmp_path / "run", sync_ref_model=True)
     args = trl.DPOConfig(**options(tmp_path / "run"))
     with pytest.raises(OptionError, match="ref_model: found a str"):
         ZODPOTrainer(model=base, args=args, ref_model="other")
     assert isinstance(args, TrainingArguments)
+
+
+def test_every_trainer_of_trls_works_or_is_refused_as_it_is_made(base: Path, tmp_path: Path) -> None:
+    said = {
+        "GRPOTrainer": "generates text during training",
+        "RLOOTrainer": "generates text during training",
+        "DistillationTrainer": "generates text during training",
+        "KTOTrainer": "calls the model with a second batch within one loss",
+    }
+    exported = {name for name in dir(trl) if name.endswith("Trainer")}
+    assert exported == {*said, "SFTTrainer", "DPOTrainer", "RewardTrainer"}
+    for name, why in said.items():
+        kind: Any = type(f"ZO{name}", (ZOTrainerMixin, getattr(trl, name)), {})
+        derived: Any = type("Derived", (kind,), {})
+        for made in (kind, derived):
+            with pytest.raises(OptionError, match=f"{name}: found a trainer that {why}"):
+                made(model=base, args=TrainingArguments(**options(tmp_path / "run")))
+
+
+def test_a_trainer_of_trls_that_was_not_tried_is_refused(base: Path, tmp_path: Path) -> None:
+    new: Any = type("NewTrainer", (trl.SFTTrainer,), {"__module__": "trl.experimental.new"})
+    kind: Any = type("ZONew", (ZOTrainerMixin, new), {})
+    with pytest.raises(OptionError, match="NewTrainer: found a trainer that was not tried"):
+        kind(model=base, args=TrainingArguments(**options(tmp_path / "run")))
+
+
+class ZORewardTrainer(ZOTrainerMixin, trl.RewardTrainer):  # type: ignore[misc, name-defined]
+    pass
+
+
+@pytest.mark.parametrize("changes", [{}, {"center_rewards_coefficient": 0.1}, {"bf16": True}], ids=str)
+def test_a_reward_model_is_monolithic_mezos(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = small_config("llama", pad_token_id=0, num_labels=1)
+    random_model(config, torch.float32, auto_class=AutoModelForSequenceClassification).save_pretrained(tmp_path / "base")
+    save_tokenizer(tmp_path / "base")
+    rows = datasets.Dataset.from_list(PREFERENCES)
+    given: dict[str, Any] = {"train_dataset": rows, "eval_dataset": rows.select(range(5))}
+    args = trl.RewardConfig(**options(tmp_path / "run", logging_steps=6, **changes))
+    trainer = ZORewardTrainer(model=tmp_path / "base", args=args, zo=EXACT, **given)
+    trainer.train()
+    [logged] = [row for row in trainer.state.log_history if "loss" in row]
+    assert {"accuracy", "margin", "mean_reward"} <= logged.keys()
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
+    stock = trl.RewardTrainer(model=whole, args=trl.RewardConfig(**options(tmp_path / "stock", **changes)), **given)
+    with torch.inference_mode():
+        same_as_literal(trainer, stock)
+    trainer.save_model(tmp_path / "saved")
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
+
+
+def test_what_is_no_reward_model_is_refused_by_its_trainer(base: Path, tmp_path: Path) -> None:
+    args = trl.RewardConfig(**options(tmp_path / "run"))
+    with pytest.raises(OptionError, match="model: found a LlamaForCausalLM with num_labels=2; expected a reward model"):
+        ZORewardTrainer(model=open_checkpoint(base), args=args)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight.*AutoModelForSequenceClassification.*num_labels=1"):
+        ZORewardTrainer(model=base, args=args)
+
+
+def test_tpo_is_monolithic_mezos(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    tpo = pytest.importorskip("trl.experimental.tpo")
+    kind: Any = type("ZOTPOTrainer", (ZOTrainerMixin, tpo.TPOTrainer), {})
+    rows = datasets.Dataset.from_list([{**row, "reference": row["chosen"]} for row in PREFERENCES])
+    trainer = kind(model=base, args=tpo.TPOConfig(**options(tmp_path / "run")), train_dataset=rows, zo=EXACT)
+    trainer.train()
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    stock = tpo.TPOTrainer(model=whole, args=tpo.TPOConfig(**options(tmp_path / "stock")), train_dataset=rows)
+    with torch.inference_mode():
+        same_as_literal(trainer, stock)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

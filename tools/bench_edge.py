@@ -61,7 +61,6 @@ def in_turn(base: Path, rank: int) -> MonolithicMeZO:
     peft.inject_adapter_in_model(lora(rank), whole)
     for name, parameter in whole.named_parameters():
         parameter.requires_grad = "lora_B" in name
-    whole.config.use_cache = False
 
     def draw(z: torch.Tensor, seed: int, parameter: int) -> None:
         fill(z, Distribution.RADEMACHER, seed, parameter)

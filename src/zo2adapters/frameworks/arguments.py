@@ -16,6 +16,7 @@ from zo2core import (
     MemoryPolicy,
     MeZOSGD,
     NoiseGenerator,
+    OptionError,
     PhiloxNoise,
     WriteBackPolicy,
     ZOEngine,
@@ -46,6 +47,9 @@ class ZOArguments:
             makes the trainer's metrics of a training step, at the price of all logits.
         export_checkpoints: Whether a checkpoint holds the weights beside the journal. Without them it is a few hundred bytes
             a step; resuming and the best model need the journal alone.
+
+    Raises:
+        OptionError: if ``estimator`` is an estimator already, or nothing that can be called.
     """
 
     zo_eps: float = 1e-3
@@ -58,6 +62,15 @@ class ZOArguments:
     micro_batch_size: int | None = None
     trainer_loss: bool = False
     export_checkpoints: bool = True
+
+    def __post_init__(self) -> None:
+        if not callable(self.estimator):
+            raise OptionError(
+                "estimator",
+                found=repr(self.estimator)[:80],
+                expected="what makes an estimator, such as the class MeZOSGD",
+                remedy="pass a class, or functools.partial(MultiQueryRGE, q=4)",
+            )
 
     def open_engine(
         self,

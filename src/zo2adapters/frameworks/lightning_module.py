@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from zo2adapters.frameworks.arguments import ZOArguments
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.optional_package import optional_package
-from zo2core import Batch, Journal, JournalError, OptionError, ZOEngine, copy_journal
+from zo2core import Batch, Journal, JournalError, OptionError, ZO2Warning, ZOEngine, copy_journal
 
 lightning = optional_package("lightning.pytorch", install="zo2core[lightning]")
+CombinedLoader: Any = optional_package("lightning.pytorch.utilities", install="zo2core[lightning]").CombinedLoader
+
+_VERSION = "journal.version"  # of a checkpoint
 
 
 class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-defined]
@@ -35,7 +39,8 @@ class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-d
         zo: What a zeroth-order run takes beyond that; ``device`` is the CPU if it is not given.
 
     Logs:
-        ``train_loss`` at each step, ``val_loss`` after each validation: the mean over labelled tokens.
+        ``train_loss`` at each step, ``val_loss`` after each validation: the mean over labelled tokens. A subclass whose
+        ``validation_step`` does not call this one's logs what it evaluates by itself, and no ``val_loss``.
 
     Raises:
         MissingPackageError: as this is imported, if Lightning is not installed.
@@ -75,8 +80,37 @@ class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-d
             )
         return self._engine
 
+    def configure_callbacks(self) -> list[Any]:
+        """Refuse what Lightning does in automatic optimization alone.
+
+        This hook runs before Lightning's own check, which recommends automatic optimization: that does not exist here.
+
+        Returns:
+            No callbacks.
+
+        Raises:
+            OptionError: naming what was asked for.
+        """
+        trainer = self.trainer
+        asked: dict[str, tuple[float | None, float | None, str]] = {
+            "accumulate_grad_batches": (
+                trainer.accumulate_grad_batches,
+                1,
+                "leave it out, and have the loader give lists of batches: a step takes all batches of a list at once",
+            ),
+            "gradient_clip_val": (
+                trainer.gradient_clip_val or None,
+                None,
+                "leave it out: there is no gradient; an estimator Clipped(...) in ZOArguments clips projected gradients",
+            ),
+        }
+        for name, (found, expected, remedy) in asked.items():
+            if trainer.state.fn == "fit" and found != expected:
+                raise OptionError(f"Trainer({name})", found=str(found), expected=str(expected), remedy=remedy)
+        return []
+
     def setup(self, stage: str) -> None:
-        """Refuse what concerns weights that are whole in memory. Lightning calls it first.
+        """Refuse what concerns weights that are whole in memory.
 
         Raises:
             OptionError: naming what was asked for.
@@ -108,13 +142,34 @@ class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-d
         self.log("train_loss", result.loss, prog_bar=True)
         return torch.tensor(result.loss)
 
+    def on_train_start(self) -> None:
+        """Warn if a resumed epoch repeats batches, as it does with a data loader that cannot restore its position."""
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        is_in_epoch = self.trainer.fit_loop.restarting and progress.current.ready > 0 and not progress.is_last_batch
+        loaders = CombinedLoader(self.trainer.train_dataloader, "sequential").flattened
+        if is_in_epoch and not all(hasattr(loader, "load_state_dict") for loader in loaders):
+            warnings.warn(
+                f"the checkpoint was saved after {progress.current.ready} batches of an epoch, and the data loader has no "
+                "load_state_dict, so it gives the epoch's first batches again: the steps are not those of an uninterrupted "
+                "run. Resume from a checkpoint at the end of an epoch, or train with a loader that has state_dict and "
+                "load_state_dict, such as torchdata's StatefulDataLoader",
+                ZO2Warning,
+                stacklevel=2,
+            )
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the batches of a validation that was broken off."""
+        self._to_evaluate = []
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Keep the batch: all of them share sweeps at the end."""
+        """Keep the batch: all of them share sweeps at the end. A subclass that evaluates by itself need not call it."""
         self._to_evaluate.append(batch)
 
     def on_validation_epoch_end(self) -> None:
-        """Evaluate the batches, as many a sweep as activations may take memory."""
+        """Evaluate the batches that were kept, as many a sweep as activations may take memory, and log ``val_loss``."""
         batches, self._to_evaluate = self._to_evaluate, []
+        if not batches:
+            return
         self.log("val_loss", self.engine.evaluate(batches).loss, prog_bar=True)
 
     def export(self, directory: Path | str) -> None:
@@ -122,13 +177,18 @@ class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-d
         self.engine.export(directory)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put the journal into a checkpoint of Lightning's."""
+        """Put the journal into a checkpoint of Lightning's, and how many steps it holds."""
         with tempfile.TemporaryDirectory() as directory:
             copy_journal(self.engine.journal, Path(directory) / JOURNAL)
             checkpoint[JOURNAL] = (Path(directory) / JOURNAL).read_text()
+        checkpoint[_VERSION] = self.engine.version  # global_step counts from 0 again when another Trainer goes on
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on from the journal in a checkpoint."""
+        """Go on from the journal in a checkpoint.
+
+        Raises:
+            JournalError: if there is none, it is damaged, or it does not hold the steps that were saved.
+        """
         if JOURNAL not in checkpoint:
             raise JournalError(
                 "the checkpoint",
@@ -138,7 +198,8 @@ class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-d
             )
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / JOURNAL).write_text(checkpoint[JOURNAL])
-            journal = read_journal(Path(directory))
+            version = checkpoint.get(_VERSION, checkpoint["global_step"])
+            journal = read_journal(Path(directory) / JOURNAL, int(version), name=f"{JOURNAL} in the checkpoint")
         if self._engine is not None:
             self._engine.close()
         self._engine, self._journal = None, journal

@@ -7,34 +7,59 @@ from pathlib import Path
 import torch
 
 from zo2adapters.models.checkpoint import open_checkpoint
+from zo2adapters.models.head_model import HFHeadModel
+from zo2adapters.models.heads import CAUSAL_LM
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import Precision
-from zo2core import OptionError
+from zo2core import CheckpointError, OptionError
+
+_REWARD_MODEL = (
+    "To begin a reward model, save AutoModelForSequenceClassification.from_pretrained(model, num_labels=1) and pass its "
+    "directory"
+)
 
 
-def open_for(model: HFBlockModel | Path | str, autocast: torch.dtype | None) -> HFBlockModel:
+def open_for(model: HFBlockModel | Path | str, autocast: torch.dtype | None, head: str) -> HFBlockModel:
     """The model that a trainer is to train.
 
     Args:
         model: A model directory, a hub id, or what ``open_checkpoint`` gave.
         autocast: The 16 bits that the trainer's arguments ask to compute in; None: the weights' own dtype.
+        head: What the trainer is for: "sequence-classification", with one label, is that of a reward model.
 
     Returns:
         The model, in mixed precision where 16 bits are asked for.
 
     Raises:
-        OptionError: if the model was opened in another precision, or is whole in memory.
+        OptionError: if the model was opened in another precision, is whole in memory, or is no reward model for a trainer
+            that trains one.
         ZO2Error: as ``open_checkpoint`` says.
     """
     if isinstance(model, (str, Path)):
         precision = "exact" if autocast is None else Precision(stored=torch.float32, computed=autocast)
-        return open_checkpoint(model, precision=precision)
+        try:
+            model = open_checkpoint(model, precision=precision, head=head)
+        except CheckpointError as error:
+            if head == CAUSAL_LM.name:
+                raise
+            raise CheckpointError(
+                error.where, found=error.found, expected=error.expected, remedy=f"{error.remedy}. {_REWARD_MODEL}"
+            ) from error
     if not isinstance(model, HFBlockModel):
         raise OptionError(
             "model",
             found=f"a {type(model).__name__}",
             expected="a model directory, a hub id, or what open_checkpoint gives",
             remedy="pass the path: the model need not be in memory",
+        )
+    if head != CAUSAL_LM.name and not (
+        isinstance(model, HFHeadModel) and model.kind.name == head and model.config.num_labels == 1
+    ):
+        raise OptionError(
+            "model",
+            found=f"a {type(model.skeleton).__name__} with num_labels={model.config.num_labels}",
+            expected=f"a reward model: opened with head={head!r}, with num_labels=1 in its config",
+            remedy=_REWARD_MODEL,
         )
     if model.autocast != autocast:
         raise OptionError(

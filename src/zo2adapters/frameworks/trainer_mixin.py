@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
 from zo2adapters.frameworks.arguments import ZOArguments
-from zo2adapters.frameworks.heeded import autocast_of, require_heeded
+from zo2adapters.frameworks.heeded import autocast_of, head_for, require_heeded, require_supported_trainer
 from zo2adapters.frameworks.opening import open_for
-from zo2adapters.frameworks.saved_run import read_journal, save_run, write_token_ids
+from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_run, write_token_ids
 from zo2adapters.frameworks.swept_batches import SweptBatches
 from zo2adapters.frameworks.trainer_loss import TrainerLoss
 from zo2adapters.models.called_forward import CalledForward
@@ -30,16 +31,21 @@ from zo2core import Batch, Journal, OptionError, Replayer, ZOEngine
 
 _Beside: Any = object  # the trainer that stands beside the mixin, whose attributes are its own
 
+_SAVED, _VERSION = "ZOTrainerMixin", "version"  # under which a trainer's state keeps the number of steps in the journal
+
 _OF_FLASH_ATTENTION = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # positions say the same
 
 
 class ZOTrainerMixin(_Beside):  # type: ignore[misc]
     """Makes a trainer of Hugging Face's one of zeroth order: ``class ZOTrainer(ZOTrainerMixin, Trainer): pass``.
 
-    Made for ``transformers.Trainer`` and for TRL's ``SFTTrainer`` and ``DPOTrainer``; for any trainer whose ``compute_loss``
-    calls the model with one batch. Where the trainer's loss is the model's own, over labelled tokens, a step is
-    ``engine.step(batch)``, bit for bit. Any other ``compute_loss`` runs in the head's visit. DPO's reference is the base
-    checkpoint, whose log-probabilities are streamed once, at the start.
+    Made for ``transformers.Trainer``, for TRL's ``SFTTrainer``, ``DPOTrainer``, ``RewardTrainer`` and ``TPOTrainer``, and
+    for trainers of your own whose ``compute_loss`` calls the model with one batch. TRL's other trainers are refused: GRPO,
+    RLOO and distillation generate text with the model, KTO calls it with a second batch.
+
+    Where the trainer's loss is the model's own, over labelled tokens, a step is ``engine.step(batch)``, bit for bit. Any
+    other ``compute_loss`` runs in the head's visit. DPO's reference is the base checkpoint, whose log-probabilities are
+    streamed once, at the start.
 
     Args:
         model: A model directory, a hub id, or what ``open_checkpoint`` gives. ``bf16=True`` or ``fp16=True`` in ``args``
@@ -49,7 +55,8 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         options: The trainer's other options, by name.
 
     Raises:
-        OptionError: if an argument asks for what a zeroth-order run cannot heed, or the model's precision is another one.
+        OptionError: if an argument asks for what a zeroth-order run cannot do, the trainer is one of TRL's that cannot work,
+            or the model's precision is another one. ``max_grad_norm`` has no effect: there is no gradient to clip.
         ZO2Error: as ``open_checkpoint`` and ``ZOEngine`` say.
     """
 
@@ -58,6 +65,7 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
     def __init__(
         self, model: HFBlockModel | Path | str, args: Any = None, *, zo: ZOArguments | None = None, **options: Any
     ) -> None:
+        require_supported_trainer(type(self))
         if not isinstance(args, TrainingArguments):
             raise OptionError(
                 "args", found=f"a {type(args).__name__}", expected="the trainer's arguments", remedy="pass them by name"
@@ -66,7 +74,7 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         if getattr(args, "precompute_ref_log_probs", None) is False:  # DPO would load the reference whole
             setattr(args, "precompute_ref_log_probs", True)  # noqa: B010 - no other trainer's arguments have it
         self.zo = ZOArguments() if zo is None else zo
-        self.block_model = open_for(model, autocast_of(args))
+        self.block_model = open_for(model, autocast_of(args), head_for(type(self)))
         self._engine: ZOEngine | None = None
         self._journal = Journal()
         self._waiting: list[Batch] = []  # of a step, with gradient accumulation
@@ -228,24 +236,35 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         """What ``model.save_pretrained`` means here: the model at the present version."""
         self._write(Path(save_directory), weights=True)
 
-    def _write(self, directory: Path, *, weights: bool) -> None:
-        save_run(self.engine, directory, weights=weights)
-        if weights:
-            write_token_ids(self.model, directory)
+    def _write(self, directory: Path, *, weights: bool, write_others: Callable[[Path], None] = lambda _: None) -> None:
+        def write(written: Path) -> None:
+            if weights:
+                write_token_ids(self.model, written)
+            write_others(written)
+
+        save_run(self.engine, directory, weights=weights, write_others=write)
 
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         directory = Path(self.args.output_dir if output_dir is None else output_dir)
         is_checkpoint = directory.parent == Path(self.args.output_dir) and directory.name.startswith("checkpoint-")
-        self._write(directory, weights=self.zo.export_checkpoints or not is_checkpoint)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(directory)
-        torch.save(self.args, directory / "training_args.bin")
+
+        def write_others(written: Path) -> None:
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(written)
+            torch.save(self.args, written / "training_args.bin")
+
+        self._write(directory, weights=self.zo.export_checkpoints or not is_checkpoint, write_others=write_others)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # Beside global_step, which a second call of train counts from 0 again.
+        self.state.stateful_callbacks[_SAVED] = {"args": {}, "attributes": {_VERSION: self.engine.version}}
+        super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self.rewind(read_journal(Path(resume_from_checkpoint)))
+        self.rewind(_saved_journal(Path(resume_from_checkpoint)))
 
     def _load_best_model(self) -> None:
-        self.rewind(read_journal(Path(self.state.best_model_checkpoint)))
+        self.rewind(_saved_journal(Path(self.state.best_model_checkpoint)))
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         return None
@@ -271,6 +290,16 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
             chosen, rejected = zip(*(swept.output for _ in swept), strict=True)
         dataset = dataset.add_column("ref_chosen_logps", torch.cat(chosen).float().cpu().numpy())
         return dataset.add_column("ref_rejected_logps", torch.cat(rejected).float().cpu().numpy())
+
+
+def _saved_journal(checkpoint: Path) -> Journal:
+    """The journal of a trainer's checkpoint, held against the step that the trainer's state names."""
+    path, version = checkpoint / TRAINER_STATE_NAME, None
+    if path.is_file():
+        state = TrainerState.load_from_json(str(path))
+        saved = state.stateful_callbacks.get(_SAVED, {"attributes": {_VERSION: state.global_step}})
+        version = int(saved["attributes"][_VERSION])
+    return read_journal(checkpoint / JOURNAL, version)
 
 
 def _no_weights(*_: Any, **__: Any) -> dict[str, torch.Tensor]:

@@ -11,7 +11,8 @@ walked there and back, then one update for each in the same order with ``lr / q`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,7 +29,9 @@ class MonolithicMeZO:
     """MeZO with every parameter in memory.
 
     Args:
-        model: Called with a batch's entries; returns an object with a ``loss``, 0-d. Changed in place.
+        model: Called with a batch's entries; returns an object with a ``loss``, 0-d. Its weights are changed in place. A
+            model of transformers runs without a cache of keys and values, as in training: some forwards round what they
+            cache.
         lr: Learning rate of a step.
         zo_eps: Perturbation scale.
         weight_decay: Weight decay of the parameters whose names contain none of ``bias``, ``layer_norm``, ``layernorm``.
@@ -62,7 +65,8 @@ class MonolithicMeZO:
     def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss at the present weights, 0-d."""
         device = self._trainable[0][1].device
-        with torch.autocast(device.type, dtype=self._autocast, enabled=self._autocast is not None):
+        autocast = torch.autocast(device.type, dtype=self._autocast, enabled=self._autocast is not None)
+        with autocast, _without_cache(self.model):
             loss = self.model(**batch).loss
         assert isinstance(loss, torch.Tensor)
         return loss
@@ -121,3 +125,19 @@ class MonolithicMeZO:
     def _restore(self, saved: list[torch.Tensor]) -> None:
         for (_, p), weights in zip(self._trainable, saved, strict=True):
             p.data = weights.clone()
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Turn off ``use_cache`` in the config of a model of transformers, for as long as it runs."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):  # of a model of text and images, the part that generates
+        config = config.get_text_config()
+    if not hasattr(config, "use_cache"):
+        yield
+        return
+    before, config.use_cache = config.use_cache, False
+    try:
+        yield
+    finally:
+        config.use_cache = before

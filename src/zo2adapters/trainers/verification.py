@@ -84,7 +84,6 @@ def verify(
     _require_fit(model, batch_size, tokens)
     stored = model.layouts[0].parameters[0].dtype
     whole = head_of(head).class_of(model.config).from_pretrained(directory, dtype=stored, trust_remote_code=False)
-    whole.config.get_text_config().use_cache = False  # as in training: some forwards round keys that they cache
     mono = MonolithicMeZO(whole, lr=lr, zo_eps=zo_eps, weight_decay=weight_decay, autocast=model.autocast)
     count = sum(len(layout.parameters) for layout in model.layouts)
     with ZOEngine(model, MeZOSGD(lr=lr, zo_eps=zo_eps, weight_decay=weight_decay)) as engine:

@@ -11,6 +11,7 @@ import torch
 from zo2core.beside import Perturbation
 from zo2core.build import Parts, adopt, build
 from zo2core.engine.runner import Runner
+from zo2core.errors import OptionError
 from zo2core.journal import Journal
 from zo2core.methods import ZerothOrder
 from zo2core.planning import ACTIVATIONS, MemoryPolicy, Replay, WriteBackPolicy
@@ -37,6 +38,7 @@ class ZOEngine(Runner):
         workers: Others that work on the same run; None: there are none.
 
     Raises:
+        OptionError: if the estimator is none, or a class.
         ZO2Error: as ``Replayer`` says, and if the directory of ``write_back`` cannot be written to.
     """
 
@@ -59,6 +61,7 @@ class ZOEngine(Runner):
         perturbation: Perturbation | None = None,
         workers: Workers | None = None,
     ) -> None:
+        _require_estimator(estimator)
         parts = build(
             model,
             estimator,
@@ -112,6 +115,7 @@ class ZOEngine(Runner):
             OptionError: if the source holds other segments than the model has, or an option is out of its range.
             JournalError, OutputError: as in the constructor.
         """
+        _require_estimator(estimator)
         parts = adopt(
             model,
             estimator,
@@ -244,3 +248,14 @@ def _zeroth_order(runner: Runner, model: BlockModel, estimator: ZOEstimator, see
         landing=parts.landing,
         micro_batch_size=parts.micro_batch_size,
     )
+
+
+def _require_estimator(estimator: object) -> None:
+    """Refuse what is no estimator, before a journal is begun with it."""
+    if isinstance(estimator, type) or not callable(getattr(estimator, "evaluations", None)):
+        raise OptionError(
+            "estimator",
+            found=repr(estimator)[:80],
+            expected="an estimator, such as MeZOSGD(lr=1e-6, zo_eps=1e-3)",
+            remedy="pass one; Replayer evaluates and exports a model without an estimator",
+        )
