@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,7 +125,7 @@ def build(
         opened.callback(model.weights.close)  # last: until then somebody may read
         trace = _open_trace(trace, opened)
         replayed = estimator is None and journal is not None
-        journal = _open_journal(journal, opened)
+        journal = _open_journal(journal, opened, trains=estimator is not None)
         if workers is not None and estimator is not None:
             workers.meet(journal)
         if replayed and journal.header is None:
@@ -184,7 +184,6 @@ def build(
         write_back = write_back if sharers is None else None
         if noise is None:
             of_choice = choose_noise(recorded, layouts, device.torch_device, memory=max(host_plan.spare, 0))
-        opened.push(journal.withdraw_if_refused)
         journal.begin(_header(model, of_choice, estimator, seed, provenance, where))
         if workers is not None:
             workers.require_agreement(journal, of_choice, layouts, device.torch_device)
@@ -195,6 +194,7 @@ def build(
         scratch = None
         if write_back is not None:
             scratch = Scratch(Path(write_back.directory), used, journal.chain, journal.require_version)
+            opened.callback(scratch.close)
         if factors is not None and keeping is not None:
             opened.callback(factors.keep_periods(Path(keeping.directory), layouts, journal, keeping.bytes_a_step).close)
         base_digests = BaseDigests(journal.base_digests, learns=estimator is not None)
@@ -292,11 +292,10 @@ def adopt(
         timeline = Timeline() if timeline is None else timeline
         activation_bytes = parse_size(activations, option="activations")
         trace = _open_trace(trace, opened)
-        journal = _open_journal(journal, opened)
+        journal = _open_journal(journal, opened, trains=True)
         if workers is not None:
             workers.meet(journal)
         choose_perturbation(InWeights(), journal)  # refuses a run beside the activations
-        opened.push(journal.withdraw_if_refused)
         journal.begin(_header(model, noise, estimator, seed, provenance, InWeights()))
         if workers is not None:
             workers.require_agreement(journal, noise, model.layouts, device.torch_device)
@@ -331,12 +330,12 @@ def adopt(
         )
 
 
-def _open_journal(journal: Journal | Path | str | None, opened: ExitStack) -> Journal:
+def _open_journal(journal: Journal | Path | str | None, opened: ExitStack, *, trains: bool) -> Journal:
     """A journal by its path, which is then for ``opened`` to close; a journal is taken as it is; None is one in memory."""
-    if isinstance(journal, Journal):
-        return journal
-    made = Journal(journal)
-    opened.callback(made.close)
+    made = journal if isinstance(journal, Journal) else opened.enter_context(closing(Journal(journal)))
+    if trains:  # whoever only replays may do so while another process trains
+        opened.push(made.withdraw_if_refused)
+        made.lock()
     return made
 
 
