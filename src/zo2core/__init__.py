@@ -63,7 +63,10 @@ from zo2core.estimators.ranges import require_positive as require_positive
 from zo2core.estimators.running_range import is_refused as is_refused
 from zo2core.io.durable import create_file as create_file
 from zo2core.io.durable import make_directory as make_directory
+from zo2core.io.durable import open_no_follow as open_no_follow
 from zo2core.io.durable import open_regular as open_regular
+from zo2core.io.durable import read_regular as read_regular
+from zo2core.io.durable import replace_file as replace_file
 from zo2core.io.durable import sync_path as sync_path
 from zo2core.journal import Journal as Journal
 from zo2core.journal import branch_journal as branch_journal

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -131,7 +131,7 @@ def build(
         opened.callback(model.weights.close)  # last: until then somebody may read
         trace = _open_trace(trace, opened)
         replayed = estimator is None and journal is not None
-        journal = _open_journal(journal, opened)
+        journal = _open_journal(journal, opened, trains=estimator is not None)
         workers = SoloWorker() if workers is None else workers
         if estimator is not None:
             workers.meet(journal)
@@ -191,7 +191,6 @@ def build(
         write_back = write_back if sharers is None else None
         if noise is None:
             of_choice = choose_noise(recorded, layouts, device.torch_device, memory=max(host_plan.spare, 0))
-        opened.push(journal.withdraw_if_refused)
         journal.begin(_header(model, of_choice, estimator, seed, provenance, where))
         workers.require_agreement(journal, of_choice, layouts, device.torch_device)
         used = layouts if host_plan.buckets is None else streamed
@@ -201,6 +200,7 @@ def build(
         scratch = None
         if write_back is not None:
             scratch = Scratch(Path(write_back.directory), used, journal.chain, journal.require_version)
+            opened.callback(scratch.close)
         if factors is not None and keeping is not None:
             opened.callback(factors.keep_periods(Path(keeping.directory), layouts, journal, keeping.bytes_a_step).close)
         base_digests = BaseDigests(journal.base_digests, learns=estimator is not None)
@@ -314,11 +314,10 @@ def adopt(
         timeline = Timeline() if timeline is None else timeline
         activation_bytes = parse_size(activations, option="activations")
         trace = _open_trace(trace, opened)
-        journal = _open_journal(journal, opened)
+        journal = _open_journal(journal, opened, trains=True)
         workers = SoloWorker() if workers is None else workers
         workers.meet(journal)
         choose_perturbation(InWeights(), journal)  # refuses a run beside the activations
-        opened.push(journal.withdraw_if_refused)
         journal.begin(_header(model, noise, estimator, seed, provenance, InWeights()))
         workers.require_agreement(journal, noise, model.layouts, device.torch_device)
         if scheduler is None:
@@ -411,12 +410,12 @@ def _any_version(version: int) -> None:
     """Where no other worker changes the weights, every version is the present one's."""
 
 
-def _open_journal(journal: Journal | Path | str | None, opened: ExitStack) -> Journal:
+def _open_journal(journal: Journal | Path | str | None, opened: ExitStack, *, trains: bool) -> Journal:
     """A journal by its path, which is then for ``opened`` to close; a journal is taken as it is; None is one in memory."""
-    if isinstance(journal, Journal):
-        return journal
-    made = Journal(journal)
-    opened.callback(made.close)
+    made = journal if isinstance(journal, Journal) else opened.enter_context(closing(Journal(journal)))
+    if trains:  # whoever only replays may do so while another process trains
+        opened.push(made.withdraw_if_refused)
+        made.lock()
     return made
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from zo2adapters.ranges import shown
-from zo2adapters.tasks.regular_file import require_regular
 from zo2adapters.trainers.options import CarriedName, DtypeName, HeadName, PrecisionName
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
 from zo2adapters.trainers.sharing import local_device, own_trace
@@ -171,8 +170,6 @@ class AtStep:
             JournalError: if there is no journal, or it does not fit the base.
             OptionError: if the run has no such step.
         """
-        if self.journal is not None:
-            require_regular(self.journal)
         journal = None if self.journal is None else Journal(self.journal)
         if journal is not None and journal.header is None:
             raise JournalError(self.journal, found="no journal", expected="a run's journal.jsonl", remedy="check the path")

@@ -9,7 +9,6 @@ from pathlib import Path
 import tyro
 
 from zo2adapters.ranges import require_at_least
-from zo2adapters.tasks.regular_file import require_regular
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2core import Journal, JournalError
 
@@ -28,7 +27,6 @@ class ShowJournal:
         if self.last is not None:
             require_at_least("last", self.last, 1)
         path = self.run_directory / JOURNAL
-        require_regular(path)
         journal = Journal(path)
         if journal.header is None:
             raise JournalError(path, found="no journal", expected="a run's directory", remedy="check the path")

@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zo2adapters.tasks.regular_file import read_regular, require_regular
 from zo2adapters.trainers.metrics import align_rows
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS
-from zo2core import Journal, JournalError, Lane, MissingPackageError, OptionError, Update, is_refused, reason
+from zo2core import Journal, JournalError, Lane, MissingPackageError, OptionError, Update, is_refused, read_regular, reason
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,7 +57,6 @@ def read_run(directory: Path) -> Run:
         JournalError: if it holds no run, or its journal is damaged.
         OptionError: if its options cannot be read.
     """
-    require_regular(directory / JOURNAL)
     journal = Journal(directory / JOURNAL)
     journal.close()
     if journal.header is None or not journal.updates:

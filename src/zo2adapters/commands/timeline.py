@@ -9,7 +9,6 @@ from typing import Annotated
 import tyro
 
 from zo2adapters.commands.trace_picture import draw
-from zo2adapters.tasks.regular_file import require_regular
 from zo2core import read_trace
 
 
@@ -29,8 +28,6 @@ class ShowTimeline:
     def run(self) -> None:
         """Draw, and print each panel's title."""
         paths = [path for path in (self.against, self.trace) if path is not None]
-        for path in paths:
-            require_regular(path)
         for line in draw([read_trace(path) for path in paths], self.output, step=self.step):
             print(line)
         print(self.output)

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import BinaryIO
 
-from zo2core import CheckpointError, open_regular
+from zo2core import CheckpointError, open_no_follow, open_regular
 
 _MARK = b"zo2core sha256: "
 _LENGTH = len(_MARK) + hashlib.sha256().digest_size
@@ -18,7 +18,7 @@ def append_digest(path: Path) -> None:
     Raises:
         OSError: if it cannot be read or written.
     """
-    with path.open("r+b") as file:
+    with open(path, "r+b", opener=open_no_follow) as file:
         file.write(_MARK + _digest(file, path.stat().st_size))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from zo2core import DataError
+from zo2core import DataError, open_no_follow
 
 LABELS = (" a", " b")  # docstring text, code: letters mean nothing yet, so that an untrained answer is a guess
 QUESTION = "\nKind:"  # follows the line in question; pre-training never reads it
@@ -83,7 +83,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> Path:
     """Write objects as a JSONL file, and return its path."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with open(path, "w", encoding="utf-8", opener=open_no_follow) as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
     return path
 
 

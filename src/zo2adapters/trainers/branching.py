@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zo2adapters.ranges import shown
-from zo2adapters.tasks.regular_file import read_regular, require_regular
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.provenance import rescheduled
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, missing_directories, remove_files, require_new
-from zo2core import Journal, OptionError, branch_journal, new_directory
+from zo2core import Journal, OptionError, branch_journal, new_directory, read_regular, replace_file
 
 
 @contextmanager
@@ -45,7 +44,6 @@ def _branch(parent: Path, step: int, options: TrainOptions) -> None:
     options.require_valid()
     estimator = options.estimator()
     require_new(options.output)
-    require_regular(parent / JOURNAL)
     journal = Journal(parent / JOURNAL)
     try:
         taken = len(journal.updates)
@@ -70,6 +68,6 @@ def _branch(parent: Path, step: int, options: TrainOptions) -> None:
                 provenance=None if told is None else rescheduled(told, options),
             )
             record = {**json.loads(read_regular(parent / OPTIONS)), "options": options.to_json()}
-            (partial / OPTIONS).write_text(json.dumps(record, indent=2) + "\n")
+            replace_file(partial / OPTIONS, (json.dumps(record, indent=2) + "\n").encode())
     finally:
         journal.close()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +20,6 @@ from typing import Self
 
 from filelock import FileLock, Timeout
 
-from zo2adapters.tasks.regular_file import read_regular
 from zo2adapters.trainers.metrics import Row, align_rows
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.provenance import file_sha256
@@ -31,12 +29,12 @@ from zo2core import (
     OptionError,
     OutputError,
     ZO2Error,
-    create_file,
     make_directory,
+    read_regular,
     reason,
     require_unused,
-    sync_path,
 )
+from zo2core import replace_file as replace_bytes
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"
@@ -157,7 +155,7 @@ class RunDirectory:
         aligned = align_rows(raw or b"", journal.updates)
         journal.require_version(aligned.steps_seen, METRICS)
         text = "".join(json.dumps(row) + "\n" for row in aligned.rows)
-        if text.encode() != raw:
+        if text.encode() != raw or path.is_symlink():  # a link is replaced: rows are not written into whatever it leads to
             replace_file(path, text)
         return aligned.rows
 
@@ -270,15 +268,8 @@ def replace_file(path: Path, text: str) -> None:
     Raises:
         OutputError: if it cannot be written.
     """
-    partial = path.with_suffix(".partial")
     try:
-        partial.unlink(missing_ok=True)  # of a process that was killed
-        with create_file(partial) as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        sync_path(path.parent)
+        replace_bytes(path, text.encode())
     except OSError as error:
         raise _unwritable(path, error) from error
 

@@ -45,6 +45,7 @@ from zo2core import (
     Replayer,
     ScratchError,
     Workers,
+    open_no_follow,
     reason,
 )
 
@@ -234,7 +235,7 @@ class Trainer:
         tracker = options.report_to if is_first(self._workers) else "none"
         with (
             closing(LiveMetrics(tracker, options.output, options.to_json())) as live,
-            (options.output / METRICS).open("ab", buffering=0) as metrics,
+            open(options.output / METRICS, "ab", buffering=0, opener=open_no_follow) as metrics,
             tqdm(
                 total=options.steps,
                 initial=engine.version,

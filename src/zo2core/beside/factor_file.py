@@ -11,6 +11,7 @@ of every matrix, and all vectors.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,10 +22,10 @@ from typing import Any
 
 import torch
 
-from zo2core.errors import ZO2Warning, reason
+from zo2core.errors import ScratchError, ZO2Warning, reason
 from zo2core.io.checksum import combined_checksum, piece_checksum
 from zo2core.io.direct_file import RangedFile, byte_view
-from zo2core.io.durable import make_directory, open_regular, sync_path
+from zo2core.io.durable import LockedFileError, make_directory, open_regular, replace_file
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
 from zo2core.journal import Journal
 from zo2core.types import ParameterSpec
@@ -37,6 +38,8 @@ FORMAT = 1  # of the manifest
 class FactorFile:
     """The sums of all parameters at the end of each period, as far as they were kept. One thread at a time uses it.
 
+    Its files are locked while they are open for writing: from the beginning if they are there, else from the first period.
+
     Args:
         directory: Of the run; made with the first period that is kept.
         elements: How many float32 numbers each parameter's sums have, by its name.
@@ -45,6 +48,7 @@ class FactorFile:
         writes: Whether periods that end are kept.
 
     Raises:
+        ScratchError: if another engine writes the files. If it begins to later, a warning says that nothing is kept here.
         JournalError: if the journal cannot be made durable, or is shorter than it was when a period was kept.
     """
 
@@ -61,7 +65,14 @@ class FactorFile:
         self._manifest: RecordFile | None = None  # open once a period is kept
         self._data: RangedFile | None = None  # open once a parameter has ended a period
         self._reading: RawIOBase | None = None  # open from the first read on
-        self._records: list[Record] = self._try(self._read_manifest) or []
+        self._records: list[Record] = []
+        try:
+            if writes and any(os.path.lexists(self._directory / name) for name in (DATA, MANIFEST)):
+                self._try(self._lock)
+            self._records = self._try(self._read_manifest) or []
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def periods(self) -> int:
@@ -113,6 +124,18 @@ class FactorFile:
             if file is not None:
                 file.close()
         self._manifest = self._data = self._reading = None
+
+    def _lock(self) -> None:
+        """Open the file of sums for writing. Its lock is that of the manifest, too."""
+        try:
+            self._data = RangedFile(self._directory / DATA, writable=True)
+        except LockedFileError as error:
+            raise ScratchError(
+                self._directory / DATA,
+                found=reason(error),
+                expected="a directory for ended periods that no other engine uses",
+                remedy="close that engine, wait until its process has ended, or choose another directory",
+            ) from error
 
     def _read_manifest(self) -> list[Record]:
         """The records that count: the first ones, as long as each is of the next period and of this journal."""
@@ -169,22 +192,26 @@ class FactorFile:
         if self._manifest is None:  # of the records that count, and no others
             self._replace_manifest()
             self._manifest = RecordFile(self._directory / MANIFEST)
+        self._manifest.retract()
         chain = self._journal.chain(version)  # on return the journal is durable as far
         assert chain is not None, "a period has ended once its updates are in the journal"
         assert self._data is not None
         self._data.sync()
-        checksums = self._ended.pop(period)
+        checksums, end = self._ended[period], self._manifest.end
         record = {"version": version, "chain": chain, "xxh3": [checksums[name] for name in self._elements]}
-        self._manifest.append(record)
-        self._records.append(record)
+        try:
+            self._manifest.append(record)
+            self._records.append(record)
+        except BaseException:  # also an interrupt: manifest and memory agree on how many periods count
+            if self.periods == period:
+                with contextlib.suppress(OSError):
+                    self._manifest.retract(end)
+            raise
+        del self._ended[period]
 
     def _replace_manifest(self) -> None:
-        path = self._directory / MANIFEST
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(b"".join(to_line(record) for record in [self._header(), *self._records]))
-        sync_path(partial)
-        partial.replace(path)
-        sync_path(self._directory)
+        lines = [to_line(record) for record in [self._header(), *self._records]]
+        replace_file(self._directory / MANIFEST, b"".join(lines))
 
     def _drop(self, period: int, *, on_disk: bool) -> None:
         """Forget a period and those after it, and keep no other: parameters that had read them will not end them again."""
@@ -192,9 +219,9 @@ class FactorFile:
         if self._writes:
             self._writes = False
             self._ended.clear()
-            self.close()
-            if on_disk:
+            if on_disk and self._data is not None:  # while the lock is held
                 self._try(self._replace_manifest)
+            self.close()
 
     def _header(self) -> Record:
         return {"format": FORMAT, "elements": list(self._elements.values()), "chain": self._journal.chain(0)}

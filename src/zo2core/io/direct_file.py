@@ -11,11 +11,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import tempfile
 import threading
 from pathlib import Path
+from typing import Self
 
 import torch
 
+from zo2core.io.durable import close_locked, open_descriptor, open_locked, require_same_file
 from zo2core.io.page_memory import anonymous_memory
 
 PAGE = 4096  # bytes; a multiple of the block size of today's disks
@@ -30,26 +33,48 @@ class RangedFile:
 
     Args:
         path: The file's path.
-        writable: Open it for writing, too; it is created if it does not exist.
+        writable: Open it for writing, too, and lock it until ``close``; it is created if it does not exist. Links are
+            followed only for reading.
 
     Raises:
-        OSError: if it cannot be opened.
+        LockedFileError: if another engine writes it.
+        OSError: if it cannot be opened, or is no regular file.
     """
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
-        self._flags = os.O_CLOEXEC | (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY)
+        self._set_up(path, open_locked(path, os.O_CREAT) if writable else None)
+
+    @classmethod
+    def unnamed(cls, directory: Path) -> Self:
+        """A new file without a name, to be written and read: it is gone once it is closed, or with the process.
+
+        Raises:
+            OSError: if it cannot be made.
+        """
+        file = cls.__new__(cls)
+        with tempfile.TemporaryFile(dir=directory) as made:
+            descriptor = os.dup(made.fileno())
+        file._set_up(Path(f"/proc/self/fd/{descriptor}"), descriptor)
+        return file
+
+    def _set_up(self, path: Path, writable: int | None) -> None:
+        """Open the file for direct I/O beside a descriptor that is open for writing, if there is one."""
         self._path = path
+        self._flags = os.O_RDONLY if writable is None else os.O_RDWR
         self._lock = threading.Lock()
-        self._buffered: int | None = None
+        self._buffered = writable
         self._direct: int | None = None
         self._takes_direct = True
         try:
-            self._direct = os.open(path, self._flags | os.O_DIRECT, 0o644)
+            self._direct = open_descriptor(path, self._flags | os.O_DIRECT)
+            if writable is not None:
+                require_same_file(writable, f"/proc/self/fd/{self._direct}")
         except OSError as error:
             if error.errno != errno.EINVAL:
+                self.close()
                 raise
             self._takes_direct = False
-            self._buffered = os.open(path, self._flags, 0o644)
+            self._open_buffered()
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill memory from a byte offset on.
@@ -107,17 +132,17 @@ class RangedFile:
                 os.fdatasync(descriptor)
 
     def close(self) -> None:
-        """Close the file. Nobody may read or write it any more. May be called twice."""
+        """Close the file, which ends its lock. It must not be in use any more. May be called twice."""
         with self._lock:
             descriptors = [descriptor for descriptor in (self._direct, self._buffered) if descriptor is not None]
             self._direct = self._buffered = None
         for descriptor in descriptors:
-            os.close(descriptor)
+            close_locked(descriptor)
 
     def _open_buffered(self) -> int:
         with self._lock:
             if self._buffered is None:
-                self._buffered = os.open(self._path, self._flags, 0o644)
+                self._buffered = open_descriptor(self._path, self._flags)
             return self._buffered
 
 

@@ -1,13 +1,39 @@
-"""Files opened with care: names and bytes that survive a power failure, and no surprises in what stands at a path."""
+"""Files opened with care: what survives a power failure, what stands at a path, and who else writes there.
+
+Every file that this project writes is made or opened here. A new file is created where nothing stands; a file that is
+written again has one writer, which holds a lock; a symbolic link at its path is refused, so that the file behind it is not
+overwritten. Files that a user names are read through links, as the hub's cache has them. In all cases only a regular file
+is opened: opening a FIFO would wait for its other end.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import stat
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
+
+from filelock import lock_descriptor
+
+_locked: set[int] = set()  # descriptors of this process that hold a lock: descriptors belong to the process as a whole
+
+
+class LockedFileError(OSError):
+    """Another engine has the file open for writing."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(errno.EAGAIN, "a file that another engine writes", str(path))
+
+
+class DisturbedFileError(OSError):
+    """Something else than this process removed, replaced or changed the file while it was in use."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(errno.ESTALE, reason)
 
 
 def make_directory(path: Path) -> None:
@@ -28,11 +54,125 @@ def sync_path(path: Path) -> None:
     Raises:
         OSError: if the system refuses.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file, without waiting for the other end of a FIFO.
+
+    Args:
+        path: Of the file.
+        flags: Of ``os.open``; with O_NOFOLLOW a symbolic link as the path's last component is refused.
+
+    Returns:
+        The descriptor, which the caller closes.
+
+    Raises:
+        OSError: if it is no regular file, or the system refuses.
+    """
+    descriptor: int | None = None
+    try:
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        os.set_blocking(descriptor, True)
+        return descriptor
+    except ValueError as error:  # a name with a null byte
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
+    except BaseException as error:
+        if descriptor is not None:
+            if flags & os.O_EXCL:
+                os.unlink(path)
+            os.close(descriptor)
+        if flags & os.O_NOFOLLOW and isinstance(error, OSError) and error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "a symbolic link", str(path)) from error
+        raise
+
+
+def open_no_follow(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a regular file and no link: the ``opener`` for Python's ``open`` of a file that this project writes again.
+
+    Raises:
+        OSError: if it is none, or the system refuses.
+    """
+    return open_descriptor(path, flags | os.O_NOFOLLOW)
+
+
+def open_locked(path: Path, flags: int = 0) -> int:
+    """Open a file for reading and writing and lock it until ``close_locked``. Links are not followed.
+
+    The lock is an exclusive ``flock`` on the file itself. It ends with the process, however that ends, and leaves no other
+    file behind. A second opener is refused, in this process as in another one. Whoever only reads needs no lock.
+
+    Args:
+        path: Of the file.
+        flags: O_CREAT makes the file if it is missing; with O_EXCL it has to be.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        LockedFileError: if the file is open for writing elsewhere.
+        DisturbedFileError: if its last writer removed it in this moment.
+        OSError: if it is no regular file, or the system refuses.
+    """
+    descriptor: int | None = None
+    try:
+        descriptor = open_no_follow(path, os.O_RDWR | flags)
+        _locked.add(descriptor)
+        if not lock_descriptor(descriptor, blocking=False):
+            raise LockedFileError(path)
+        require_same_file(descriptor, path)  # its last writer may have removed it before the lock was free
+        return descriptor
+    except BaseException as error:
+        if descriptor is not None:
+            if flags & os.O_EXCL and not isinstance(error, LockedFileError):  # else the file is already another engine's
+                path.unlink(missing_ok=True)
+            close_locked(descriptor)
+        raise
+
+
+def close_locked(descriptor: int) -> None:
+    """Close a descriptor of ``open_locked``; on return the lock is free, also if a child is just being forked."""
+    if descriptor in _locked:
+        _locked.discard(descriptor)
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def require_same_file(descriptor: int, path: str | os.PathLike[str]) -> None:
+    """Refuse a path that does not lead to an open file.
+
+    Raises:
+        DisturbedFileError: if it leads to none or another one.
+    """
+    try:
+        named: os.stat_result | None = os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        named = None
+    if named is None or not os.path.samestat(os.fstat(descriptor), named):
+        raise DisturbedFileError("that the file was removed or replaced while in use")
+
+
+def _release_in_child() -> None:
+    """Give up the parent's locks: a lock is free only once no process has the descriptor open any more.
+
+    The descriptors stay taken, and lead nowhere: what the child has of the parent's objects cannot write.
+    """
+    if _locked:
+        nowhere = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        for descriptor in _locked:
+            os.dup2(nowhere, descriptor, inheritable=False)
+        os.close(nowhere)
+        _locked.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def create_file(path: Path) -> BinaryIO:
@@ -45,14 +185,44 @@ def create_file(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Give a file another content: on return the new one is durable, before that the old one counts.
+
+    Args:
+        path: Of the file, which need not exist. A link there is replaced, not followed.
+        content: All of it.
+
+    Raises:
+        OSError: if the system refuses. The file then has its old content, or the new one if only its name is not durable.
+    """
+    partial = path.with_suffix(".partial")
+    partial.unlink(missing_ok=True)  # of a process that was killed, or a link that somebody planted
+    try:
+        with create_file(partial) as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_path(path.absolute().parent)
+
+
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file for reading. A FIFO, on which opening would wait for a writer, a device or a directory is refused.
 
     Raises:
         OSError: if it is none, or the system refuses.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return os.fdopen(descriptor, "rb")
-    os.close(descriptor)
-    raise OSError(errno.EINVAL, "no regular file", str(path))
+    return os.fdopen(open_descriptor(path, os.O_RDONLY), "rb")
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Read a regular file as ``open_regular`` opens it.
+
+    Raises:
+        OSError: if it is none, or the system refuses.
+    """
+    with open_regular(path) as file:
+        return file.read()

@@ -9,18 +9,23 @@ tells by its first byte which it is. What is appended to such a file is in the p
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
 import os
-import stat
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from filelock import lock_descriptor
-
-from zo2core.io.durable import make_directory, sync_path
+from zo2core.io.durable import (
+    DisturbedFileError,
+    close_locked,
+    make_directory,
+    open_locked,
+    open_regular,
+    require_same_file,
+    sync_path,
+)
 
 Record = Mapping[str, Any]
 
@@ -37,18 +42,11 @@ class DamagedRecordError(ValueError):
         super().__init__(reason)
 
 
-class DisturbedFileError(OSError):
-    """Somebody else removed, replaced or changed the file while it was in use."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(errno.ESTALE, reason)
-
-
 class RecordFile:
-    """Records on disk.
+    """Records on disk. Reading takes no lock; whoever writes holds one from ``lock`` or the first record on.
 
     Args:
-        path: File to continue; created with the first record.
+        path: File to continue; created with the first record. To read, a link is followed; to write, it is refused.
 
     Raises:
         OSError: if it is there and cannot be read, or is no regular file.
@@ -61,7 +59,8 @@ class RecordFile:
         self._end = 0  # bytes of whole records
         self._size: int | None = 0  # bytes of the file; None after an append that failed
         self._identity: tuple[int, int] | None = None  # device and inode of the file; None: it was not there
-        self._failed = False  # an append did; beyond the end may stand a record, even a whole one
+        self._made = False  # by this object
+        self._failed = False  # an append did, or was interrupted; beyond the end may stand a record, even a whole one
         self._settled = False  # the file's name is durable, and so is what an earlier process wrote
         self.loaded: list[Record] = []  # what the file held when it was opened
         self.torn = b""  # what stood behind the last whole record then
@@ -69,30 +68,46 @@ class RecordFile:
         if raw is not None:
             self._load(raw)
 
+    @property
+    def end(self) -> int:
+        """Bytes of the records that count."""
+        return self._end
+
+    def lock(self) -> None:
+        """Open the file for writing, if it is there: no other process can from then on until ``close``.
+
+        Raises:
+            LockedFileError: if another engine writes it.
+            DisturbedFileError: if it is not as this object read it.
+            OSError: if it cannot be opened for writing.
+        """
+        if self._identity is not None:
+            self._require_undisturbed(self._open_for_writing())
+
     def append(self, record: Record) -> None:
         """Write a record; on return it is durable.
 
         Raises:
+            LockedFileError: if another engine writes the file.
             DisturbedFileError: if the file is not as this object left it.
-            OSError: if it failed otherwise. In both cases the file's records stay as they were; the next append takes the
+            OSError: if it failed otherwise. In all cases the file's records stay as they were; the next append takes the
                 torn one's place.
         """
         line = to_line(record)
-        if self._descriptor is None:
-            self._descriptor = self._open_alone()
-        self._require_undisturbed(self._descriptor)
-        os.ftruncate(self._descriptor, self._end)  # drops a torn record of this or an earlier attempt
-        done, self._failed, self._size = 0, True, None
+        descriptor = self._open_for_writing()
+        self._require_undisturbed(descriptor)
+        self._failed, self._size = True, None
+        os.ftruncate(descriptor, self._end)  # drops a torn record of this or an earlier attempt
+        done = 0
         while done < len(line):
-            done += os.pwrite(self._descriptor, line[done:], self._end + done)
-        os.fsync(self._descriptor)
+            done += os.pwrite(descriptor, line[done:], self._end + done)
+        os.fsync(descriptor)
         if not self._settled:
             sync_path(self._path.parent)
         self._size = self._end + len(line)
-        self._require_undisturbed(self._descriptor)  # a record in a file without a name would not outlive the process
+        self._require_undisturbed(descriptor)  # a record in a file without a name would not outlive the process
         self._settled = True
-        self._end += len(line)
-        self._failed = False
+        self._end, self._failed = self._size, False
 
     def settle(self) -> None:
         """Make the records that were loaded durable: whoever wrote the last one may have been killed before its sync.
@@ -105,42 +120,54 @@ class RecordFile:
             sync_path(self._path.parent)
             self._settled = True
 
-    def retract(self) -> None:
-        """Make sure that a record whose append failed does not count, not even for whoever reads the file later.
+    def retract(self, end: int | None = None) -> None:
+        """Make sure that a record does not count, not even for whoever reads the file later.
+
+        Args:
+            end: What ``end`` was before the record; None: the record is one whose append failed.
 
         Raises:
-            OSError: if that failed; it may still count.
+            OSError: if that failed; a later process may count it, this object does not.
         """
-        if self._failed and self._descriptor is not None:
-            os.ftruncate(self._descriptor, self._end)
+        end = self._end if end is None else end
+        if end != self._end:
+            self._end, self._failed, self._size = end, True, None  # whatever comes, the next append takes its place
+        if self._descriptor is not None and self._made and end == 0:
+            self.remove()
+        elif self._descriptor is not None and self._failed:
+            os.ftruncate(self._descriptor, end)
             os.fsync(self._descriptor)
-            self._failed, self._size = False, self._end
+            self._failed, self._size = False, end
 
     def remove(self) -> None:
-        """Remove the file; the next record makes it anew.
+        """Remove the file, unless another one has taken its place; the next record makes it anew.
 
         Raises:
             OSError: if that failed.
         """
-        self._path.unlink(missing_ok=True)
-        sync_path(self._path.parent)
-        self.close()  # only now: the lock holds others off until the name is gone
+        if self._descriptor is not None:
+            self._identity = _identity(os.fstat(self._descriptor))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if _identity(os.stat(self._path)) == self._identity:
+                self._path.unlink()
+                sync_path(self._path.parent)
         self._end, self._size, self._identity, self._failed, self._settled = 0, 0, None, False, False
+        self.close()  # only now: the lock holds others off until the name is gone
 
     def close(self) -> None:
-        """Close the file. May be called twice."""
+        """Close the file, which ends its lock. May be called twice."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
-            os.close(descriptor)
+            close_locked(descriptor)
 
     def _read(self) -> bytes | None:
         """The file's bytes; None if it is not there."""
         try:
-            descriptor = _open(self._path, os.O_RDONLY)
+            file = open_regular(self._path)
         except FileNotFoundError:
             return None
-        with os.fdopen(descriptor, "rb") as file:
-            self._identity = _identity(os.fstat(descriptor))
+        with file:
+            self._identity = _identity(os.fstat(file.fileno()))
             return file.read()
 
     def _load(self, raw: bytes) -> None:
@@ -157,38 +184,29 @@ class RecordFile:
             self._end += len(line) + 1
         self.torn = raw[self._end :]
 
-    def _open_alone(self) -> int:
-        """Open the file for writing and lock it: two writers would cut each other's records off.
-
-        The lock is on the file's own descriptor. It ends with the process, however that ends, and leaves no file behind that
-        a copied or a deleted run would have to bring along.
-        """
-        if self._identity is None:
+    def _open_for_writing(self) -> int:
+        """Open the file and lock it: two writers would cut each other's records off."""
+        if self._descriptor is None and self._identity is None:
             make_directory(self._path.parent)
-            descriptor = _open(self._path, os.O_RDWR | os.O_CREAT)
-        else:
+            self._made = True  # if it opens
             try:
-                descriptor = _open(self._path, os.O_RDWR)
+                self._descriptor = open_locked(self._path, os.O_CREAT | os.O_EXCL)
+            except FileExistsError:
+                self._made = False
+        if self._descriptor is None:
+            try:
+                self._descriptor = open_locked(self._path)
             except FileNotFoundError as error:
                 raise _displaced() from error
-        try:
-            if not lock_descriptor(descriptor, blocking=False):
-                raise OSError(errno.EAGAIN, "a file that another engine writes")
-        except BaseException:
-            os.close(descriptor)
-            raise
         if self._identity is None:
-            self._identity = _identity(os.fstat(descriptor))
-        return descriptor
+            self._identity = _identity(os.fstat(self._descriptor))
+        return self._descriptor
 
     def _require_undisturbed(self, descriptor: int) -> None:
         """Refuse a file that is not the one under the path, or has not the bytes that this object left it with."""
-        try:
-            named = _identity(os.stat(self._path))
-        except (FileNotFoundError, NotADirectoryError):
-            named = None
+        require_same_file(descriptor, self._path)
         status = os.fstat(descriptor)
-        if not named == _identity(status) == self._identity:
+        if _identity(status) != self._identity:
             raise _displaced()
         if self._size is not None and status.st_size != self._size:
             raise DisturbedFileError(f"{status.st_size} bytes, where this process left {self._size}")
@@ -233,22 +251,6 @@ def _without_checksum(line: bytes) -> bytes | None:
         raw, member = line[:-_MEMBER_BYTES], line[-_MEMBER_BYTES:]
         return raw + b"}" if member == _MEMBER % zlib.crc32(raw) else None
     return line[9:] if line[:9] == b"%08x " % zlib.crc32(line[9:]) else None
-
-
-def _open(path: Path, flags: int) -> int:
-    """Open a regular file, without waiting for whoever would write into another kind.
-
-    Raises:
-        OSError: if that failed, or if it is none.
-    """
-    try:
-        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
-    except ValueError as error:  # a name with a null byte
-        raise OSError(errno.EINVAL, str(error)) from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "no regular file")
-    return descriptor
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zo2core.errors import JournalError, OutputError, reason
-from zo2core.io.durable import create_file, make_directory, sync_path
+from zo2core.io.durable import make_directory, replace_file
 from zo2core.io.record_log import Record, to_line
 from zo2core.journal.header import json_object
 from zo2core.journal.journal import DIGESTS, Journal
@@ -90,16 +90,9 @@ def _records(
 def _put(path: Path, content: bytes, *, replaces: bool = False) -> None:
     if not replaces and os.path.lexists(path):
         raise OutputError(path, found="a file", expected="a path that is free", remedy="choose another path")
-    partial = path.with_name(f"{path.name}.partial")
     try:
         make_directory(path.absolute().parent)
-        partial.unlink(missing_ok=True)  # of a process that was killed
-        with create_file(partial) as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        sync_path(path.absolute().parent)
+        replace_file(path, content)
     except OSError as error:
         raise OutputError(
             path, found=reason(error), expected="a path that can be written", remedy="free space or choose another path"

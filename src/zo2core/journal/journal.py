@@ -9,21 +9,14 @@ from __future__ import annotations
 import contextlib
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from zo2core.errors import JournalError, reason
-from zo2core.io.record_log import (
-    DamagedRecordError,
-    DisturbedFileError,
-    Record,
-    RecordFile,
-    from_line,
-    to_json,
-    to_line,
-)
-from zo2core.journal.damage import ImpossibleRecordError, shown
+from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, from_line, to_json, to_line
+from zo2core.journal.damage import ImpossibleRecordError, damaged, shown, unwritable
 from zo2core.journal.header import FORMAT, Header, completed, differences, may_begin_a_journal, require_header
 from zo2core.journal.update_record import decode, encode
 from zo2core.types import Update
@@ -36,7 +29,8 @@ class Journal:
     """Updates 0, 1, 2, ... of one run, in memory and, given a path, on disk as well. One thread at a time appends.
 
     Args:
-        path: File to continue, or to create with the first record. None keeps the journal in memory.
+        path: File to continue, or to create with the first record. None keeps the journal in memory. One object at a time
+            writes a file, from ``lock`` or its first record until ``close``; others may read it meanwhile.
 
     Raises:
         JournalError: if the file exists and cannot be read, is none, or is damaged elsewhere than in a torn last record.
@@ -49,7 +43,7 @@ class Journal:
         self._base_digests: dict[str, str] = {}
         self._chain: list[int] = [0]  # version -> checksum over header and updates up to it
         self._torn = False
-        self._begun_here = False  # by this object, and no update of its own followed
+        self._begun_at: int | None = None  # version to which this object began it; None: the file had begun
         self._file = None if path is None else self._open(Path(path))
 
     @property
@@ -99,6 +93,18 @@ class Journal:
             )
         return str(self._header["noise"])
 
+    def lock(self) -> None:
+        """Keep every other engine from writing the file until ``close``; one that does not exist is locked by ``begin``.
+
+        Raises:
+            JournalError: if another engine writes the file, it has changed since it was read, or it cannot be written.
+        """
+        if self._file is not None:
+            try:
+                self._file.lock()
+            except OSError as error:
+                raise unwritable(self._name, error) from error
+
     def begin(self, header: Header) -> None:
         """Write the header of a new journal, or check that an existing one belongs to the same run.
 
@@ -115,9 +121,8 @@ class Journal:
         if self._header is None:
             header = {key: value for key, value in header.items() if value is not None}
             require_header(header)
-            self._write(header)
-            self._take_header(header)
-            self._begun_here = True
+            self._begun_at = len(self._updates)
+            self._write(header, partial(self._take_header, header), lambda: self._header is not None)
             return
         differing = differences(self._header, header)
         if differing is not None:
@@ -133,14 +138,14 @@ class Journal:
         """Add the next update; on return it is durable if the journal is a file.
 
         Raises:
-            JournalError: if no estimator can have made the update, the file cannot be written, or somebody removed or
-                replaced it. The journal stays as it was.
+            JournalError: if no estimator can have made the update, the file cannot be written, or it was removed or
+                replaced. Whatever is raised, an interrupt included, file and memory agree: both have the update, or neither.
         """
         assert self._header is not None, "a journal is begun before it goes on"
         assert update.step == len(self._updates), "updates are appended in order"
         record = encode(update)
         try:
-            decode(record)  # refuses what could not be read back, before anything is written
+            taken = decode(record)  # refuses what could not be read back, before anything is written
         except ImpossibleRecordError as error:
             raise JournalError(
                 f"{self._name}, step {update.step}",
@@ -148,9 +153,7 @@ class Journal:
                 expected=error.expected,
                 remedy="mend the estimator, or lower lr; the step was not taken",
             ) from error
-        self._write(record)
-        self._take_update(record)
-        self._begun_here = False
+        self._write(record, partial(self._count, taken, record), lambda: len(self._updates) > update.step)
 
     def withdraw(self) -> None:
         """Undo ``begin`` or ``take_excerpt``, if this object began the journal so and no update of its own followed.
@@ -160,18 +163,19 @@ class Journal:
         Raises:
             OSError: if the file cannot be removed.
         """
-        if self._begun_here:
-            if self._file is not None:
-                self._file.remove()
-            self._header, self._chain, self._begun_here = None, [0], False
+        if self._header is not None and self._begun_at == len(self._updates):
+            self._header, self._chain, self._begun_at = None, [0], None
             self._updates.clear()
             self._base_digests.clear()
+            if self._file is not None:
+                self._file.remove()
 
     def withdraw_if_refused(self, kind: type[BaseException] | None, *_: object) -> None:
-        """``withdraw`` as an ``ExitStack`` calls it: what a refused run began must not bind the next one."""
+        """Call ``withdraw`` and ``close`` as an exit of an ``ExitStack``: a refused run does not keep the next one out."""
         if kind is not None:
             with contextlib.suppress(OSError):
                 self.withdraw()
+            self.close()
 
     def note_base(self, digests: Mapping[str, str]) -> None:
         """Add digests of the base's bytes; on return they are durable if the journal is a file. They are no update.
@@ -195,8 +199,8 @@ class Journal:
                 )
         unknown = {segment: digest for segment, digest in digests.items() if segment not in self._base_digests}
         if unknown:
-            self._write({DIGESTS: unknown})
-            self._base_digests |= unknown
+            known = self._base_digests
+            self._write({DIGESTS: unknown}, partial(known.update, unknown), lambda: unknown.keys() <= known.keys())
 
     def require_version(self, version: int, where: str) -> None:
         """Refuse a journal that is shorter than what somebody else knows to have been durable.
@@ -263,20 +267,22 @@ class Journal:
                 remedy="start the workers again",
             ) from error
         is_new = self._header is None
-        for header in records[:1]:
-            self.begin(header)
-        for record in records[1:]:
-            if DIGESTS in record:
-                self.note_base(record[DIGESTS])
-        for update in updates:
-            if update.step >= len(self._updates):
-                self.append(update)
-        self._begun_here = is_new
+        try:
+            for header in records[:1]:
+                self.begin(header)
+            for record in records[1:]:
+                if DIGESTS in record:
+                    self.note_base(record[DIGESTS])
+            for update in updates:
+                if update.step >= len(self._updates):
+                    self.append(update)
+        finally:
+            self._begun_at = len(self._updates) if is_new else None
 
     @property
     def checksum(self) -> int:
         """Over header and all updates. Two journals with the same one are of the same run, at the same step."""
-        return self._chain[-1]
+        return self._chain[len(self._updates)]
 
     def chain(self, version: int) -> int | None:
         """A checksum over header and updates 0..version-1: tells whether bytes of a version belong to this run.
@@ -299,29 +305,37 @@ class Journal:
                     expected="a file that can be synced",
                     remedy="mend the disk; blocks are written back only after the journal",
                 ) from error
-        return self._chain[version] if 0 <= version < len(self._chain) else None
+        return self._chain[version] if 0 <= version <= len(self._updates) else None
 
     def close(self) -> None:
-        """Close the file. May be called twice."""
+        """Close the file, which ends its lock. May be called twice; the next record opens it again."""
         if self._file is not None:
             self._file.close()
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: Record, count: Callable[[], object], is_counted: Callable[[], bool]) -> None:
+        """Write a record, durably, and count it in memory: both or neither, also where an interrupt comes between the two.
+
+        Args:
+            record: What to write.
+            count: Its last operation makes the record count, and cannot be interrupted.
+            is_counted: Whether it has.
+        """
         if self._file is None:
+            count()
             return
+        end = 0 if self._header is None else self._file.end
         try:
+            if self._header is None:
+                self._file.retract(end)  # a header that was withdrawn, where an interrupt left it
             self._file.append(record)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.retract()  # a record that is there but not synced would count for a resumed run
-            disturbed = isinstance(error, DisturbedFileError)
-            remedy = "put the file back, or resume from a copy" if disturbed else "free space or mend the disk"
-            raise JournalError(
-                self._name,
-                found=reason(error),
-                expected="the file as it was left" if disturbed else "a file that can be written and synced",
-                remedy=f"{remedy}; the step was not taken and can be repeated",
-            ) from error
+            count()
+        except BaseException as error:
+            if not is_counted():
+                with contextlib.suppress(OSError):
+                    self._file.retract(end)  # a record that is there, and not counted here, would count for a resumed run
+            if isinstance(error, OSError):
+                raise unwritable(self._name, error) from error
+            raise
 
     def _open(self, path: Path) -> RecordFile:
         try:
@@ -329,18 +343,19 @@ class Journal:
         except OSError as error:
             raise JournalError(path, found=reason(error), expected="a readable journal", remedy="check the path") from error
         except DamagedRecordError as error:
-            raise _damaged(path, error.line, f"a damaged record ({error})", f"a record of format {FORMAT}") from error
+            raise damaged(path, error.line, f"a damaged record ({error})", f"a record of format {FORMAT}") from error
         for line, record in enumerate(file.loaded, start=1):
             try:
                 self._take(record)
             except ImpossibleRecordError as error:
-                raise _damaged(path, line, error.found, error.expected) from error
+                raise damaged(path, line, error.found, error.expected) from error
             except (ValueError, RecursionError) as error:  # infinity, as json reads 1e999; a value nested too deep
-                raise _damaged(path, line, f"a value that JSON lacks ({error})", f"a record of format {FORMAT}") from error
+                raise damaged(path, line, f"a value that JSON lacks ({error})", f"a record of format {FORMAT}") from error
         file.loaded.clear()
         self._torn = bool(file.torn)
         if self._header is None and not may_begin_a_journal(file.torn):  # it would be written over
-            raise JournalError(path, found=f"{shown(file.torn)}", expected="a journal", remedy="check the path")
+            found = f"{len(file.torn)} bytes that do not begin as a journal does"  # and may be secret
+            raise JournalError(path, found=found, expected="a journal", remedy="check the path")
         return file
 
     def _take(self, record: Record) -> None:
@@ -353,15 +368,19 @@ class Journal:
             self._take_update(record)
 
     def _take_header(self, header: Record) -> None:
-        self._header = header
         self._chain = [zlib.crc32(to_json(header))]
+        self._header = header
 
     def _take_update(self, record: Record) -> None:
         update = decode(record)
         if update.step != len(self._updates):
             raise ImpossibleRecordError(f"step {shown(update.step)}", f"step {len(self._updates)}")
+        self._count(update, record)
+
+    def _count(self, update: Update, record: Record) -> None:
+        version = len(self._updates)
+        self._chain[version + 1 :] = [zlib.crc32(to_json(record), self._chain[version])]  # counts with the update
         self._updates.append(update)
-        self._chain.append(zlib.crc32(to_json(record), self._chain[-1]))
 
     def _take_digests(self, record: Record) -> None:
         digests = record[DIGESTS]
@@ -372,12 +391,3 @@ class Journal:
                 raise ImpossibleRecordError(f"{shown(digest)} as digest of {shown(segment)}", "hexadecimal digits")
             if self._base_digests.setdefault(segment, digest) != digest:
                 raise ImpossibleRecordError(f"a second digest of {shown(segment)}", f"{self._base_digests[segment]} again")
-
-
-def _damaged(path: Path, line: int, found: str, expected: str) -> JournalError:
-    return JournalError(
-        f"{path}, line {line}",
-        found=found,
-        expected=expected,
-        remedy="restore the journal from a copy; what follows the damage cannot be trusted",
-    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -148,11 +147,7 @@ def write_bytes_per_second(directory: Path) -> float:
     memory.fill_(1)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        # A file without a name is gone with the process, however that ends. Its descriptor's path opens it again.
-        with (
-            tempfile.TemporaryFile(dir=directory) as unnamed,
-            contextlib.closing(RangedFile(Path(f"/proc/self/fd/{unnamed.fileno()}"), writable=True)) as file,
-        ):
+        with contextlib.closing(RangedFile.unnamed(directory)) as file:
             best = math.inf
             for _ in range(_ROUNDS):
                 began = time.perf_counter()

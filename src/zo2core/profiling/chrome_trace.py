@@ -12,6 +12,7 @@ sweep already, or still for the last one, lies in it, too.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 from zo2core.errors import OutputError, TraceError, reason
+from zo2core.io.durable import create_file, read_regular
 from zo2core.profiling.timeline import Passed, Span, Timeline, lane_uses
 from zo2core.types import Lane, LaneUse
 
@@ -62,7 +64,7 @@ class Trace:
         self._named: set[int] = set()
         self._file: IO[str] | None = None
         self._closed = False
-        if path.exists():
+        if os.path.lexists(path):
             raise self._unwritable("something at this path")
         if not os.access(path.parent, os.W_OK):
             raise self._unwritable("a directory that is not there, or may not be written")
@@ -80,7 +82,7 @@ class Trace:
             return
         try:
             if self._file is None:
-                self._file = self._path.open("x")
+                self._file = io.TextIOWrapper(create_file(self._path), encoding="utf-8")
                 self._file.write("[\n" + json.dumps(events.pop(0)))
             self._file.writelines(f",\n{json.dumps(event)}" for event in events)
             self._file.flush()
@@ -222,7 +224,7 @@ def read_trace(path: Path) -> Recording:
         TraceError: if the file cannot be read, or is no trace.
     """
     try:
-        events = _parse(path.read_text(encoding="utf-8"))
+        events = _parse(read_regular(path).decode())
         spans: list[Span] = []
         sweeps: list[Sweep] = []
         for event in events:

@@ -7,13 +7,13 @@ size suffices. What a crash leaves over is never wrong, at worst old: the journa
 Write-ahead: bytes of version v are written only once the journal's records up to v are durable. Every manifest record
 carries the journal's checksum at its version, so bytes of another run do not count; and a checksum of the bytes, which is
 checked when they are first read after opening. Bytes that are damaged, or of another moment than their record, as in a
-copy of a run that was being written, are given up. Later reads are not checked: only this process writes the file from
-then on, and what happens under a process (a bad sector) the disk reports itself.
+copy of a run that was being written, are given up. Later reads are not checked: this process holds a lock on the file and is
+the only one that writes it, and what happens under a process (a bad sector) the disk reports itself.
 """
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -25,7 +25,7 @@ import torch
 from zo2core.errors import ScratchError, reason
 from zo2core.io.checksum import combined_checksum, piece_checksum
 from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
-from zo2core.io.durable import make_directory, sync_path
+from zo2core.io.durable import LockedFileError, make_directory, replace_file
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
 from zo2core.types import BlockLayout
 
@@ -60,7 +60,7 @@ class _Written(NamedTuple):
 
 
 class Scratch:
-    """Segments on disk at later versions than the base.
+    """Segments on disk at later versions than the base. Its files are locked until ``close``.
 
     Args:
         directory: Of the run; what an earlier process left there is used.
@@ -70,7 +70,7 @@ class Scratch:
             written after the journal's records, so it has lost some. None: such bytes just do not count.
 
     Raises:
-        ScratchError: if the files cannot be opened.
+        ScratchError: if the files cannot be opened, or another engine has them open.
         JournalError: if the journal cannot be made durable, or has lost records.
     """
 
@@ -84,22 +84,29 @@ class Scratch:
         self.directory = directory
         self._chain = chain
         self._require_version = require_version
-        self._lock = threading.Lock()  # of what is written where: one thread reads while another one writes
         self._sizes = [whole_pages(layout.nbytes) for layout in layouts]
         self._layout = [None if layout.offsets is None else list(layout.offsets) for layout in layouts]
         self._offsets: list[int] = []  # slot -> byte offset
-        self._free: list[set[int]] = []  # segment -> slots it may use next; one set for all blocks
+        self._slots: list[frozenset[int]] = []  # segment -> all slots it may ever use; all blocks have the same ones
         self._lay_out(layouts)
-        self._slots = [frozenset(slots) for slots in self._free]  # segment -> all slots it may ever use
         self.nbytes = scratch_bytes(layouts)
+        # Segment to its bytes that count; all other slots are free. One thread reads while another one writes, but never the
+        # same segment, and each changes the dictionary by single operations.
         self._written: dict[int, _Written] = {}
-        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="zo2-checksum")
         try:
             make_directory(directory)
-            self._manifest = self._open_manifest()
-            self._data = RangedFile(directory / DATA, writable=True)
+            self._data = RangedFile(directory / DATA, writable=True)  # first: its lock is that of the manifest, too
         except OSError as error:
             raise self._failed(error) from error
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="zo2-checksum")
+        try:
+            self._manifest = self._open_manifest()
+        except BaseException as error:
+            self._hashing.shutdown()
+            self._data.close()
+            if isinstance(error, OSError):
+                raise self._failed(error) from error
+            raise
 
     def version(self, segment: int) -> int:
         """Version of a segment's bytes here; 0 if there are none, and the base's count."""
@@ -120,14 +127,12 @@ class Scratch:
         Returns:
             Whether they are those that were written.
         """
-        with self._lock:
-            written = self._written[segment]
-            if written.checksum == combined_checksum([segment, written.version, written.chain, *pieces]):
-                self._written[segment] = written._replace(is_checked=True)
-                return True
-            del self._written[segment]
-            self._free[segment].add(written.slot)
-            return False
+        written = self._written[segment]
+        if written.checksum == combined_checksum([segment, written.version, written.chain, *pieces]):
+            self._written[segment] = written._replace(is_checked=True)
+            return True
+        del self._written[segment]
+        return False
 
     def read(self, segment: int, out: torch.Tensor, start: int = 0) -> None:
         """Fill memory with a range of a segment's bytes. May be called from several threads.
@@ -158,27 +163,29 @@ class Scratch:
         """
         chain = self._chain(version)
         assert chain is not None, "bytes are written after the journal's records"
-        with self._lock:
-            slot = min(self._free[segment])
+        slot = min(self._slots[segment].difference(written.slot for written in list(self._written.values())))
         view = byte_view(data)
         hashing = self._hashing.submit(lambda: [piece_checksum(view[at : at + PIECE]) for at in range(0, len(view), PIECE)])
         try:
             self._manifest.retract()  # a record that was written but not synced may name this slot for other bytes
+            end = self._manifest.end
             self._data.write(self._offsets[slot], view)
             self._data.sync()
             written = _Written(
                 slot, version, chain, combined_checksum([segment, version, chain, *hashing.result()]), is_checked=True
             )
-            self._manifest.append(written.record(segment))
+            try:
+                self._manifest.append(written.record(segment))
+                self._written[segment] = written
+            except BaseException:  # also an interrupt: manifest and memory agree on which slot counts
+                if segment not in self._written or self._written[segment].slot != slot:
+                    with contextlib.suppress(OSError):
+                        self._manifest.retract(end)
+                raise
         except OSError as error:
             raise self._failed(error) from error
         finally:
             wait([hashing])  # the memory may change once this returns
-        with self._lock:
-            self._free[segment].discard(slot)
-            if segment in self._written:
-                self._free[segment].add(self._written[segment].slot)
-            self._written[segment] = written
 
     def close(self) -> None:
         """Close the files. May be called twice."""
@@ -190,17 +197,17 @@ class Scratch:
         """Place the slots: blocks share theirs and one to spare, a resident segment has two of its own."""
         end = 0
 
-        def slots(count: int, size: int) -> set[int]:
+        def slots(count: int, size: int) -> frozenset[int]:
             nonlocal end
             first = len(self._offsets)
             self._offsets += [end + i * size for i in range(count)]
             end += count * size
-            return set(range(first, first + count))
+            return frozenset(range(first, first + count))
 
         blocks = [size for size, layout in zip(self._sizes, layouts, strict=True) if not layout.resident]
         shared = slots(len(blocks) + 1, max(blocks, default=0))
         for size, layout in zip(self._sizes, layouts, strict=True):
-            self._free.append(slots(2, size) if layout.resident else shared)
+            self._slots.append(slots(2, size) if layout.resident else shared)
 
     def _open_manifest(self) -> RecordFile:
         """Take over what is of this run, and write the manifest anew without the rest."""
@@ -212,14 +219,12 @@ class Scratch:
             loaded = []  # nothing is lost but time: the journal makes every version again
         if loaded and loaded[0] == header:
             self._take_over(loaded[1:], str(path))
-        partial = path.with_suffix(".partial")
         live = [self._written[segment].record(segment) for segment in sorted(self._written)]
         # Durable before any slot is written: an older manifest that came back would name slots for other bytes.
-        partial.write_bytes(b"".join(to_line(record) for record in [header, *live]))
-        sync_path(partial)
-        partial.replace(path)
-        sync_path(self.directory)
-        return RecordFile(path)
+        replace_file(path, b"".join(to_line(record) for record in [header, *live]))
+        manifest = RecordFile(path)
+        manifest.lock()
+        return manifest
 
     def _take_over(self, records: Sequence[Record], where: str) -> None:
         """Take over the last record of each segment, where it can be right: its bytes are looked at when they are read."""
@@ -239,7 +244,6 @@ class Scratch:
             there = self._offsets[written.slot] + self._sizes[segment] <= size
             if there and named[written.slot] == 1 and self._chain(written.version) == written.chain:
                 self._written[segment] = written
-                self._free[segment].discard(written.slot)
 
     def _understood(self, record: Record) -> tuple[int | None, _Written | None]:
         """The segment that a record is about, and what it says of it; None for what no record says."""
@@ -256,10 +260,17 @@ class Scratch:
         return segment, _Written(slot, version, chain, checksum, is_checked=False)
 
     def _failed(self, error: OSError | EOFError) -> ScratchError:
+        if isinstance(error, LockedFileError):
+            return ScratchError(
+                error.filename,
+                found=reason(error),
+                expected="a directory for written-back blocks that no other engine uses",
+                remedy="close that engine, wait until its process has ended, or choose another directory",
+            )
         return ScratchError(
-            self.directory / DATA,
+            getattr(error, "filename", None) or self.directory / DATA,
             found=reason(error),
-            expected=f"a disk that holds {self.nbytes / 1e9:.1f} GB of written-back blocks",
+            expected=f"a regular file on a disk that holds {self.nbytes / 1e9:.1f} GB of written-back blocks",
             remedy="free space or mend the disk and resume the run; nothing is lost, the journal is whole",
         )
 
