@@ -462,11 +462,8 @@ def test_a_journal_has_one_writer(base: Path, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     with ZOEngine(open_checkpoint(base), MEZO, journal=path) as first:
         first.step(BATCH)
-        with (
-            ZOEngine(open_checkpoint(base), MEZO, journal=path) as second,
-            pytest.raises(JournalError, match="another"),
-        ):
-            second.step(BATCH)
+        with pytest.raises(JournalError, match="another engine writes"):
+            ZOEngine(open_checkpoint(base), MEZO, journal=path)
         first.step(BATCH)
     assert len(Journal(path).updates) == 2
 
