@@ -80,6 +80,9 @@ def test_a_run_keeps_its_declaration(place: Path) -> None:
         ({"head": "lm_head"}, "head: found 'lm_head'; expected a list of names"),
         ({"returned": 4}, "returned: found '4'; expected a number from 0 to 3"),
         ({"returned": True}, "returned: found 'True'"),
+        ({"axes": [1, 1]}, "axes: found '[1, 1]'; expected a list of two different numbers from 0 to 7"),
+        ({"axes": [0, "1"]}, "axes: found"),
+        ({"axes": [1, 2]}, "model type mistral: found hidden states of shape"),
         ({"extra": 1}, "found a field 'extra'"),
         ({"blocks": ...}, "found no 'blocks'"),
         ({"blocks": "model.nothing"}, "model.nothing"),
@@ -90,7 +93,8 @@ def test_a_run_keeps_its_declaration(place: Path) -> None:
 def test_a_declaration_that_is_none_is_refused(changes: dict[str, Any], said: str, place: Path) -> None:
     values = {name: value for name, value in {**DECLARED, **changes}.items() if value is not ...}
     (place / "wrong.json").write_text(json.dumps(values))
-    assert said in refusal("plan", "--model", place / "mistral", "--architecture", place / "wrong.json")
+    model = ("--model", place / "mistral", "--architecture", place / "wrong.json")
+    assert said in refusal("generate", *model, "--prompt", "the cat", "--max-new-tokens", 1)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b"[" * 100_000])

@@ -24,7 +24,7 @@ from zo2core import MemoryPolicy, MeZOSGD, UnsupportedModelError, ZOEngine
 from zo2core.planning.host_plan import HostPlan
 
 UNDECLARED = ["mistral", "gpt2", "bloom", "phi", "gemma2", "gpt_bigcode", "gptj", "codegen", "openai-gpt", "olmo2"]
-UNDECLARED += ["recurrent_gemma", "mamba", "jamba", "gemma4_text", "zamba2"]
+UNDECLARED += ["recurrent_gemma", "mamba", "jamba", "gemma3n_text", "gemma4_text", "zamba2"]
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import families
 import pytest
 import torch
 from models import make_batch, save_model, small_config
@@ -92,6 +93,15 @@ def test_what_the_newest_tokens_hold_is_known_without_running_them(config: Pretr
             check(model, forward, first)
             list(engine.forwards([first], forward))  # fills the cache
             check(model, forward, second)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "deepseek_v4", "gemma3_text"])
+def test_several_vectors_a_token_and_several_tables_of_rotations_are_counted(model_type: str, tmp_path: Path) -> None:
+    families.small_model(families.small_config(model_type)).save_pretrained(tmp_path)
+    model = open_checkpoint(tmp_path)
+    with Replayer(model):
+        for lengths in ([12], [9, 4]):
+            check(model, model, make_batch(40, lengths))
 
 
 def test_masks_that_are_added_to_the_scores_are_counted_as_such(tmp_path: Path) -> None:

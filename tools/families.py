@@ -6,8 +6,9 @@ For every model type of ``AutoModelForCausalLM`` a config with small sizes is ma
 is listed with the reason. A checkpoint with random weights is saved, opened without a declaration, and steps are compared
 with monolithic MeZO over the model that ``from_pretrained`` loads, without a cache of keys and values, in float32 and in
 bfloat16: every loss has to be equal. So has the loss with logits in chunks, but for the order of its sum; scores of
-candidates; and tokens that ``generate`` continues a prompt with, where generation is not refused. What is exported has to
-load with ``from_pretrained``, to the same loss. Prints a table and JSON.
+candidates; and the tokens that ``generate`` continues one prompt and two of different lengths with, as transformers'
+``generate`` does, where generation is not refused. What is exported has to load with ``from_pretrained``, to the
+same loss. Prints a table and JSON.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ from zo2core import MeZOSGD, Replayer, UnsupportedModelError, ZO2Error, ZOEngine
 MOST_PARAMETERS = 3_000_000  # of a model that counts as tiny
 VOCABULARY, STEPS, NUMBERS = 40, 2, {"lr": 1e-2, "zo_eps": 1e-2}
 PROMPTS = [[7, 3, 11, 20], [5, 9]]
+PROMPTED = [PROMPTS[:1], PROMPTS]  # prompts of one length, and of two: the shorter one is padded
 CANDIDATES = [[[4], [6, 8]], [[10, 12, 13], [14]]]
-NEW_TOKENS = 5
+NEW_TOKENS = 12  # more than the sliding windows of these models
 DTYPES = (torch.float32, torch.bfloat16)
 SUMMED = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # by how much a sum in another order may differ
 
@@ -77,6 +79,14 @@ ALSO: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "longcat_flash", "bailing_hybrid"), MLA),
     "bamba": {"attn_layer_indices": [1]},
     "falcon_h1": {"mamba_d_ssm": 16, "mamba_d_head": 4},
+    "gemma3n_text": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "intermediate_size": 32,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0],
+        "num_kv_shared_layers": 1,
+        "laurel_rank": 4,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "mamba_d_head": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
@@ -172,7 +182,7 @@ def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict
             chunked = replayer.evaluate([batch]).loss
         with Replayer(opened) as replayer:
             scores = score(replayer, opened, PROMPTS, CANDIDATES).log_likelihoods
-            generated = generated_tokens(replayer, opened)
+            generated = [generated_tokens(replayer, opened, prompts) for prompts in PROMPTED]
         opened = open_checkpoint(directory)
         with ZOEngine(opened, MeZOSGD(lr=NUMBERS["lr"], zo_eps=NUMBERS["zo_eps"])) as engine:
             losses = [engine.step(batch, seed=step).losses for step in range(STEPS)]
@@ -189,12 +199,15 @@ def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict
             math.isclose(own, stock, rel_tol=SUMMED[dtype], abs_tol=SUMMED[dtype])
             for own, stock in zip(sum(scores, ()), stock_scores(whole), strict=True)
         ),
-        "generation": isinstance(generated, str) or generated == stock_tokens(whole),
+        "generation": all(
+            isinstance(own, str) or own == stock_tokens(whole, prompts)
+            for own, prompts in zip(generated, PROMPTED, strict=True)
+        ),
         "steps": losses == [monolithic.step(batch, step).losses for step in range(STEPS)],
         "export": trained == stock_loss(directory / "exported", dtype, batch),
     }
     differing = [name for name, agrees in agree.items() if not agrees]
-    generation = generated if isinstance(generated, str) else "generates"
+    generation = next((own for own in generated if isinstance(own, str)), "generates")
     return {
         "outcome": "different" if differing else "equal",
         "opening_seconds": seconds,
@@ -203,23 +216,25 @@ def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict
     }
 
 
-def generated_tokens(replayer: Replayer, model: HFBlockModel) -> list[int | None] | str:
-    """What greedy generation continues a prompt with, or why it is refused."""
+def generated_tokens(replayer: Replayer, model: HFBlockModel, prompts: list[list[int]]) -> list[list[int | None]] | str:
+    """What greedy generation continues prompts with, a list for each, or why it is refused."""
     try:
-        tokens = list(generate(replayer, model, PROMPTS[:1], max_new_tokens=NEW_TOKENS))
+        steps = list(generate(replayer, model, prompts, max_new_tokens=NEW_TOKENS))
     except UnsupportedModelError as error:
         return f"refused: {error}"
-    return [token for (token,) in tokens]
+    return [list(tokens) for tokens in zip(*steps, strict=True)]
 
 
-def stock_tokens(whole: PreTrainedModel) -> list[int]:
-    """What transformers continues the prompt with."""
-    prompt = torch.tensor(PROMPTS[:1])
+def stock_tokens(whole: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
+    """What transformers continues the same prompts with, padded on the left to one length."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     whole.generation_config.eos_token_id = None
     out: Any = whole.generate(  # type: ignore[operator]
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True
+        ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, use_cache=True
     )
-    tokens: list[int] = out[0, prompt.shape[1] :].tolist()
+    tokens: list[list[int]] = out[:, longest:].tolist()
     return tokens
 
 

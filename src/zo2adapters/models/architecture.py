@@ -26,6 +26,7 @@ class Architecture:
     blocks: str  # the ModuleList of layers
     head: tuple[str, ...]  # modules that run after the layers; they may be absent in a given model
     returned: int = 0  # values in the tuple that a layer returns, hidden states first; 0: it returns hidden states alone
+    axes: tuple[int, int] = (0, 1)  # of the hidden states between layers: the axis of a batch's rows, and that of its tokens
     ignored: tuple[str, ...] = ()  # endings of tensor names that old checkpoints carry and no model has
 
 

@@ -12,13 +12,16 @@ from zo2core import OptionError, open_regular, reason
 
 _LONGEST = 1 << 20  # bytes
 _NAMES = ("embedding", "head", "ignored")  # lists
+_MOST_AXES = 8  # of hidden states
+_EXPECTED = {"returned": "a number from 0 to 3", "axes": f"a list of two different numbers from 0 to {_MOST_AXES - 1}"}
 
 
 def read_architecture(path: Path) -> Architecture:
     """Read a declaration.
 
     Args:
-        path: JSON with ``model_type``, ``embedding``, ``blocks``, ``head`` and, if need be, ``returned`` and ``ignored``.
+        path: JSON with ``model_type``, ``embedding``, ``blocks``, ``head`` and, if need be, ``returned``, ``axes`` and
+            ``ignored``.
 
     Raises:
         OptionError: naming the file, and the field that is missing, unknown or of another type.
@@ -33,21 +36,24 @@ def read_architecture(path: Path) -> Architecture:
     if not isinstance(values, dict):
         raise _refused(path, f"a {type(values).__name__}", "a JSON object")
     known = {field.name for field in fields(Architecture)}
-    needed = known - {"returned", "ignored"}
+    needed = known - {"returned", "axes", "ignored"}
     if not needed <= values.keys() <= known:
         odd = sorted(needed - values.keys()) or sorted(values.keys() - known)
         raise _refused(path, f"{'no' if needed - values.keys() else 'a field'} {odd[0][:40]!r}", ", ".join(sorted(known)))
     for name, value in values.items():
         if not _fits(name, value):
-            expected = {"returned": "a number from 0 to 3"}.get(name, "a list of names" if name in _NAMES else "a name")
+            expected = _EXPECTED.get(name, "a list of names" if name in _NAMES else "a name")
             raise _refused(f"{path}: {name}", f"{str(value)[:40]!r}", expected)
-    declared: dict[str, Any] = {name: tuple(value) if name in _NAMES else value for name, value in values.items()}
+    declared: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return Architecture(**declared)
 
 
 def _fits(name: str, value: Any) -> bool:
     if name == "returned":
         return type(value) is int and 0 <= value <= 3
+    if name == "axes":
+        is_list = isinstance(value, list) and len(value) == 2 and value[0] != value[1]
+        return is_list and all(type(axis) is int and 0 <= axis < _MOST_AXES for axis in value)
     if name in _NAMES:
         return isinstance(value, list) and all(isinstance(item, str) and item for item in value)
     return isinstance(value, str) and value != ""

@@ -20,11 +20,11 @@ def chunked_loss(
     """The mean loss over labelled tokens; tokens without a label cost nothing.
 
     Args:
-        hidden: Final hidden states, (rows, tokens, hidden size), before the norm.
+        hidden: Final hidden states, (rows, tokens, ...), before the norm.
         labels: (rows, tokens); each token but the last predicts the next one's.
         predictions: Rows and columns of the tokens from which a labelled one is predicted.
         chunk: Labelled tokens whose logits are in memory at a time.
-        logits: Norm and head: (n, hidden size) to (n, vocabulary).
+        logits: Norm and head: (n, ...) to (n, vocabulary).
         loss_function: The model's own, by Hugging Face.
         vocab_size: Size of the model's vocabulary.
 

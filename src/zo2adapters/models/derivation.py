@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -34,6 +35,7 @@ _QUESTIONS: dict[Any, type] = {
 _KEEPING = (torch.Tensor.to, torch.Tensor.contiguous)  # return the tensor itself if it is as wanted
 _UNPACKING = (torch.Tensor.__getitem__, torch.Tensor.__iter__, torch.Tensor.unbind)  # what is done to tuples
 _TOKENS = 4  # of the dry run's one row
+_SHORT_ROWS = 2  # of one token each, in another dry run
 
 
 class _Seen:
@@ -46,6 +48,7 @@ class _Seen:
         self.before: list[str] = []  # modules called before the first layer
         self.between: list[str] = []
         self.after: list[str] = []
+        self.shapes: list[torch.Size] = []  # of the hidden states that each run gives the first layer
         self.passed: list[torch.Tensor] = []  # what each layer returned as hidden states
         self.embedded: dict[int, torch.Tensor] = {}  # by id: what parameters before the last layer have gone into
         self.others = [object() for _ in range(max(returned - 1, 0))]  # and what beside them
@@ -132,6 +135,7 @@ class _DryLayer(StandIn):
             raise _MismatchError(f"layer {self.index} does not get what layer {self.index - 1} returned")
         if any(value is other for value in (*args, *kwargs.values()) for other in seen.others):
             raise _MismatchError(f"layer {self.index} gets more of layer {self.index - 1} than its hidden states")
+        seen.shapes += [hidden_states.shape] if self.index == 0 else []
         seen.reached += 1
         passed = torch.empty(hidden_states.shape, dtype=hidden_states.dtype)
         seen.passed.append(passed)
@@ -162,9 +166,10 @@ def derive_architecture(model: PreTrainedModel, head: Head = CAUSAL_LM) -> Archi
             with _stubbed(model, layers, owners, seen), _Watch(seen, answer=answer):
                 is_next_token = _asks_for_next_token(model, learns=head is CAUSAL_LM)
                 architecture = _architecture(model, path, owners, seen, where)
-                seen.again()
                 if head is CAUSAL_LM:
+                    seen.again()
                     _require_short_rows(model, where)
+                    architecture = replace(architecture, axes=_axes(*seen.shapes, where=where))
         except UnsupportedModelError:
             raise
         except _MismatchError as error:
@@ -215,9 +220,30 @@ def _run(model: nn.Module, *, rows: int, tokens: int, **inputs: torch.Tensor) ->
 def _require_short_rows(model: nn.Module, where: str) -> None:
     """Refuse a forward that takes no rows of one token: so final hidden states are brought to logits."""
     try:
-        _run(model, rows=2, tokens=1)
+        _run(model, rows=_SHORT_ROWS, tokens=1)
     except Exception as error:  # any, as in a dry run of longer rows
         raise _refused(where, f"a forward that takes no rows of one token ({type(error).__name__}: {error})") from error
+
+
+def _axes(long: torch.Size, short: torch.Size, *, where: str) -> tuple[int, int]:
+    """Along which axes of hidden states rows and tokens lie: those whose sizes are the batch's in both dry runs.
+
+    Args:
+        long: Shape of the hidden states of one row of ``_TOKENS`` tokens.
+        short: Shape of those of ``_SHORT_ROWS`` rows of one token.
+        where: For the error.
+
+    Raises:
+        UnsupportedModelError: if it cannot be told.
+    """
+    sizes = list(zip(long, short, strict=False))
+    wanted = [(1, _SHORT_ROWS), (_TOKENS, 1)]
+    others = [pair for pair in sizes if pair not in wanted]
+    if len(long) != len(short) or len(sizes) != len(others) + 2 or any(first != second for first, second in others):
+        found = f"hidden states of shape {list(long)} for a row of {_TOKENS} tokens, {list(short)} for {_SHORT_ROWS} of one"
+        raise _refused(where, f"{found}: no axis of rows and one of tokens")
+    rows, tokens = (sizes.index(pair) for pair in wanted)
+    return rows, tokens
 
 
 def _asks_for_next_token(model: nn.Module, *, learns: bool) -> bool:

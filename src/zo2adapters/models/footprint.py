@@ -33,11 +33,14 @@ def expected_held_bytes(
     config = config.get_text_config()
     keys = tokens if keys is None else keys
     itemsize = _itemsize(config)
-    hidden = rows * tokens * config.hidden_size * itemsize
+    per_layer = _largest(config, "hidden_size_per_layer_input") * _largest(config, "num_hidden_layers")
+    hidden = rows * tokens * (_copies(config) * config.hidden_size + per_layer) * itemsize
     masks = rows * tokens * keys * _masks(config, keys, is_padded=is_padded)
-    if getattr(config, "rope_parameters", None) is None:
+    rope = getattr(config, "rope_parameters", None)
+    if rope is None:
         return int(hidden + masks + rows * tokens * POSITION_BYTES)
-    rotation = 2 * _head_size(config) * itemsize  # a cosine and a sine, which rows share unless they bring positions
+    tables = max(sum(isinstance(of_kind, dict) for of_kind in rope.values()), 1)  # a kind of layer may have one of its own
+    rotation = 2 * tables * _head_size(config) * itemsize  # cosines and sines, which rows share unless they bring positions
     return int(hidden + masks + (position_rows or 1) * tokens * (rotation + POSITION_BYTES))
 
 
@@ -53,7 +56,7 @@ def forward_bytes(config: PretrainedConfig, rows: int, tokens: int, *, loss_chun
     config = config.get_text_config()
     itemsize, hidden, positions = _itemsize(config), config.hidden_size, rows * tokens
     feed_forward = _largest(config, "intermediate_size") or _largest(config, "ffn_dim") or 4 * hidden
-    block = positions * (8 * hidden + 3 * feed_forward) * itemsize + positions * tokens * itemsize
+    block = positions * (4 * (1 + _copies(config)) * hidden + 3 * feed_forward) * itemsize + positions * tokens * itemsize
     logits = (positions if loss_chunk is None else min(positions, loss_chunk)) * config.vocab_size
     return int(max(block, logits * (itemsize + 4 * _LOGIT_COPIES)))
 
@@ -129,6 +132,11 @@ def _masks(config: PretrainedConfig, keys: int, *, is_padded: bool) -> int:
     if getattr(config, "_attn_implementation", None) == "eager":  # adds its mask to the scores, with or without padding
         return len(kinds) * _itemsize(config)
     return len(kinds if is_padded else windowed)
+
+
+def _copies(config: PretrainedConfig) -> int:
+    """How many vectors of the hidden size each token's hidden state is made of: Gemma 3n and DeepSeek-V4 have several."""
+    return _largest(config, "altup_num_inputs") or _largest(config, "hc_mult") or 1
 
 
 def _head_size(config: PretrainedConfig) -> int:

@@ -76,6 +76,9 @@ class HFHeadModel(HFBlockModel):
         summed = torch.stack([loss.double() * count for loss, count in zip(outputs, counts, strict=True)]).sum()
         return (summed / sum(counts)).to(outputs[0].dtype)
 
+    def _require_axes(self, hidden: torch.Tensor, ids: torch.Tensor) -> None:
+        """Accept any: these heads are given all hidden states, and no token's by itself."""
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Refuse to say what comes next.
 

@@ -39,13 +39,13 @@ from zo2adapters.models.prepared_batch import (
 )
 from zo2adapters.models.stacked_loss import stacked_losses, whole_losses
 from zo2adapters.models.stubs import CallRecorder, CutError, Stub
-from zo2core import Batch, Encoding, Moved, SavedForm, TensorReader
+from zo2core import Batch, Encoding, Moved, SavedForm, TensorReader, UnsupportedModelError
 
 
 class Activations(NamedTuple):
     """What goes from segment to segment."""
 
-    hidden: torch.Tensor  # (batch, tokens, hidden size)
+    hidden: torch.Tensor  # (rows, tokens, hidden size), or with more axes: ``HFBlockModel.by_token`` brings it in order
     calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]  # per layer: HF's other arguments (masks, positions, ...)
 
 
@@ -111,6 +111,7 @@ class HFBlockModel:
         self.loss_chunk = loss_chunk
         self.targets = targets
         self.longest_row = longest_row(skeleton)
+        self._axes = architecture.axes
         self._aliases = segment_aliases(skeleton, architecture)
         self._modules = dict(skeleton.named_modules())
         self._stored = {spec.name: spec.dtype for layout in self.layouts for spec in layout.parameters if not spec.frozen}
@@ -209,7 +210,7 @@ class HFBlockModel:
         """Run HF's norm and head on all streams, and its loss on each. See the contract."""
         options = {"loss_function": self._skeleton.loss_function, "vocab_size": self.config.get_text_config().vocab_size}
         if self.loss_chunk is not None:
-            return stacked_losses(activations.hidden, batches, self.loss_chunk, logits=self.logits, **options)
+            return stacked_losses(self.by_token(activations.hidden), batches, self.loss_chunk, logits=self.logits, **options)
         logits = partial(self._epilogue, activations.hidden, "logits")
         return whole_losses(batches, self.targets, logits, **options)
 
@@ -226,12 +227,13 @@ class HFBlockModel:
         with contextlib.suppress(CutError), self._casting():
             self._called(**inputs)
         assert recorder.hidden is not None, "HF's forward did not reach the last layer"
+        self._require_axes(recorder.hidden, inputs["input_ids"])
         return Activations(recorder.hidden, recorder.calls)
 
     def block(self, index: int, activations: Activations) -> Activations:
         """Run one layer with the arguments HF gave it."""
         args, kwargs = activations.calls[index]
-        tell_shape(self._beside, activations.hidden)
+        tell_shape(self._beside, self.by_token(activations.hidden))
         with self._casting():
             out = self._layers[index](activations.hidden, *args, **kwargs)
         return activations._replace(hidden=out[0] if isinstance(out, (tuple, list)) else out)
@@ -242,7 +244,7 @@ class HFBlockModel:
             with branches_of(batch):
                 return self._epilogue(activations.hidden, "loss", **batch)
         return chunked_loss(
-            activations.hidden,
+            self.by_token(activations.hidden),
             batch["labels"],
             predictions(batch),
             self.loss_chunk,
@@ -251,17 +253,28 @@ class HFBlockModel:
             vocab_size=self.config.get_text_config().vocab_size,
         )
 
+    def by_token(self, hidden: torch.Tensor) -> torch.Tensor:
+        """View hidden states as (rows, tokens, ...). The axes behind are the hidden size, and what else a model has."""
+        return hidden.movedim(self._axes, (0, 1))
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run HF's norm and head on final hidden states, (n, hidden size); returns (n, vocabulary)."""
+        """Run HF's norm and head on final hidden states of single tokens.
+
+        Args:
+            hidden: (n, ...), taken from what ``by_token`` returns.
+
+        Returns:
+            (n, vocabulary).
+        """
         # Each is a row of one token: there may be more of them than the model has positions.
         ids = torch.zeros(len(hidden), 1, dtype=torch.int64, device=hidden.device)
         with self._stand_in_branches:
-            return self._epilogue(hidden[:, None], "logits", input_ids=ids)[:, 0]
+            return self._epilogue(hidden[:, None].movedim((0, 1), self._axes), "logits", input_ids=ids)[:, 0]
 
     def epilogue(self, final: torch.Tensor, **inputs: Any) -> Any:
         """Run HF's forward with these arguments from the last layer's output on; returns what it returns."""
         self._recorder.final = final
-        tell_shape(self._beside, final)
+        tell_shape(self._beside, self.by_token(final))
         try:
             with self._casting():
                 return self._called(**inputs)
@@ -270,6 +283,21 @@ class HFBlockModel:
 
     def _epilogue(self, final: torch.Tensor, wanted: str, **inputs: torch.Tensor) -> torch.Tensor:
         return cast("torch.Tensor", getattr(self.epilogue(final, **inputs, use_cache=False), wanted))
+
+    def _require_axes(self, hidden: torch.Tensor, ids: torch.Tensor) -> None:
+        """Refuse hidden states whose rows and tokens are not where the architecture says.
+
+        Raises:
+            UnsupportedModelError: naming the model type.
+        """
+        if hidden.dim() > max(self._axes) and tuple(hidden.shape[axis] for axis in self._axes) == tuple(ids.shape):
+            return
+        raise UnsupportedModelError(
+            f"model type {self.config.model_type}",
+            found=f"hidden states of shape {list(hidden.shape)} for {ids.shape[0]} rows of {ids.shape[1]} tokens",
+            expected=f"rows along axis {self._axes[0]} and tokens along axis {self._axes[1]}, as the architecture says",
+            remedy="declare these axes as `axes` of the Architecture",
+        )
 
     def _casting(self) -> contextlib.AbstractContextManager[object]:
         """Autocast, where the forward computes in another dtype than is stored. Weights have been cast before."""

@@ -105,7 +105,7 @@ class NextToken:
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
         """Logits after each row's last token: (rows, vocabulary), float32."""
-        return self._model.logits(activations.hidden[:, -1]).float()
+        return self._model.logits(self._model.by_token(activations.hidden)[:, -1]).float()
 
 
 def generate(

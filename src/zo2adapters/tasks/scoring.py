@@ -57,10 +57,11 @@ class LogLikelihood:
         targets = batch["labels"][:, 1:]
         rows, columns = predictions(batch)
         chunk = self._model.loss_chunk or len(rows)
+        hidden = self._model.by_token(activations.hidden)
         sums = torch.zeros(len(targets), dtype=torch.float64, device=targets.device)
         for start in range(0, len(rows), chunk):
             at = rows[start : start + chunk], columns[start : start + chunk]
-            logits = self._model.logits(activations.hidden[at]).float()
+            logits = self._model.logits(hidden[at]).float()
             log_probabilities = logits.log_softmax(dim=-1).gather(1, targets[at][:, None])[:, 0]
             sums.index_add_(0, at[0], log_probabilities.double())
         return sums

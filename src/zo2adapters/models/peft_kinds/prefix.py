@@ -157,5 +157,11 @@ def _real_keys_and_values(base: HFBlockModel, config: Any, shape: torch.Size, se
                 )
             columns.append(states[0].transpose(0, 1).reshape(tokens, -1).float())
     table = torch.cat(columns, dim=1)
-    assert table.shape == shape, "peft has as many layers in its table"
+    if table.shape != shape:  # layers that attend to the keys of another one have none of their own
+        raise UnsupportedModelError(
+            f"model type {base.config.model_type}",
+            found=f"keys and values of {len(layers)} layers, {table.shape[1]} numbers for a token",
+            expected=f"those of every layer, {shape[1]} numbers, as peft's table has them",
+            remedy='leave first values to peft: init_weights="zero", or train LoRA',
+        )
     return table

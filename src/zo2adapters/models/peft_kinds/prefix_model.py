@@ -96,11 +96,11 @@ class PrefixBlockModel(PeftBlockModel):
     def block(self, index: int, activations: Activations) -> Activations:
         """Run one layer with the arguments HF gave it, and a cache of this call alone."""
         calls = list(activations.calls)
-        calls[index] = _with_cache(calls[index], index, len(activations.hidden))
+        calls[index] = _with_cache(calls[index], index, len(self.by_token(activations.hidden)))
         return activations._replace(hidden=super().block(index, activations._replace(calls=calls)).hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run HF's norm and head on final hidden states, (n, hidden size); returns (n, vocabulary)."""
+        """Run HF's norm and head on final hidden states of single tokens. See there."""
         with self._without_prefix():
             return super().logits(hidden)
 
