@@ -77,7 +77,7 @@ def read_run(directory: Path) -> Run:
         raw = read_regular(directory / METRICS)
     except OSError:  # speed and memory are lost then, and nothing else
         raw = b""
-    rows = [dict(row) for row in align_rows(raw, journal.updates).rows]
+    rows = [dict(row) for row in align_rows(raw, journal).rows]
     steps, evaluations = [row for row in rows if "loss" in row], [row for row in rows if "evaluation_loss" in row]
     return Run(directory.name or str(directory), options, journal.updates, steps, evaluations)
 

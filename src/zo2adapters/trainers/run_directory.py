@@ -154,7 +154,7 @@ class RunDirectory:
             raw = b""
         except OSError:  # a pipe, say: nothing to read, and nothing to write into
             raw = None
-        aligned = align_rows(raw or b"", journal.updates)
+        aligned = align_rows(raw or b"", journal)
         journal.require_version(aligned.steps_seen, METRICS)
         text = "".join(json.dumps(row) + "\n" for row in aligned.rows)
         if text.encode() != raw:
