@@ -11,7 +11,7 @@ from zo2adapters.ranges import shown
 from zo2adapters.tasks.regular_file import read_regular, require_regular
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.provenance import rescheduled
-from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, missing_directories, remove_files, require_new
+from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, checksums_at, missing_directories, remove_files, require_new
 from zo2core import Journal, OptionError, branch_journal, new_directory
 
 
@@ -69,7 +69,8 @@ def _branch(parent: Path, step: int, options: TrainOptions) -> None:
                 estimator=estimator.options,
                 provenance=None if told is None else rescheduled(told, options),
             )
-            record = {**json.loads(read_regular(parent / OPTIONS)), "options": options.to_json()}
+            record = json.loads(read_regular(parent / OPTIONS))
+            record |= {"options": options.to_json(), "checksums": checksums_at(options, record)}
             (partial / OPTIONS).write_text(json.dumps(record, indent=2) + "\n")
     finally:
         journal.close()

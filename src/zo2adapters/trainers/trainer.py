@@ -28,9 +28,9 @@ from zo2adapters.trainers.lessons import PreferenceLesson, Rows, lesson_of, read
 from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.metrics import progress, step_record
 from zo2adapters.trainers.options import Execution, TrainOptions
-from zo2adapters.trainers.provenance import provenance
+from zo2adapters.trainers.provenance import provenance, require_same_files
 from zo2adapters.trainers.remarks import remarks, storage
-from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, header_of, require_new
 from zo2adapters.trainers.run_engine import build_engine, replayer, reserved_bytes
 from zo2adapters.trainers.sharing import device_kinds, is_first, require_same_steps, settled_alike
 from zo2core import (
@@ -81,6 +81,8 @@ class Trainer:
         self._quiet, self._resumed, self._workers = quiet, resume, workers
         self._watch = Watch()
         execution = Execution() if execution is None else execution
+        if resume:
+            require_same_files(options, header_of(options.output / JOURNAL))
         directory = resolve_directory(options.model)
         model, options = settled_alike(options, workers, lambda options: _opened(directory, options))
         self._model, self.options = model, options
@@ -118,6 +120,8 @@ class Trainer:
         self._activations, least = activations, least = reserved_bytes(options, model, longest, sequences)
         self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
+            if resume:
+                self._run.require_same_base(options, model)
             if isinstance(self._lesson, PreferenceLesson):
                 rows = self._rows_to_come()
                 with replayer(options, model, activations, workers) as base:
