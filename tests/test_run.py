@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_lines import refusal, run_here
 from models import WORDS, save_tokenizer
 from runs import small_run
 from safetensors.torch import load_file, save_file
@@ -259,3 +260,51 @@ def test_exporting_a_step_that_was_not_taken_is_refused(options: TrainOptions, c
     with pytest.raises(SystemExit):
         main(["export", "--run", str(options.output), "--at", "3", "--output", "unused"])
     assert "--at: found 3; expected 0 to 2, the steps of the run" in capsys.readouterr().err
+
+
+@pytest.fixture
+def moved(options: TrainOptions) -> TrainOptions:
+    """A run that was interrupted, whose base and rows then moved to ``elsewhere``."""
+    place = options.output.parent
+    rows = options.data.read_bytes()
+    (place / "evaluation.jsonl").write_bytes(rows)
+    interrupt_after(replace(options, evaluation=place / "evaluation.jsonl"), 3)
+    (place / "elsewhere").mkdir()
+    for name in ("base", "rows.jsonl", "evaluation.jsonl"):
+        (place / name).rename(place / "elsewhere" / name)
+    return options
+
+
+def test_a_run_whose_files_moved_goes_on_with_their_new_paths(moved: TrainOptions, tmp_path: Path) -> None:
+    new = tmp_path / "elsewhere"
+    paths = ["--model", new / "base", "--data", new / "rows.jsonl", "--evaluation", new / "evaluation.jsonl"]
+    assert "--data" in refusal("train", "--resume", moved.output, *paths[:2]).replace(str(moved.data), "--data")
+    branched = run_here("train", "--resume", moved.output, *paths, "--from-step", 2, "--output", tmp_path / "branch")
+    ended = run_here("train", "--resume", moved.output, *paths)
+    assert (branched.status, ended.status) == (0, 0), (branched, ended)
+    record = json.loads((moved.output / "options.json").read_text())
+    assert record["options"]["data"] == str(new / "rows.jsonl")
+    assert set(record["checksums"]) == {str(new / "rows.jsonl"), str(new / "evaluation.jsonl")}
+    assert run_here("train", "--resume", moved.output).status == 0  # the new paths were written down
+    assert run_here("export", "--run", moved.output, "--output", tmp_path / "exported").status == 0
+    for name in ("base", "rows.jsonl"):
+        (new / name).rename(tmp_path / name)
+    expected = replace(moved, output=tmp_path / "undisturbed", evaluation=tmp_path / "rows.jsonl")
+    finish(expected)
+    for run in (moved.output, tmp_path / "branch"):
+        assert outcome(run)["weights"] == outcome(expected.output)["weights"]
+
+
+def test_other_files_than_those_that_moved_are_refused_by_name(moved: TrainOptions, tmp_path: Path) -> None:
+    new = tmp_path / "elsewhere"
+    paths = {"model": new / "base", "data": new / "rows.jsonl", "evaluation": new / "evaluation.jsonl"}
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "the cat sat"}) + "\n")
+    save_file({key: value + 1 for key, value in load_file(new / "base" / "model.safetensors").items()}, tmp_path / "changed")
+    shutil.copytree(new / "base", tmp_path / "other")
+    shutil.copy(tmp_path / "changed", tmp_path / "other" / "model.safetensors")
+    before = (moved.output / "options.json").read_bytes()
+    for option, path in (("data", "other.jsonl"), ("evaluation", "other.jsonl"), ("model", "other")):
+        given = {**paths, option: tmp_path / path}
+        line = refusal("train", "--resume", moved.output, *[part for name in given for part in (f"--{name}", given[name])])
+        assert ("--model: found" if option == "model" else f"zo2: {tmp_path / path}: found another") in line
+    assert (moved.output / "options.json").read_bytes() == before

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.ranges import shown
 from zo2adapters.trainers.options import CarriedName, DtypeName, HeadName, PrecisionName
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
@@ -114,7 +115,6 @@ class AtStep:
             precision=precision,
             carried=options.carried,
             journal=self.run_directory / JOURNAL,
-            run_directory=None,
         )
 
     def base(self) -> Path:
@@ -170,9 +170,7 @@ class AtStep:
             JournalError: if there is no journal, or it does not fit the base.
             OptionError: if the run has no such step.
         """
-        journal = None if self.journal is None else Journal(self.journal)
-        if journal is not None and journal.header is None:
-            raise JournalError(self.journal, found="no journal", expected="a run's journal.jsonl", remedy="check the path")
+        journal = None if self.journal is None else read_journal(self.journal, run=self.run_directory, step=self.at)
         taken = 0 if journal is None else len(journal.updates)
         if self.at is not None and not 0 <= self.at <= taken:
             steps = f"0 to {taken}, the steps of the run" if self.journal else "none without --run or --journal"

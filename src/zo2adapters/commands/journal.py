@@ -8,9 +8,9 @@ from pathlib import Path
 
 import tyro
 
+from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2core import Journal, JournalError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,8 @@ class ShowJournal:
         """Print header and steps."""
         if self.last is not None:
             require_at_least("last", self.last, 1)
-        path = self.run_directory / JOURNAL
-        journal = Journal(path)
-        if journal.header is None:
-            raise JournalError(path, found="no journal", expected="a run's directory", remedy="check the path")
+        journal = read_journal(self.run_directory / JOURNAL)
+        assert journal.header is not None, "it was read"
         for key, value in journal.header.items():
             print(f"{key:12s} {json.dumps(value)}")
         updates = journal.updates if self.last is None else journal.updates[-self.last :]

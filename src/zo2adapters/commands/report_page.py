@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from zo2adapters.commands.run_journal import metrics_of, read_journal
 from zo2adapters.trainers.metrics import align_rows
-from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS
-from zo2core import Journal, JournalError, Lane, MissingPackageError, OptionError, Update, is_refused, read_regular, reason
+from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS
+from zo2core import JournalError, Lane, MissingPackageError, OptionError, Update, is_refused, read_regular, reason
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,9 +58,8 @@ def read_run(directory: Path) -> Run:
         JournalError: if it holds no run, or its journal is damaged.
         OptionError: if its options cannot be read.
     """
-    journal = Journal(directory / JOURNAL)
-    journal.close()
-    if journal.header is None or not journal.updates:
+    journal = read_journal(directory / JOURNAL, run=directory)
+    if not journal.updates:
         raise JournalError(
             directory / JOURNAL, found="no step", expected="the journal of a run", remedy="name a run's directory"
         )
@@ -71,11 +71,7 @@ def read_run(directory: Path) -> Run:
         raise OptionError(
             str(directory / OPTIONS), found=found[:200], expected="a run's options", remedy="restore the file from a copy"
         ) from error
-    try:
-        raw = read_regular(directory / METRICS)
-    except OSError:  # speed and memory are lost then, and nothing else
-        raw = b""
-    rows = [dict(row) for row in align_rows(raw, journal.updates).rows]
+    rows = [dict(row) for row in align_rows(metrics_of(directory), journal).rows]
     steps, evaluations = [row for row in rows if "loss" in row], [row for row in rows if "evaluation_loss" in row]
     return Run(directory.name or str(directory), options, journal.updates, steps, evaluations)
 

@@ -12,14 +12,18 @@ from typing import Any, ClassVar
 
 from zo2adapters.trainers.allocator import keep_freed_memory, keeps_memory
 from zo2adapters.trainers.branching import branched_run
-from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
-from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory
+from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions, function_file
+from zo2adapters.trainers.provenance import distrust
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory, header_of
 from zo2adapters.trainers.sharing import Sharing, directory_to_resume, holds_run, is_first, own_directory, own_rank
 from zo2core import OptionError, Workers
 
 # What a resumed run may be told anew. No bit of the result depends on where weights are kept, except by the device.
 _ANEW = ("steps", "schedule_steps", "storage.", "keep_best", "report_to")
 _FIXED = ("storage.device",)
+
+_PATHS = ("model", "data", "evaluation", "architecture", "adapter")  # may be elsewhere; their digests stay the same
+_NOT_NAMED = ""  # as objective: the run has a function of the user's own, which the command line has to name again
 
 _BESIDE = ("optimization.rank", "optimization.period", "optimization.stack")  # one kind of directions a run
 
@@ -60,7 +64,8 @@ class Train(RunOptions):
     of a host beside its first have one beside it, DIR.worker-1 and so on."""
     resume: Path | None = None
     """Directory of a run to go on with, exactly as if it had not been interrupted. Beside it may be given what no bit
-    depends on (memory, write-backs, --trace, --scheduler), and more --steps if lr is constant."""
+    depends on (memory, write-backs, --trace, --scheduler), more --steps if lr is constant, and with --model, --data and the
+    like the new paths of files that were moved."""
     from_step: int | None = None
     """Step of the run named by --resume to branch from: --output gets a new run, which begins with the steps before it.
     Steps are undone in this way. --steps, --lr and the like may be given anew."""
@@ -82,6 +87,8 @@ class Train(RunOptions):
             return None
         options = RunDirectory.options(directory_to_resume(resume))
         shared = {option.name: getattr(options, option.name) for option in fields(RunOptions)}
+        if _distrust(resume, options) is not None:
+            shared["objective"] = _NOT_NAMED
         output = resume if self.from_step is None else None
         return Train(model=options.model, data=options.data, output=output, resume=resume, **shared)
 
@@ -95,7 +102,7 @@ class Train(RunOptions):
             return self._branched()
         if self.resume is not None:
             begun = RunDirectory.options(directory_to_resume(self.resume))
-            return self._resumed(replace(begun, output=self.resume))
+            return self._resumed(self._at_told_paths(replace(begun, output=self.resume)))
         if self.model is None or self.data is None or self.output is None:
             missing = [name for name in ("model", "data", "output") if getattr(self, name) is None]
             raise OptionError(
@@ -117,6 +124,29 @@ class Train(RunOptions):
             begun.with_steps(self.steps), storage=self.storage, keep_best=self.keep_best, report_to=self.report_to
         )
 
+    def _at_told_paths(self, begun: TrainOptions) -> TrainOptions:
+        """The options of a run, with its files at the paths that this command names.
+
+        Whether they are the same files is seen where they are read: the run has digests of all of them.
+
+        Raises:
+            OptionError: if the run names code that its journal does not vouch for, and this command does not name it.
+        """
+        assert self.resume is not None
+        distrusted = _distrust(self.resume, begun)
+        if distrusted is not None and self.objective in (_NOT_NAMED, RunOptions().objective):
+            raise OptionError(
+                "objective",
+                found=f"{begun.objective}, which the run names: {distrusted}",
+                expected="the file to be named again, since its code is run",
+                remedy="read the file, and pass --objective FILE.py:function if you trust it",
+            )
+        paths = {name: getattr(self, name) for name in _PATHS if None not in (getattr(begun, name), getattr(self, name))}
+        own, then = function_file(self.objective), function_file(begun.objective)
+        if own is not None and then is not None:
+            paths["objective"] = f"{own}:{begun.objective.rpartition(':')[2]}"
+        return replace(begun, **paths)
+
     def _branched(self) -> TrainOptions:
         """The options of a new run that begins with steps of another one.
 
@@ -126,7 +156,7 @@ class Train(RunOptions):
             raise OptionError(
                 "from_step", found="no run", expected="--resume DIR beside it", remedy="name the run to branch from"
             )
-        begun = RunDirectory.options(self.resume)
+        begun = self._at_told_paths(RunDirectory.options(self.resume))
         if self.output is None:
             raise OptionError("output", found="nothing", expected="a directory for the new run", remedy="name a new one")
         own = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
@@ -186,6 +216,13 @@ class Train(RunOptions):
                 if said is not None:
                     print(said, file=sys.stderr)
         print(f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: {options.output / JOURNAL}")
+
+
+def _distrust(resume: Path, options: TrainOptions) -> str | None:
+    """Why the run's own function is to be named again; None if it is not."""
+    if function_file(options.objective) is None:
+        return None
+    return distrust(replace(options, output=resume), header_of(directory_to_resume(resume) / JOURNAL))
 
 
 def _own_run(options: TrainOptions) -> tuple[TrainOptions, bool]:

@@ -21,6 +21,7 @@ from zo2adapters.models.companions import (
     SUFFIXES,
     companion_files,
     portable_companions,
+    refuse_hub_kernels,
     remote_code_note,
     without_remote_code,
 )
@@ -241,6 +242,7 @@ def _read_config(directory: Path) -> tuple[PretrainedConfig, Quantization | None
             expected="a causal language model that transformers itself knows",
             remedy="use a checkpoint of a known architecture; remote code is never run",
         ) from error
+    refuse_hub_kernels(config, directory / "config.json")
     quantization = getattr(config, "quantization_config", None)
     if quantization is None:
         return config, None

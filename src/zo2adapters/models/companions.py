@@ -12,7 +12,9 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from zo2core import CheckpointError, open_regular, reason
+from transformers import PretrainedConfig
+
+from zo2core import CheckpointError, UnsupportedModelError, open_regular, reason
 
 SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})  # what a model directory holds besides the weights
 
@@ -69,6 +71,30 @@ def without_remote_code(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_remote_code(inner) for key, inner in value.items() if key != _REMOTE_CODE}
     return [without_remote_code(inner) for inner in value] if isinstance(value, list) else value
+
+
+def refuse_hub_kernels(config: PretrainedConfig, path: Path) -> None:
+    """Refuse a config that names a repository of the hub whose code transformers would download and import as attention.
+
+    Args:
+        config: As transformers has read it; the configs in it are looked at, too.
+        path: Of its file, for the error.
+
+    Raises:
+        UnsupportedModelError: naming the repository.
+    """
+    named = getattr(config, "_attn_implementation", None)
+    if isinstance(named, str) and "/" in named:
+        raise UnsupportedModelError(
+            path,
+            found=f"{named[:80]!r} as attn_implementation, code from the hub",
+            expected="an implementation of transformers itself, such as 'sdpa', or none",
+            remedy="remove the entry from the file; remote code is never run",
+        )
+    for name in getattr(config, "sub_configs", ()):
+        inner = getattr(config, name, None)
+        if inner is not None:
+            refuse_hub_kernels(inner, path)
 
 
 def remote_code_note(names: list[str]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from zo2adapters.ranges import shown
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.provenance import rescheduled
-from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, missing_directories, remove_files, require_new
+from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, checksums_at, missing_directories, remove_files, require_new
 from zo2core import Journal, OptionError, branch_journal, new_directory, read_regular, replace_file
 
 
@@ -67,7 +67,8 @@ def _branch(parent: Path, step: int, options: TrainOptions) -> None:
                 estimator=estimator.options,
                 provenance=None if told is None else rescheduled(told, options),
             )
-            record = {**json.loads(read_regular(parent / OPTIONS)), "options": options.to_json()}
+            record = json.loads(read_regular(parent / OPTIONS))
+            record |= {"options": options.to_json(), "checksums": checksums_at(options, record)}
             replace_file(partial / OPTIONS, (json.dumps(record, indent=2) + "\n").encode())
     finally:
         journal.close()

@@ -1,7 +1,8 @@
 """The rows of ``metrics.jsonl``, brought in line with the journal.
 
-The file is for people and plots, and has no checksums; the journal knows all of it but speed and memory. So nothing in it
-can block a run: what is damaged is made up from the journal. It tells one thing that the journal cannot know: a row is
+The file is for people and plots, and has no checksums; the journal knows all of it but speed and memory, the results of
+evaluations among it. So nothing in it can block a run, and nothing in it decides which step is exported: what is damaged is
+made up from the journal. It tells one thing that the journal cannot know: a row is
 written once its step is durable, so rows of steps that the journal lacks mean that the journal has lost them.
 """
 
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from zo2adapters.trainers.allocator import peak_memory
-from zo2core import Batch, StepResult, Update
+from zo2adapters.trainers.evaluations import Results, row_of_evaluation
+from zo2core import Batch, Journal, StepResult, Update
 
 Row = Mapping[str, Any]
 
@@ -27,16 +29,21 @@ class MetricsRows(NamedTuple):
     steps_seen: int  # the journal had so many steps when the last row was written
 
 
-def align_rows(raw: bytes, updates: Sequence[Update]) -> MetricsRows:
+def align_rows(raw: bytes, journal: Journal) -> MetricsRows:
     """Keep the rows that agree with the journal, and make up those that are lost or damaged.
+
+    Rows of evaluations that the journal lacks are kept as they are: journals of earlier versions have none.
 
     Args:
         raw: The file's bytes.
-        updates: Of the journal.
+        journal: Of the run.
     """
+    updates = journal.updates
     rows = [row for row in map(_parsed, raw.split(b"\n")) if row is not None]
     steps = [row for row in rows if "loss" in row]
     evaluations = {row["step"]: row for row in rows if "loss" not in row and row["step"] <= len(updates)}
+    for step, results in journal.evaluations.items():
+        _align_evaluation(evaluations, step, results)
     kept = {row["step"]: row for row in steps if row["step"] < len(updates) and _agrees(row, updates[row["step"]])}
     aligned: list[Row] = []
     for step in range(len(updates) + 1):
@@ -55,6 +62,15 @@ def row_of(update: Update) -> dict[str, Any]:
         "projected_grads": list(update.projected_grads),
         "lr": update.lr,
     }
+
+
+def _align_evaluation(rows: dict[int, Row], step: int, results: Results) -> None:
+    """Put what the journal says of an evaluation in the place of a row that says something else."""
+    known = row_of_evaluation(step, results)
+    if not math.isfinite(results.get("loss", math.nan)):
+        rows.pop(step, None)
+    elif step not in rows or any(rows[step].get(key) != value for key, value in known.items()):
+        rows[step] = known
 
 
 def _steps_seen(steps: Sequence[Row], updates: Sequence[Update], kept: Mapping[int, Row]) -> int:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from zo2adapters.trainers.options import TrainOptions, function_file
-from zo2core import DataError, open_regular, reason
+from zo2core import DataError, OptionError, open_regular, reason
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -76,6 +76,64 @@ def provenance(
         "device": devices,
         "schedule": _schedule(options),
     }
+
+
+def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) -> None:
+    """Refuse other files than those that a run was begun with, before anything in them is read or imported.
+
+    Args:
+        options: Of the run that goes on. Looked at are the files of a function of the user's own and of an architecture.
+        header: Of the run's journal; None: it has none yet, and nothing is compared.
+
+    Raises:
+        OptionError: naming the option.
+        DataError: if a file cannot be read.
+    """
+    told = {} if header is None else header.get("provenance", {})
+    for option, path in (("objective", function_file(options.objective)), ("architecture", options.architecture)):
+        then = told.get(f"{option} sha256")
+        if path is not None and told and file_sha256(path) != then:
+            raise OptionError(
+                option,
+                found=f"{path}, with sha256 {file_sha256(path)[:12]}",
+                expected=f"sha256 {str(then)[:12]}, as in the run's journal",
+                remedy="name the file that the run was begun with, or begin a new run",
+            )
+    function = options.objective.rpartition(":")[2]
+    if function_file(options.objective) is not None and told and function != told.get("objective"):
+        raise OptionError(
+            "objective",
+            found=f"the function {function}",
+            expected=f"{told.get('objective')}, as in the run's journal",
+            remedy="name the function that the run was begun with, or begin a new run",
+        )
+
+
+def distrust(options: TrainOptions, header: Mapping[str, Any] | None) -> str | None:
+    """Why the file of a run's own function is not imported on the word of the run's directory alone.
+
+    Args:
+        options: Of the run, as its directory has them.
+        header: Of its journal, if it has one.
+
+    Returns:
+        What is wrong with the file, in words; None if it is where the run was begun with it, and has the digest that the
+        journal keeps, or if the run has no such function.
+    """
+    path = function_file(options.objective)
+    if path is None:
+        return None
+    digest = {} if header is None else header.get("provenance", {})
+    if not path.is_absolute():
+        return "a path that depends on where the command is given"
+    if path.resolve().is_relative_to(options.output.resolve()):
+        return "a file in the run's own directory, which was empty when the run began"
+    if "objective sha256" not in digest:
+        return "a file of which the journal has no digest"
+    try:
+        return None if file_sha256(path) == digest["objective sha256"] else "a file with another digest than in the journal"
+    except DataError as error:
+        return f"a file that cannot be read ({error.found})"
 
 
 def rescheduled(provenance: Mapping[str, Any], options: TrainOptions) -> dict[str, Any]:

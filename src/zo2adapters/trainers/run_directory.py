@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
@@ -24,6 +24,7 @@ from zo2adapters.trainers.metrics import Row, align_rows
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.provenance import file_sha256
 from zo2core import (
+    BlockModel,
     DataError,
     Journal,
     OptionError,
@@ -85,13 +86,14 @@ class RunDirectory:
             if resume:
                 with _refusing_damage(self.path):
                     record = json.loads(read_regular(self.path / OPTIONS))
-                    checksums_then, tokens_then = dict(record["checksums"]), dict(record["tokens"])
+                    checksums_then, tokens_then = checksums_at(options, record), dict(record["tokens"])
                 _require_same_data(checksums, checksums_then)
                 _require_same_tokens(options.model, dict(tokens), tokens_then)
                 self._record = record
             else:
                 self._record = {"options": options.to_json(), "checksums": checksums, "tokens": dict(tokens)}
                 self._write_record()
+            self._checksums = checksums
         except BaseException:
             if resume:
                 self.close()
@@ -109,6 +111,28 @@ class RunDirectory:
         with _refusing_damage(path):
             values = json.loads(read_regular(path / OPTIONS))
             return TrainOptions.from_json(values["options"], path)
+
+    def require_same_base(self, options: TrainOptions, model: BlockModel) -> None:
+        """Refuse another base, or adapter, at a path that a resumed run was told anew.
+
+        Args:
+            options: Of the run that goes on.
+            model: Opened as they say.
+
+        Raises:
+            OptionError: naming the option.
+        """
+        before, now = self._record["options"], options.to_json()
+        moved = [option for option in ("model", "adapter") if now[option] != before.get(option)]
+        header = header_of(self.path / JOURNAL) if moved else None
+        then = "none, since it took no step" if header is None else str(header.get("base"))[:12]
+        if moved and then != model.weights.fingerprint[:12]:
+            raise OptionError(
+                moved[0],
+                found=f"{now[moved[0]]}, which has the fingerprint {model.weights.fingerprint[:12]}",
+                expected=f"the fingerprint in the run's journal ({then})",
+                remedy="name the directory to which the one that the run was begun with was moved, or begin a new run",
+            )
 
     def keep(self, options: TrainOptions) -> None:
         """Take down what a resumed run was told anew, so that the next one goes on with it.
@@ -129,7 +153,7 @@ class RunDirectory:
                 model.rename(self.path / f"{MODEL}-{before['steps']}{best}")
             except OSError as error:
                 raise _unwritable(model, error) from error
-        self._record = {**self._record, "options": now}
+        self._record = {**self._record, "options": now, "checksums": self._checksums}
         self._write_record()
 
     def _write_record(self) -> None:
@@ -152,7 +176,7 @@ class RunDirectory:
             raw = b""
         except OSError:  # a pipe, say: nothing to read, and nothing to write into
             raw = None
-        aligned = align_rows(raw or b"", journal.updates)
+        aligned = align_rows(raw or b"", journal)
         journal.require_version(aligned.steps_seen, METRICS)
         text = "".join(json.dumps(row) + "\n" for row in aligned.rows)
         if text.encode() != raw or path.is_symlink():  # a link is replaced: rows are not written into whatever it leads to
@@ -175,6 +199,28 @@ class RunDirectory:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def header_of(journal: Path) -> Mapping[str, Any] | None:
+    """The header of a journal; None if it was not begun.
+
+    Raises:
+        JournalError: if it cannot be read.
+    """
+    with contextlib.closing(Journal(journal)) as opened:
+        return opened.header
+
+
+def checksums_at(options: TrainOptions, record: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's checksums of its data files, by the paths where options say that the files are now.
+
+    Args:
+        options: Of the run that goes on.
+        record: What the run's ``options.json`` holds.
+    """
+    now, then = options.to_json(), record["options"]
+    roles = [role for role in ("data", "evaluation") if now[role] is not None]
+    return {now[role]: record["checksums"].get(then[role]) for role in roles}
 
 
 def require_new(path: Path) -> None:
@@ -240,7 +286,7 @@ def _damaged(path: Path, found: str) -> OptionError:
     )
 
 
-def _require_same_data(now: dict[str, str], then: dict[str, str]) -> None:
+def _require_same_data(now: dict[str, str], then: dict[str, Any]) -> None:
     for path, checksum in now.items():
         if then.get(path) != checksum:
             raise DataError(

@@ -11,7 +11,7 @@ from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.sharing import local_device, own_trace
-from zo2core import MemoryPolicy, Replayer, Workers, WriteBackPolicy, ZOEngine, ZOEstimator, parse_size
+from zo2core import Journal, MemoryPolicy, Replayer, Workers, WriteBackPolicy, ZOEngine, ZOEstimator, parse_size
 
 
 def reserved_bytes(options: TrainOptions, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
@@ -38,14 +38,22 @@ def reserved_bytes(options: TrainOptions, model: HFBlockModel, longest: int, seq
     return reserved, least_activation_bytes(config, rows, longest, micro_rows=micro_rows, loss_chunk=chunk) + beside
 
 
-def base_replayer(options: TrainOptions, model: HFBlockModel, activations: int, workers: Workers | None) -> Replayer:
-    """The base's weights, to look at before a run begins. It is closed before the engine is built: both use the model.
+def replayer(
+    options: TrainOptions,
+    model: HFBlockModel,
+    activations: int,
+    workers: Workers | None,
+    *,
+    journal: Journal | None = None,
+) -> Replayer:
+    """The weights of a step, to look at while the run's engine is not open: both use the model.
 
     Args:
         options: The run's.
         model: Opened as they say.
         activations: Bytes that activations may take.
         workers: Others that look at the same rows.
+        journal: The run's, up to the step; None is the base.
 
     Raises:
         ZO2Error: of the kind that fits.
@@ -53,6 +61,7 @@ def base_replayer(options: TrainOptions, model: HFBlockModel, activations: int, 
     storage = options.storage
     return Replayer(
         model,
+        journal,
         micro_batch_size=options.batching.micro_batch_size,
         device=local_device(storage.device, workers),
         memory=MemoryPolicy(host=storage.memory, device=storage.device_memory, activations=activations),

@@ -6,7 +6,6 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 from itertools import chain, islice
@@ -22,23 +21,23 @@ from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.base_check import verify_with_progress
+from zo2adapters.trainers.evaluations import best_step, due_steps, is_due, losses_of, row_of_evaluation, shown_steps, told
 from zo2adapters.trainers.finite_base import require_finite_base
 from zo2adapters.trainers.health import Watch, diverged, ruined
 from zo2adapters.trainers.lessons import PreferenceLesson, Rows, lesson_of, read_rows
 from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.metrics import progress, step_record
 from zo2adapters.trainers.options import Execution, TrainOptions
-from zo2adapters.trainers.provenance import provenance
+from zo2adapters.trainers.provenance import provenance, require_same_files
 from zo2adapters.trainers.remarks import remarks, storage
-from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
-from zo2adapters.trainers.run_engine import base_replayer, build_engine, reserved_bytes
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, header_of, require_new
+from zo2adapters.trainers.run_engine import build_engine, replayer, reserved_bytes
 from zo2adapters.trainers.sharing import device_kinds, is_first, require_same_steps, settled_alike
 from zo2core import (
     CheckpointError,
     DivergenceError,
     Journal,
     JournalError,
-    MemoryPolicy,
     NonFiniteLossError,
     OptionError,
     OutputError,
@@ -83,6 +82,8 @@ class Trainer:
         self._quiet, self._resumed, self._workers = quiet, resume, workers
         self._watch = Watch()
         execution = Execution() if execution is None else execution
+        if resume:
+            require_same_files(options, header_of(options.output / JOURNAL))
         directory = resolve_directory(options.model)
         model, options = settled_alike(options, workers, lambda options: _opened(directory, options))
         self._model, self.options = model, options
@@ -117,12 +118,14 @@ class Trainer:
                 remedy="name other rows",
             )
         longest, sequences = max(rows.longest for rows in read), max(rows.most_sequences for rows in read)
-        activations, least = reserved_bytes(options, model, longest, sequences)
+        self._activations, least = activations, least = reserved_bytes(options, model, longest, sequences)
         self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
+            if resume:
+                self._run.require_same_base(options, model)
             if isinstance(self._lesson, PreferenceLesson):
                 rows = self._rows_to_come()
-                with base_replayer(options, model, activations, workers) as base:
+                with replayer(options, model, activations, workers) as base:
                     self._lesson.look_at_base(base, rows)
             self._layouts = model.layouts
             decides = provenance(
@@ -229,9 +232,10 @@ class Trainer:
         batches = training_batches(
             self._data, batch_size=options.batching.batch_size, seed=options.seed, first_step=engine.version
         )
-        evaluated = {row["step"] for row in self._run.metrics(engine.journal) if "evaluation_loss" in row}
+        evaluated = {*losses_of(self._run.metrics(engine.journal)), *engine.journal.evaluations}
         if self._workers is not None:  # whoever came late has no metrics, and all have to evaluate together
             evaluated = {*self._workers.heard(sorted(evaluated))[0]}
+        lost = [step for step in due_steps(options, engine.journal) if step < engine.version and step not in evaluated]
         tracker = options.report_to if is_first(self._workers) else "none"
         with (
             closing(LiveMetrics(tracker, options.output, options.to_json())) as live,
@@ -245,8 +249,10 @@ class Trainer:
                 dynamic_ncols=True,
             ) as bar,
         ):
+            if lost:
+                self._say(bar, f"evaluations of {shown_steps(lost)} are lost: neither {JOURNAL} nor {METRICS} has them")
             while True:
-                if self._evaluation is not None and self._is_due(engine.version) and engine.version not in evaluated:
+                if self._evaluation is not None and is_due(options, engine.version) and engine.version not in evaluated:
                     self._evaluate(self._evaluation, metrics, live, bar)
                 if engine.version >= options.steps:
                     break
@@ -267,31 +273,45 @@ class Trainer:
         for left in self.options.output.glob(f".{MODEL}.partial-*"):  # of an export that was killed, also at its very end
             shutil.rmtree(left)
         if not holds_model(exported):
-            best = _best_step(self._evaluations()) if self.options.keep_best else None
-            if best in (None, self.engine.version):
+            again = self._undecided() if self.options.keep_best else []
+            for step in again:
+                self._evaluate_again(step)
+            best = best_step(self._losses()) if self.options.keep_best else None
+            if best in (None, self.engine.version) and not again:
                 self.engine.export(exported)
             else:
-                self._export_step(best, exported)
+                with self._at_step(self.engine.version if best is None else best) as at_step:
+                    at_step.export(exported)
         return exported
 
     def best_evaluation(self) -> str | None:
         """Which evaluation was best, in a line; None if there was none."""
-        evaluations = self._evaluations()
-        best = _best_step(evaluations)
-        return None if best is None else f"best of {len(evaluations)} evaluations: step {best}, loss {evaluations[best]:.4f}"
+        losses = self._losses()
+        best = best_step(losses)
+        return None if best is None else f"best of {len(losses)} evaluations: step {best}, loss {losses[best]:.4f}"
 
-    def _evaluations(self) -> dict[int, float]:
+    def _losses(self) -> dict[int, float]:
         """The loss of each evaluation, by its step."""
-        rows = self._run.metrics(self.engine.journal)
-        return {row["step"]: row["evaluation_loss"] for row in rows if "evaluation_loss" in row}
+        return losses_of(self._run.metrics(self.engine.journal))
 
-    def _export_step(self, step: int, directory: Path) -> None:
-        """Write the model of an earlier step: a segment's bytes cannot be brought back, so the base is read again."""
+    def _undecided(self) -> list[int]:
+        """The evaluated steps whose results the journal does not have: of an earlier version's run, or lost."""
+        journal = self.engine.journal
+        return sorted({*due_steps(self.options, journal), *self._losses()} - journal.evaluations.keys())
+
+    def _evaluate_again(self, step: int) -> None:
+        """Evaluate a step that was evaluated before, and note the result in the journal."""
+        assert self._evaluation is not None, "evaluations were asked for"
+        with self._at_step(step) as at_step:
+            results = self._lesson.evaluate(at_step, self._evaluation)
+        self.engine.journal.note_evaluation(step, results)
+        self.engine.journal.close()  # the engine, which is closed, does not do it any more
+        print(f"step {step}: evaluated again, since {JOURNAL} lacks the result: {told(results)}", file=sys.stderr)
+
+    def _at_step(self, step: int) -> Replayer:
+        """The model of an earlier step: a segment's bytes cannot be brought back, so the base is read again."""
         self.engine.close()
-        storage = self.options.storage
-        memory = MemoryPolicy(host=storage.memory, activations="1MiB")
-        with Replayer(self._model, self.engine.journal.until(step), device=storage.device, memory=memory) as replayer:
-            replayer.export(directory)
+        return replayer(self.options, self._model, self._activations, None, journal=self.engine.journal.until(step))
 
     def close(self) -> None:
         """Close the engine and let go of the directory. May be called twice."""
@@ -324,20 +344,15 @@ class Trainer:
                 tokens[f"{name} sha256"] = dataset.digest()
         return tokens
 
-    def _is_due(self, version: int) -> bool:
-        every = self.options.evaluate_every
-        return version in (0, self.options.steps) or (every is not None and version % every == 0)
-
     def _evaluate(self, rows: Rows, metrics: IO[bytes], live: LiveMetrics, bar: tqdm[Any]) -> None:
         began = time.perf_counter()
-        values = self._lesson.evaluate(self.engine, rows)
-        record: dict[str, Any] = {f"evaluation_{name}": value for name, value in values.items()}
+        results = self._lesson.evaluate(self.engine, rows)
         seconds = time.perf_counter() - began
-        record = {"step": self.engine.version, **record, "evaluation_seconds": seconds}
+        self.engine.journal.note_evaluation(self.engine.version, results)
+        record = {**row_of_evaluation(self.engine.version, results), "evaluation_seconds": seconds}
         _write(metrics, record)
         live.row(record)
-        said = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
-        self._say(bar, f"step {self.engine.version}: evaluation {said}, {seconds:.1f} s")
+        self._say(bar, f"step {self.engine.version}: evaluation {told(results)}, {seconds:.1f} s")
 
     def _say(self, bar: tqdm[Any], line: str) -> None:
         """Write a line above the bar; of several workers the first one speaks."""
@@ -356,11 +371,6 @@ def _opened(directory: Path, options: TrainOptions) -> HFBlockModel:
         carried=options.carried,
         loss_chunk=options.batching.loss_chunk or "auto",
     )
-
-
-def _best_step(evaluations: Mapping[int, float]) -> int | None:
-    """The step of the smallest loss, the first of equal ones; None if there is none."""
-    return min(evaluations, key=lambda step: (evaluations[step], step), default=None)
 
 
 def _require_steps_to_come(options: TrainOptions, taken: int) -> None:

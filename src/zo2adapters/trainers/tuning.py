@@ -189,7 +189,7 @@ def _lengthened(trial: Trial, options: TrainOptions, steps: int) -> Trial:
     """Take a trial to so many steps; one that was interrupted is gone on with."""
     resume = (trial.directory / OPTIONS).exists()
     if resume:
-        own = RunDirectory.options(trial.directory).with_steps(steps)
+        own = replace(RunDirectory.options(trial.directory).with_steps(steps), objective=options.objective)
     else:
         optimization = replace(options.optimization, lr=trial.lr, zo_eps=trial.zo_eps)
         own = replace(options, output=trial.directory, optimization=optimization, steps=steps)

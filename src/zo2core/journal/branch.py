@@ -11,7 +11,8 @@ from zo2core.errors import JournalError, OutputError, reason
 from zo2core.io.durable import make_directory, replace_file
 from zo2core.io.record_log import Record, to_line
 from zo2core.journal.header import json_object
-from zo2core.journal.journal import DIGESTS, Journal
+from zo2core.journal.journal import Journal
+from zo2core.journal.notes import DIGESTS
 from zo2core.journal.update_record import encode
 
 
@@ -64,9 +65,7 @@ def copy_journal(source: Journal, destination: Path | str) -> None:
     """
     if source.header is None:
         raise JournalError(source.name, found="no run", expected="a journal that was begun", remedy="begin a run first")
-    digests = [{DIGESTS: dict(source.base_digests)}] if source.base_digests else []
-    records = [dict(source.header), *digests, *map(encode, source.updates)]
-    _put(Path(destination), b"".join(map(to_line, records)), replaces=True)
+    _put(Path(destination), source.excerpt(0), replaces=True)
 
 
 def _records(

@@ -1,13 +1,12 @@
 """The journal: an append-only list of updates. With the base checkpoint it is the weights of every step.
 
 On disk it is a file of checksummed records (``io/record_log.py``): the first is the header (format version, what the run was
-made of), each further one an update, or digests of the base's bytes.
+made of), each further one an update, digests of the base's bytes, or the result of an evaluation.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,11 +17,9 @@ from zo2core.errors import JournalError, reason
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, from_line, to_json, to_line
 from zo2core.journal.damage import ImpossibleRecordError, damaged, shown, unwritable
 from zo2core.journal.header import FORMAT, Header, completed, differences, may_begin_a_journal, require_header
+from zo2core.journal.notes import DIGEST, DIGESTS, EVALUATION, Notes, evaluation_record
 from zo2core.journal.update_record import decode, encode
 from zo2core.types import Update
-
-DIGESTS = "base_digests"  # the one member of a record of its own kind
-_DIGEST = re.compile("[0-9a-f]+")
 
 
 class Journal:
@@ -40,7 +37,7 @@ class Journal:
         self._name = "journal" if path is None else str(path)
         self._header: Header | None = None
         self._updates: list[Update] = []
-        self._base_digests: dict[str, str] = {}
+        self._notes = Notes()
         self._chain: list[int] = [0]  # version -> checksum over header and updates up to it
         self._torn = False
         self._begun_at: int | None = None  # version to which this object began it; None: the file had begun
@@ -64,7 +61,12 @@ class Journal:
     @property
     def base_digests(self) -> Mapping[str, str]:
         """Hexadecimal digest of the base's bytes of each segment, by the segment's name, as far as noted. A live view."""
-        return MappingProxyType(self._base_digests)
+        return MappingProxyType(self._notes.digests)
+
+    @property
+    def evaluations(self) -> Mapping[int, Mapping[str, float]]:
+        """Results of evaluations, by the number of updates in the weights and then by name, as far as noted. A live view."""
+        return MappingProxyType(self._notes.evaluations)
 
     @property
     def torn(self) -> bool:
@@ -166,7 +168,7 @@ class Journal:
         if self._header is not None and self._begun_at == len(self._updates):
             self._header, self._chain, self._begun_at = None, [0], None
             self._updates.clear()
-            self._base_digests.clear()
+            self._notes.clear()
             if self._file is not None:
                 self._file.remove()
 
@@ -188,8 +190,8 @@ class Journal:
         """
         assert self._header is not None, "a journal is begun before it goes on"
         for segment, digest in digests.items():
-            assert _DIGEST.fullmatch(digest), "a digest is written in lower-case hexadecimal digits"
-            known = self._base_digests.get(segment, digest)
+            assert DIGEST.fullmatch(digest), "a digest is written in lower-case hexadecimal digits"
+            known = self.base_digests.get(segment, digest)
             if known != digest:
                 raise JournalError(
                     self._name,
@@ -197,10 +199,26 @@ class Journal:
                     expected=f"digest {shown(known)}, as when the run was begun",
                     remedy="restore the base checkpoint, or begin a new run",
                 )
-        unknown = {segment: digest for segment, digest in digests.items() if segment not in self._base_digests}
+        unknown = {segment: digest for segment, digest in digests.items() if segment not in self.base_digests}
         if unknown:
-            known = self._base_digests
+            known = self._notes.digests
             self._write({DIGESTS: unknown}, partial(known.update, unknown), lambda: unknown.keys() <= known.keys())
+
+    def note_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the result of an evaluation; on return it is durable if the journal is a file. It is no update.
+
+        Args:
+            step: Number of updates in the weights that were evaluated.
+            values: Results by name. A later result of the same step takes the place of an earlier one.
+
+        Raises:
+            JournalError: if the file cannot be written.
+        """
+        assert 0 <= step <= len(self._updates), "what was evaluated is a step of the run"
+        record, known = evaluation_record(step, values), self._notes.evaluations
+        before = known.get(step)
+        count = partial(self._notes.take, record, len(self._updates))
+        self._write(record, count, lambda: known.get(step) is not before)
 
     def require_version(self, version: int, where: str) -> None:
         """Refuse a journal that is shorter than what somebody else knows to have been durable.
@@ -237,16 +255,16 @@ class Journal:
         copy = Journal()
         copy._header = self._header
         copy._updates = self._updates[:step]
-        copy._base_digests = {**self._base_digests}
+        copy._notes = self._notes.until(step)
         copy._chain = self._chain[: step + 1]
         return copy
 
     def excerpt(self, begin: int) -> bytes:
-        """Lines of a file: header, what is known of the base, updates from this step on; none before the journal began."""
+        """Lines of a file: header, digests of the base, updates from this step on, evaluations; none before it began."""
         if self._header is None:
             return b""
-        digests = [{DIGESTS: dict(self._base_digests)}] if self._base_digests else []
-        return b"".join(map(to_line, [self._header, *digests, *map(encode, self._updates[begin:])]))
+        notes, updates = self._notes, map(encode, self._updates[begin:])
+        return b"".join(map(to_line, [self._header, *notes.digest_records(), *updates, *notes.evaluation_records()]))
 
     def take_excerpt(self, lines: bytes) -> None:
         """Append what of another journal's excerpt is not here; this journal is the beginning of that one, or not begun.
@@ -258,7 +276,10 @@ class Journal:
             records = [from_line(line) for line in lines.splitlines()]
             for record in records[:1]:
                 require_header(record)
-            updates = [decode(record) for record in records[1:] if DIGESTS not in record]
+            updates = [decode(record) for record in records[1:] if not {DIGESTS, EVALUATION} & record.keys()]
+            notes = Notes()
+            for record in records[1:]:
+                notes.take(record, updates[-1].step + 1 if updates else len(self._updates))
         except (ValueError, RecursionError) as error:
             raise JournalError(
                 self._name,
@@ -270,12 +291,12 @@ class Journal:
         try:
             for header in records[:1]:
                 self.begin(header)
-            for record in records[1:]:
-                if DIGESTS in record:
-                    self.note_base(record[DIGESTS])
+            self.note_base(notes.digests)
             for update in updates:
                 if update.step >= len(self._updates):
                     self.append(update)
+            for step in sorted(notes.evaluations.keys() - self.evaluations.keys()):
+                self.note_evaluation(step, notes.evaluations[step])
         finally:
             self._begun_at = len(self._updates) if is_new else None
 
@@ -362,9 +383,7 @@ class Journal:
         if self._header is None:
             require_header(record)
             self._take_header(record)
-        elif DIGESTS in record:
-            self._take_digests(record)
-        else:
+        elif not self._notes.take(record, len(self._updates)):
             self._take_update(record)
 
     def _take_header(self, header: Record) -> None:
@@ -381,13 +400,3 @@ class Journal:
         version = len(self._updates)
         self._chain[version + 1 :] = [zlib.crc32(to_json(record), self._chain[version])]  # counts with the update
         self._updates.append(update)
-
-    def _take_digests(self, record: Record) -> None:
-        digests = record[DIGESTS]
-        if len(record) != 1 or not isinstance(digests, dict):
-            raise ImpossibleRecordError(f"{DIGESTS} {shown(digests)}", "an object of digests, and nothing beside it")
-        for segment, digest in digests.items():
-            if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-                raise ImpossibleRecordError(f"{shown(digest)} as digest of {shown(segment)}", "hexadecimal digits")
-            if self._base_digests.setdefault(segment, digest) != digest:
-                raise ImpossibleRecordError(f"a second digest of {shown(segment)}", f"{self._base_digests[segment]} again")

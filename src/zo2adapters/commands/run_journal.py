@@ -1,0 +1,45 @@
+"""A run's journal, opened to be read: commands say what is missing at its end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from zo2adapters.trainers.metrics import align_rows
+from zo2adapters.trainers.run_directory import METRICS
+from zo2core import Journal, JournalError, read_regular
+
+
+def read_journal(path: Path, *, run: Path | None = None, step: int | None = None) -> Journal:
+    """Open a journal for reading, and print a line if its last record is damaged or was not written whole.
+
+    Args:
+        path: The journal.
+        run: Directory of the run, whose ``metrics.jsonl`` tells if the journal has lost steps; None does not look.
+        step: The step that the journal is read for, if it is an earlier one: what is missing behind it does not matter.
+
+    Raises:
+        JournalError: if it is no journal, or no regular file, is damaged before its last record, or has lost steps.
+    """
+    raw = b"" if run is None else metrics_of(run)  # before the journal: a run that goes on writes there first
+    journal = Journal(path)
+    journal.close()
+    if journal.header is None:
+        raise JournalError(path, found="no journal", expected="a run's journal.jsonl", remedy="check the path")
+    steps = len(journal.updates)
+    if step is None or step > steps:
+        journal.require_version(align_rows(raw, journal).steps_seen, METRICS)
+        if journal.torn:
+            print(
+                f"{path}: the last record is damaged, or was not written whole; without it the run has {steps} steps",
+                file=sys.stderr,
+            )
+    return journal
+
+
+def metrics_of(run: Path) -> bytes:
+    """What a run's ``metrics.jsonl`` holds; nothing if it cannot be read: speed and memory are lost then."""
+    try:
+        return read_regular(run / METRICS)
+    except OSError:
+        return b""

@@ -1,0 +1,129 @@
+"""Which step ``--keep-best`` exports: the journal's checksummed results decide, whatever became of ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command_lines import Ended, run_here
+from runs import small_run
+
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.trainer import Trainer
+from zo2core import Journal, JournalError
+from zo2core.io.record_log import to_line
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was evaluated after every step, without its model. Its last evaluation was not the best one."""
+    place = tmp_path_factory.mktemp("best")
+    options = small_run(
+        place,
+        evaluation=place / "rows.jsonl",
+        evaluate_every=1,
+        keep_best=True,
+        steps=STEPS,
+        optimization=Optimization(lr=3e-2),
+    )
+    with Trainer(options, quiet=True) as trainer:
+        trainer.run()
+    assert best_of(losses(options.output)) != STEPS
+    (options.output / "model").rename(place / "best")
+    return options.output
+
+
+def losses(run: Path) -> dict[int, float]:
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["evaluation_loss"] for row in rows if "evaluation_loss" in row}
+
+
+def best_of(values: dict[int, float]) -> int:
+    return min(values, key=lambda step: (values[step], step))
+
+
+def without_metrics(run: Path) -> None:
+    (run / "metrics.jsonl").unlink()
+
+
+def with_another_best(run: Path) -> None:
+    """The last evaluation's loss becomes the smallest."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[-1]["evaluation_loss"] = 0.5
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def as_of_an_earlier_version(run: Path) -> None:
+    """Its journal has no results of evaluations."""
+    lines = (run / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "journal.jsonl").write_bytes(b"".join(line for line in lines if not line.startswith(b'{"evaluation":')))
+
+
+def resumed(finished: Path, run: Path, *damage: Callable[[Path], None]) -> Ended:
+    shutil.copytree(finished, run)
+    for damaged in damage:
+        damaged(run)
+    ended = run_here("train", "--resume", run)
+    assert ended.status == 0, ended
+    name = "model.safetensors"
+    assert (run / "model" / name).read_bytes() == (finished.parent / "best" / name).read_bytes()
+    return ended
+
+
+@pytest.mark.parametrize("damage", [without_metrics, with_another_best])
+def test_damaged_metrics_do_not_change_which_step_is_exported(
+    finished: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    ended = resumed(finished, tmp_path / "run", damage)
+    assert "evaluated again" not in ended.err  # the journal has all results
+    assert losses(tmp_path / "run") == losses(finished)
+
+
+@pytest.mark.parametrize("damage", [without_metrics, with_another_best])
+def test_evaluations_that_the_journal_lacks_decide_only_after_they_were_made_again(
+    finished: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    ended = resumed(finished, tmp_path / "run", as_of_an_earlier_version, damage)
+    assert ended.err.count("evaluated again") == STEPS + (damage is with_another_best)
+    journal = Journal(tmp_path / "run" / "journal.jsonl")
+    assert {step: results["loss"] for step, results in journal.evaluations.items()} == losses(finished)
+    assert losses(tmp_path / "run") == losses(finished)
+
+
+def test_lost_evaluations_are_said_to_be_lost(finished: Path, tmp_path: Path) -> None:
+    ended = resumed(finished, tmp_path / "run", as_of_an_earlier_version, without_metrics)
+    assert "evaluations of steps 0, 1, 2, 3 are lost: neither journal.jsonl nor metrics.jsonl has them" in ended.err
+
+
+def test_results_are_read_back_as_they_were_noted_and_are_no_update(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.begin({"noise": "z"})
+    checksum = journal.checksum
+    journal.note_evaluation(0, {"loss": 0.1, "accuracy": math.nan})
+    journal.note_evaluation(0, {"loss": 1 / 3, "accuracy": math.nan})
+    journal.close()
+    again = Journal(path)
+    assert again.evaluations.keys() == {0}
+    assert again.evaluations[0]["loss"] == 1 / 3
+    assert math.isnan(again.evaluations[0]["accuracy"])
+    assert (again.checksum, list(again.updates)) == (checksum, [])
+
+
+@pytest.mark.parametrize(
+    "record", [{"step": 1, "loss": 1.0}, {"loss": 1.0}, {"step": 0, "loss": "1"}, {"step": True, "loss": 1.0}, [0, 1.0]]
+)
+def test_a_result_that_no_run_has_written_is_refused(tmp_path: Path, record: object) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.begin({"noise": "z"})
+    journal.close()
+    path.write_bytes(path.read_bytes() + to_line({"evaluation": record}))
+    with pytest.raises(JournalError, match="line 2: found"):
+        Journal(path)

@@ -1,0 +1,123 @@
+"""What a run's directory, or a model's, names as code to run: nothing of it is imported before it was compared or named."""
+
+from __future__ import annotations
+
+import json
+import os
+import py_compile
+from pathlib import Path
+
+import pytest
+from command_lines import Ended, make_place, refusal, run_here
+
+from zo2adapters import open_checkpoint
+from zo2adapters.trainers.user_function import user_function
+from zo2core import Journal, OptionError, UnsupportedModelError
+
+FUNCTION = "def calm(model, batch):\n    return model(**batch).logits.square().mean()\n"
+MARKING = "import pathlib\npathlib.Path({!r}).touch()\n"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of two steps on a function in ``own.py``."""
+    make_place(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(FUNCTION)
+    ended = run_here(*train("run"), "--objective", "own.py:calm")
+    assert ended.status == 0, ended
+    return tmp_path
+
+
+def train(output: str) -> list[object]:
+    given = ["--model", "base", "--data", "rows.jsonl", "--output", output]
+    return ["train", *given, "--steps", 2, "--batch-size", 2, "--lr", 1e-3]
+
+
+def rewrite_objective(run: Path, objective: str) -> None:
+    record = json.loads((run / "options.json").read_text())
+    record["options"]["objective"] = objective
+    (run / "options.json").write_text(json.dumps(record))
+
+
+def resumed(*more: object) -> Ended:
+    return run_here("train", "--resume", "run", "--steps", 3, *more)
+
+
+def steps() -> int:
+    return len(Journal("run/journal.jsonl").updates)
+
+
+def test_a_function_where_the_run_began_with_it_needs_no_name(place: Path) -> None:
+    assert resumed().status == 0
+    assert steps() == 3
+
+
+@pytest.mark.parametrize("more", [(), ("--objective", "own.py:calm")], ids=["not named", "named"])
+def test_a_file_that_was_changed_is_not_imported(place: Path, more: tuple[str, ...]) -> None:
+    (place / "own.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION)
+    line = refusal("train", "--resume", "run", "--steps", 3, *more)
+    assert line.startswith("zo2: --objective: found ")
+    assert not (place / "mark").exists()
+    assert steps() == 2
+
+
+@pytest.mark.parametrize("function", ["calm", "other"])
+def test_another_file_that_the_options_name_is_not_imported(place: Path, function: str) -> None:
+    (place / "other.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION.replace("calm", function))
+    rewrite_objective(place / "run", f"{place / 'other.py'}:{function}")
+    assert "pass --objective FILE.py:function if you trust it" in refusal("train", "--resume", "run", "--steps", 3)
+    assert "--objective: found" in refusal("train", "--resume", "run", "--steps", 3, "--objective", f"other.py:{function}")
+    assert not (place / "mark").exists()
+
+
+@pytest.mark.parametrize("objective", ["own.py:calm", "{run}/own.py:calm"], ids=["relative", "in the run"])
+def test_a_file_that_may_have_come_with_the_run_is_named_again(place: Path, objective: str) -> None:
+    (place / "run" / "own.py").write_text(FUNCTION)
+    rewrite_objective(place / "run", objective.format(run=place / "run"))
+    assert "pass --objective FILE.py:function if you trust it" in refusal("train", "--resume", "run", "--steps", 3)
+    assert resumed("--objective", "own.py:calm").status == 0
+
+
+def test_a_journal_without_a_digest_does_not_vouch_for_a_file(place: Path) -> None:
+    (place / "run" / "journal.jsonl").unlink()
+    (place / "run" / "metrics.jsonl").unlink()
+    assert "of which the journal has no digest" in refusal("train", "--resume", "run", "--steps", 3)
+
+
+def test_a_file_that_moved_is_named_at_its_new_place(place: Path) -> None:
+    (place / "own.py").rename(place / "moved.py")
+    assert "a file that cannot be read" in refusal("train", "--resume", "run", "--steps", 3)
+    assert "--objective: found" in refusal("train", "--resume", "run", "--steps", 3, "--objective", "moved.py:gone")
+    assert resumed("--objective", "moved.py:calm").status == 0
+    assert run_here("train", "--resume", "run", "--steps", 4).status == 0  # the new path was written down
+    assert steps() == 4
+
+
+def test_a_branch_compares_the_function_as_well(place: Path) -> None:
+    (place / "own.py").write_text(MARKING.format(str(place / "mark")) + FUNCTION)
+    refusal("train", "--resume", "run", "--from-step", 1, "--output", "branch")
+    assert not (place / "mark").exists()
+    assert not (place / "branch").exists()
+
+
+def test_compiled_code_beside_a_function_is_not_run(tmp_path: Path) -> None:
+    """Python's import takes it if size and time of the source are those that it names, whatever the source says."""
+    source, other = tmp_path / "own.py", tmp_path / "other.py"
+    other.write_text("def one(model, batch):\n    raise OSError\n")
+    source.write_text("def one(model, batch):\n    return 1.0  #\n")
+    assert source.stat().st_size == other.stat().st_size
+    os.utime(other, ns=(source.stat().st_atime_ns, source.stat().st_mtime_ns))
+    cached = Path(py_compile.compile(str(other), doraise=True) or "")
+    cached.rename(cached.with_name(cached.name.replace("other", "own")))
+    with pytest.raises(OptionError, match="found float from one"):  # what the source says: it returned a number
+        user_function(f"{source}:one")(None, {})
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_model_that_names_code_of_the_hub_is_refused_by_name(tmp_path: Path, key: str) -> None:
+    base = make_place(tmp_path) / "base"
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, key: "kernels-community/flash-attn2"}))
+    with pytest.raises(UnsupportedModelError, match=r"kernels-community/flash-attn2.*remote code is never run"):
+        open_checkpoint(base)
