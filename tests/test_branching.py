@@ -271,6 +271,19 @@ def test_a_run_whose_steps_are_rounded_away_says_so_once(
     assert capsys.readouterr().err.count("of the stored weights, the others round back") == warns
 
 
+@pytest.mark.parametrize(
+    ("chosen", "remedy"),
+    [(["--precision", "exact"], "(--precision mixed, or --dtype float32)"), (["--carried", "float16-back"], "(--carried float16)")],
+)
+def test_what_is_proposed_against_rounded_away_updates_is_what_the_run_lacks(
+    chosen: list[str], remedy: str, options: TrainOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run whose weights come back from a device in 16 bits is in mixed precision already."""
+    arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output]
+    run(*arguments, *chosen, "--dtype", "bfloat16", "--steps", 1, "--batch-size", 3, "--lr", 1e-9)
+    assert f"keep them in float32 {remedy}" in capsys.readouterr().err
+
+
 def test_a_copy_is_the_journal_as_it_is(parent: Path, tmp_path: Path) -> None:
     journal = Journal(parent)
     copy_journal(journal, tmp_path / "copy.jsonl")

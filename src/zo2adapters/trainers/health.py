@@ -32,7 +32,7 @@ class Watch:
             options: Of the run.
         """
         lines = []
-        rounding = None if self._said_rounding else rounded_away(result)
+        rounding = None if self._said_rounding else rounded_away(result, options)
         if rounding is not None:
             self._said_rounding = True
             lines.append(rounding)
@@ -57,13 +57,21 @@ def ruined(updates: Sequence[Update]) -> str | None:
     return f"{went}: the steps were too large for a model to survive; lower --lr"
 
 
-def rounded_away(result: StepResult) -> str | None:
-    """Say if a step's update changes fewer than half of the weights; None if it does not, or was not looked at."""
+def rounded_away(result: StepResult, options: TrainOptions) -> str | None:
+    """Say if a step's update changes fewer than half of the weights; None if it does not, or was not looked at.
+
+    Args:
+        result: Of the step.
+        options: Of the run, by which the remedy is chosen: weights that are rounded to the dtype in which they come back
+            from a device are in mixed precision already.
+    """
     if result.landed is None or result.landed >= LEAST_LANDED:
         return None
+    carried, _, back = options.carried.partition("-")
+    remedy = f"--carried {carried}" if back else "--precision mixed, or --dtype float32"
     return (
         f"step {result.step}: the update changes {result.landed:.0%} of the stored weights, the others round back to where "
-        "they were; keep them in float32 (--precision mixed, or --dtype float32), or raise --lr"
+        f"they were; keep them in float32 ({remedy}), or raise --lr"
     )
 
 
