@@ -13,8 +13,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
-from tqdm import tqdm
-
 from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.models.exported import holds_model
 from zo2adapters.models.hf import HFBlockModel
@@ -33,6 +31,7 @@ from zo2adapters.trainers.remarks import remarks, storage
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
 from zo2adapters.trainers.run_engine import base_replayer, build_engine, reserved_bytes
 from zo2adapters.trainers.sharing import device_kinds, is_first, require_same_steps, settled_alike
+from zo2adapters.trainers.step_bar import StepBar
 from zo2core import (
     CheckpointError,
     DivergenceError,
@@ -58,6 +57,7 @@ class Trainer:
         options: The run's options.
         resume: Whether the run is in ``options.output`` already; it then goes on where its journal ends.
         quiet: Whether to show no progress bar.
+        label: Stands before the progress bar, which is then gone at the end; None: the bar has none and stays.
         execution: How to work on the run; by default as fast as possible, and without a trace.
         workers: Others that work on the same run, each in a directory of its own; None: there are none.
 
@@ -71,6 +71,7 @@ class Trainer:
         *,
         resume: bool = False,
         quiet: bool = False,
+        label: str | None = None,
         execution: Execution | None = None,
         workers: Workers | None = None,
     ) -> None:
@@ -80,6 +81,7 @@ class Trainer:
             require_new(options.output)
         self.options = options
         self._quiet, self._resumed, self._workers = quiet, resume, workers
+        self._label = label
         self._watch = Watch()
         execution = Execution() if execution is None else execution
         directory = resolve_directory(options.model)
@@ -235,7 +237,10 @@ class Trainer:
         with (
             closing(LiveMetrics(tracker, options.output, options.to_json())) as live,
             (options.output / METRICS).open("ab", buffering=0) as metrics,
-            tqdm(
+            StepBar(
+                evaluations=self._evaluations_to_come(engine.version + (engine.version in evaluated)),
+                desc=self._label,
+                leave=self._label is None,
                 total=options.steps,
                 initial=engine.version,
                 unit="step",
@@ -327,18 +332,27 @@ class Trainer:
         every = self.options.evaluate_every
         return version in (0, self.options.steps) or (every is not None and version % every == 0)
 
-    def _evaluate(self, rows: Rows, metrics: IO[bytes], live: LiveMetrics, bar: tqdm[Any]) -> None:
+    def _evaluations_to_come(self, version: int) -> int:
+        """Evaluations that are due from a version on."""
+        steps, every = self.options.steps, self.options.evaluate_every
+        if self._evaluation is None or version > steps:
+            return 0
+        between = 0 if every is None else (steps - 1) // every - max(version - 1, 0) // every
+        return between + (version == 0) + 1
+
+    def _evaluate(self, rows: Rows, metrics: IO[bytes], live: LiveMetrics, bar: StepBar) -> None:
         began = time.perf_counter()
         values = self._lesson.evaluate(self.engine, rows)
         record: dict[str, Any] = {f"evaluation_{name}": value for name, value in values.items()}
         seconds = time.perf_counter() - began
+        bar.count_evaluation(seconds, left=self._evaluations_to_come(self.engine.version + 1))
         record = {"step": self.engine.version, **record, "evaluation_seconds": seconds}
         _write(metrics, record)
         live.row(record)
         said = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in values.items())
         self._say(bar, f"step {self.engine.version}: evaluation {said}, {seconds:.1f} s")
 
-    def _say(self, bar: tqdm[Any], line: str) -> None:
+    def _say(self, bar: StepBar, line: str) -> None:
         """Write a line above the bar; of several workers the first one speaks."""
         if is_first(self._workers):
             bar.write(line, file=sys.stderr)
