@@ -245,7 +245,8 @@ def test_a_run_whose_lr_is_a_hundred_times_too_large_stops_and_goes_on_from_its_
     losses = [update.losses[0] for update in journal.updates]
     assert 0 < len(losses) <= 50
     assert all(math.isfinite(loss) for loss in losses)
-    command = said.partition("say: zo2 ")[2].partition(" --output NEW")[0].split()
+    assert f"zo2 tune --model {options.model} --data {options.data} --output TRIALS" in said
+    command = said.partition("the best so far: zo2 ")[2].partition(" --output NEW")[0].split()
     assert command[:4] == ["train", "--resume", str(options.output), "--from-step"]
     step = int(command[4])
     assert losses[step] <= losses[0]

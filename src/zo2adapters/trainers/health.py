@@ -54,7 +54,7 @@ def ruined(updates: Sequence[Update]) -> str | None:
     if moved <= 1 and last <= 2 * first + 1:
         return None
     went = f"each weight moved by {moved:.2g}, the loss from {first:.4g} to {last:.4g}"
-    return f"{went}: the steps were too large for a model to survive; lower --lr"
+    return f"{went}: the steps were too large for a model to survive; zo2 tune finds an --lr that holds"
 
 
 def rounded_away(result: StepResult, options: TrainOptions) -> str | None:
@@ -100,13 +100,17 @@ def _promised_fall(update: Update) -> float:
 
 
 def diverged(error: ZO2Error, updates: Sequence[Update], options: TrainOptions) -> DivergenceError:
-    """An error that ended a run, with the command that goes on from the best step so far."""
-    best, lr = best_step(updates), options.optimization.lr / 10
+    """An error that ended a run, with the command that finds a rate that holds, and the one that goes on with it.
+
+    No rate is named: what a smaller one does was not seen.
+    """
+    best = best_step(updates)
     return DivergenceError(
         error.where,
         found=error.found,
         expected=error.expected,
-        remedy=f"go on from step {best}, the best so far, with a smaller lr, say: "
-        f"zo2 train --resume {options.output} --from-step {best} --output NEW --lr {lr:.3g}",
+        remedy=f"find a learning rate below {options.optimization.lr:g} that holds, with this run's batch size and "
+        f"directions: zo2 tune --model {options.model} --data {options.data} --output TRIALS; then go on with it from step "
+        f"{best}, the best so far: zo2 train --resume {options.output} --from-step {best} --output NEW --lr RATE",
         best_step=best,
     )
