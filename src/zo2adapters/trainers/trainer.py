@@ -25,7 +25,7 @@ from zo2adapters.trainers.health import Watch, diverged, ruined
 from zo2adapters.trainers.lessons import PreferenceLesson, Rows, lesson_of, read_rows
 from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.metrics import progress, step_record
-from zo2adapters.trainers.options import Execution, TrainOptions
+from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_due
 from zo2adapters.trainers.provenance import provenance
 from zo2adapters.trainers.remarks import remarks, storage
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
@@ -334,11 +334,8 @@ class Trainer:
 
     def _evaluations_to_come(self, version: int) -> int:
         """Evaluations that are due from a version on."""
-        steps, every = self.options.steps, self.options.evaluate_every
-        if self._evaluation is None or version > steps:
-            return 0
-        between = 0 if every is None else (steps - 1) // every - max(version - 1, 0) // every
-        return between + (version == 0) + 1
+        options = self.options
+        return 0 if self._evaluation is None else evaluations_due(options.steps, options.evaluate_every, version=version)
 
     def _evaluate(self, rows: Rows, metrics: IO[bytes], live: LiveMetrics, bar: StepBar) -> None:
         began = time.perf_counter()
