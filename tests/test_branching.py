@@ -246,7 +246,8 @@ def test_a_run_whose_lr_is_a_hundred_times_too_large_stops_and_goes_on_from_its_
     losses = [update.losses[0] for update in journal.updates]
     assert 0 < len(losses) <= 50
     assert all(math.isfinite(loss) for loss in losses)
-    command = said.partition("say: zo2 ")[2].partition(" --output NEW")[0].split()
+    assert f"zo2 tune --model {options.model} --data {options.data} --output TRIALS" in said
+    command = said.partition("the best so far: zo2 ")[2].partition(" --output NEW")[0].split()
     assert command[:4] == ["train", "--resume", str(options.output), "--from-step"]
     step = int(command[4])
     assert losses[step] <= losses[0]
@@ -270,6 +271,22 @@ def test_a_run_whose_steps_are_rounded_away_says_so_once(
     arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output, "--dtype", dtype]
     run(*arguments, "--precision", precision, "--steps", 103, "--batch-size", 3, "--lr", 1e-6)
     assert capsys.readouterr().err.count("of the stored weights, the others round back") == warns
+
+
+@pytest.mark.parametrize(
+    ("chosen", "remedy"),
+    [
+        (["--precision", "exact"], "(--precision mixed, or --dtype float32)"),
+        (["--carried", "float16-back"], "(--carried float16)"),
+    ],
+)
+def test_what_is_proposed_against_rounded_away_updates_is_what_the_run_lacks(
+    chosen: list[str], remedy: str, options: TrainOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run whose weights come back from a device in 16 bits is in mixed precision already."""
+    arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output]
+    run(*arguments, *chosen, "--dtype", "bfloat16", "--steps", 1, "--batch-size", 3, "--lr", 1e-9)
+    assert f"keep them in float32 {remedy}" in capsys.readouterr().err
 
 
 def test_a_copy_is_the_journal_as_it_is(parent: Path, tmp_path: Path) -> None:

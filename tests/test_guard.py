@@ -124,6 +124,16 @@ def test_a_step_far_outside_the_range_is_not_applied_and_its_record_has_its_loss
     assert update.losses == plain.losses
 
 
+@pytest.mark.filterwarnings("ignore::zo2core.ZO2Warning")
+def test_a_run_that_stops_at_once_counts_the_steps_that_it_took() -> None:
+    """Of five steps, none can be applied: their updates are larger than weights are."""
+    past: list[Update] = []
+    for _ in range(4):
+        past.append(step_of(Guarded(estimator=PLAIN), past, 2.0, lr=10.0))
+    with pytest.raises(DivergenceError, match=r"step 4: found 5 of the last 5 steps cannot .*expected fewer than 5"):
+        step_of(Guarded(estimator=PLAIN), past, 2.0, lr=10.0)
+
+
 def test_each_direction_of_a_refused_step_is_left_out() -> None:
     estimator = Guarded(estimator=MultiQueryRGE(lr=1e-5, zo_eps=EPS, q=2))
     with pytest.warns(ZO2Warning, match="not applied"):
@@ -140,7 +150,7 @@ def test_a_jump_that_lasts_stops_the_run_at_its_fifth_step() -> None:
     for _ in range(4):
         with pytest.warns(ZO2Warning, match="not applied"):
             past.append(step_of(estimator, past, 9.0))
-    with pytest.raises(DivergenceError, match="step 47: found 5 of 10 steps that cannot be applied") as info:
+    with pytest.raises(DivergenceError, match="step 47: found 5 of the last 10 steps cannot be applied") as info:
         step_of(estimator, past, 9.0)
     assert info.value.best_step == best_step(past) < 43
 

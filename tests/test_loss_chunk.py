@@ -72,9 +72,10 @@ def test_layers_that_return_tuples_are_chunked_too(tmp_path: Path) -> None:
 
 def test_chunks_and_micro_batches_are_counted() -> None:
     config = small_config("llama", vocab_size=10_000)
-    assert forward_bytes(config, 4, 100) == 400 * 10_000 * 16
-    assert forward_bytes(config, 4, 100, loss_chunk=50) == 50 * 10_000 * 16
-    assert forward_bytes(config, 4, 100, loss_chunk=999) == forward_bytes(config, 4, 100)
+    assert forward_bytes(config, 4, 100) == 400 * 10_000 * (4 + 4)  # logits, and what log-softmax makes of them
+    assert forward_bytes(config, 4, 100, loss_chunk=50) == 50 * 10_000 * (4 + 4 + 4)  # converted to float32 in between
+    assert forward_bytes(config, 4, 100, loss_chunk=999) == forward_bytes(config, 4, 100, loss_chunk=400)
+    assert forward_bytes(config, 4, 100, loss_rows=1) == 400 * 10_000 * 4 + 100 * 10_000 * 4  # one loss after another
     held = activation_bytes(config, 4, 100, streams=2) - forward_bytes(config, 4, 100)
     assert activation_bytes(config, 4, 100, streams=6) - forward_bytes(config, 4, 100) == 3 * held
     alone = activation_bytes(config, 1, 100, streams=2) - forward_bytes(config, 1, 100)

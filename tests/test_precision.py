@@ -249,6 +249,15 @@ def test_a_run_says_its_precision_and_what_it_costs(options: TrainOptions, tmp_p
     assert "times as long as in bfloat16" in line
 
 
+def test_a_run_whose_weights_are_only_read_does_not_warn_of_lost_updates(options: TrainOptions, tmp_path: Path) -> None:
+    optimization = replace(options.optimization, rank=8)
+    with Trainer(replace(options, output=tmp_path / "rank", optimization=optimization), quiet=True) as trainer:
+        line = trainer.remarks()[0]
+    assert line.startswith("precision: exact, computed in float16; weights are only read, updates add up in float32")
+    assert "rounded away" not in line
+    assert "--precision mixed" not in line
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_parameters_that_transformers_keeps_in_float32_are_float32(dtype: torch.dtype, tmp_path: Path) -> None:
     shape: dict[str, Any] = {

@@ -71,13 +71,13 @@ def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     noise = Noise(options.noise)
     exact_mezo = noise is Noise.MEZO
     optimization = Optimization(noise=noise, exact_mezo=exact_mezo, rank=options.rank, queries=options.queries)
-    together = 1 if options.rank is None else optimization.evaluations  # streams that run as one batch
     activations = activation_bytes(
         model.config,
-        options.rows * together,
+        options.rows,
         options.tokens,
-        streams=optimization.evaluations // together,
+        streams=optimization.evaluations,
         loss_chunk=model.loss_chunk,
+        stacked=optimization.stacked,
     )
     measured: dict[str, Any] = {
         "noise": options.noise,

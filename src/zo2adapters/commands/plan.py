@@ -4,20 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from zo2adapters.ranges import require_between
+from zo2adapters.ranges import require_at_least, require_between
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.optimization import MOST_QUERIES, Noise, Optimization
-from zo2adapters.trainers.options import CarriedName, DtypeName, HeadName, PrecisionName, precision_of_run
+from zo2adapters.trainers.options import (
+    CarriedName,
+    DtypeName,
+    HeadName,
+    PrecisionName,
+    evaluations_due,
+    precision_of_run,
+)
 from zo2core import OptionError, Replay, SequentialNoise, WriteBackPolicy, choose_carrying, require_perturbation
+
+if TYPE_CHECKING:
+    from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
+    from zo2adapters.trainers.batch_shapes import RowShapes
 
 MOST_WORKERS = 1024  # of a host
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Say what a run would take in memory, disk and time, without loading anything."""
+    """Say what a run would take in memory, disk and time, without loading the model."""
+
+    first_options: ClassVar = ("model", "data", "steps", "batch_size", "memory", "rank", "json")
 
     model: str
     """Model directory with safetensors weights, or a hub id."""
@@ -57,6 +71,19 @@ class Plan:
     """Rank of directions beside the activations, as for training."""
     period: int = 100
     """Steps for which a factor of --rank stays, as for training."""
+    stack: int | None = None
+    """Most evaluations of --rank that run as one batch, as for training."""
+    per_row: bool = False
+    """A direction for each row, as for training."""
+    data: Path | None = None
+    """JSONL file to train on, whose rows are tokenised to learn their lengths. Without it, rows have all the tokens that
+    --sequence-length allows."""
+    evaluation: Path | None = None
+    """JSONL file to evaluate on, as for training."""
+    evaluate_every: int | None = None
+    """Steps after which to evaluate again, as for training."""
+    steps: int = 1000
+    """Steps of the run, whose whole time is printed."""
     workers: int = 1
     """Workers that torchrun starts on this host: the plan is that of one of them, with its part of the blocks that all have
     together. Times are those of one worker alone."""
@@ -78,6 +105,15 @@ class Plan:
                 expected="a plan for the CPU: on GPUs each worker has a copy of its own",
                 remedy="leave one of the two out",
             )
+        for option in ("evaluation", "evaluate_every"):
+            if getattr(self, option) is not None and (self.data is None or self.evaluation is None):
+                raise OptionError(
+                    option,
+                    found=f"{getattr(self, option)} without the rows",
+                    expected="--data and --evaluation beside it",
+                    remedy="name both files, or leave it out",
+                )
+        require_at_least("steps", self.steps, 1)
         optimization = Optimization(
             noise=self.noise,
             exact_mezo=self.exact_mezo,
@@ -85,6 +121,8 @@ class Plan:
             queries=self.queries,
             rank=self.rank,
             period=self.period,
+            stack=self.stack,
+            per_row=self.per_row,
         )
         optimization.require_consistent()
         self.batching.require_valid()
@@ -101,7 +139,7 @@ class Plan:
             carried=self.carried,
             loss_chunk=self.batching.loss_chunk or "auto",
         )
-        rows, tokens = self.batching.shape(self.batching.batch_size, self.batching.length_for(model))
+        shapes = self._shapes(model, directory)
         noise = optimization.generator(model.layouts)
         drawn = noise or SequentialNoise(model.layouts)
         require_perturbation(optimization.perturbation, model, optimization.estimator_of(1), drawn, replay=self.replay)
@@ -111,8 +149,8 @@ class Plan:
                 memory=self.memory,
                 device_memory=self.device_memory,
                 bus=self.bus,
-                rows=rows,
-                tokens=tokens,
+                rows=shapes.longest.rows,
+                tokens=round(shapes.longest.tokens),
                 micro_rows=self.batching.micro_batch_size,
                 noise=noise,
                 queries=self.queries,
@@ -120,22 +158,37 @@ class Plan:
                 write_limit_tb=self.write_limit_tb,
                 replay=self.replay,
                 perturbation=optimization.perturbation,
+                stacked=optimization.stacked,
             )
             print(on_device.to_json() if self.json else on_device.table())
             return
         choose_carrying(self.replay, model.layouts, drawn, in_place=True)  # or refuses it
         planned = plan_run(
             model,
+            shapes,
+            optimization,
             memory=self.memory,
-            rows=rows,
-            tokens=tokens,
             scratch=self.scratch,
             micro_rows=self.batching.micro_batch_size,
-            noise=noise,
-            queries=self.queries,
-            evaluations=optimization.evaluations,
             write_limit_tb=self.write_limit_tb,
-            perturbation=optimization.perturbation,
             workers=self.workers,
+            steps=self.steps,
+            evaluations=evaluations_due(self.steps, self.evaluate_every) if self.evaluation is not None else 0,
         )
         print(planned.to_json() if self.json else planned.table())
+
+    def _shapes(self, model: HFBlockModel, directory: Path) -> RowShapes:
+        """The shapes of the run's batches, from its rows if they are named."""
+        from zo2adapters.tasks.tokenizer import load_tokenizer
+        from zo2adapters.trainers.batch_shapes import RowShapes
+        from zo2adapters.trainers.lessons import read_rows
+
+        length = self.batching.length_for(model)
+        if self.data is None:
+            return RowShapes.of_length(self.batching, length)
+        labelled_for = None if self.head == "causal-lm" else model.config
+        options: dict[str, Any] = {"sequence_length": length, "labelled_for": labelled_for}
+        options["tokenizer"] = load_tokenizer(directory)
+        data = read_rows(self.data, **options)
+        evaluation = None if self.evaluation is None else read_rows(self.evaluation, **options)
+        return RowShapes.of_rows(self.batching, data, evaluation, seed=0)

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig
 from zo2core import ROOMS
 
 POSITION_BYTES = 8  # of a token: int64
-_LOGIT_COPIES = 3  # in float32 beside the logits themselves: converted, shifted, log-softmax
+_FLOAT_BYTES = 4  # of a logit in float32: in which Hugging Face's losses take them, and log-softmax leaves them
 
 
 def expected_held_bytes(
@@ -44,21 +44,27 @@ def expected_held_bytes(
     return int(hidden + masks + (position_rows or 1) * tokens * (rotation + POSITION_BYTES))
 
 
-def forward_bytes(config: PretrainedConfig, rows: int, tokens: int, *, loss_chunk: int | None = None) -> int:
+def forward_bytes(
+    config: PretrainedConfig, rows: int, tokens: int, *, loss_chunk: int | None = None, loss_rows: int | None = None
+) -> int:
     """Expected peak of one segment's forward, beside what is held: of a block, or of the logits and the loss.
 
     Args:
         config: The model's config.
-        rows: Rows of a batch, or of a micro-batch.
+        rows: Rows that run at a time.
         tokens: Tokens of a row.
         loss_chunk: Tokens whose logits are in memory at a time; None: all.
+        loss_rows: Rows of which one loss is made, where several losses are made of the logits one by one; None: all.
     """
     config = config.get_text_config()
     itemsize, hidden, positions = _itemsize(config), config.hidden_size, rows * tokens
     feed_forward = _largest(config, "intermediate_size") or _largest(config, "ffn_dim") or 4 * hidden
     block = positions * (4 * (1 + _copies(config)) * hidden + 3 * feed_forward) * itemsize + positions * tokens * itemsize
-    logits = (positions if loss_chunk is None else min(positions, loss_chunk)) * config.vocab_size
-    return int(max(block, logits * (itemsize + 4 * _LOGIT_COPIES)))
+    logits = positions if loss_chunk is None else min(positions, loss_chunk)
+    in_loss = logits if loss_rows is None else min(logits, loss_rows * tokens)
+    is_converted = itemsize != _FLOAT_BYTES or loss_chunk is not None  # chunks are of mixed precision, too
+    loss = in_loss * _FLOAT_BYTES * (2 if is_converted else 1)
+    return int(max(block, (logits * itemsize + loss) * config.vocab_size))
 
 
 def vision_bytes(config: PretrainedConfig, images: torch.Tensor) -> int:
@@ -83,6 +89,8 @@ def activation_bytes(
     streams: int = 2,
     micro_rows: int | None = None,
     loss_chunk: int | None = None,
+    stacked: int = 1,
+    loss_rows: int | None = None,
 ) -> int:
     """Expected peak of activations and logits of one sweep.
 
@@ -93,12 +101,16 @@ def activation_bytes(
         streams: Evaluations of a step, or batches of an evaluation, whose activations are held at a time.
         micro_rows: Rows that run at a time; None: all of a batch.
         loss_chunk: Tokens whose logits are in memory at a time; None: all.
+        stacked: Of these streams, how many run as one batch.
+        loss_rows: Rows of which one loss is made; None: those of a batch, or of a micro-batch.
     """
     running = rows if micro_rows is None else min(rows, micro_rows)
     whole, rest = divmod(rows, running)
-    held = whole * expected_held_bytes(config, running, tokens)
-    held += expected_held_bytes(config, rest, tokens) if rest else 0
-    return streams * held + forward_bytes(config, running, tokens, loss_chunk=loss_chunk)
+    held = whole * expected_held_bytes(config, running * stacked, tokens)
+    held += expected_held_bytes(config, rest * stacked, tokens) if rest else 0
+    loss_rows = running if loss_rows is None else min(running, loss_rows)
+    running_bytes = forward_bytes(config, running * stacked, tokens, loss_chunk=loss_chunk, loss_rows=loss_rows)
+    return -(-streams // stacked) * held + running_bytes
 
 
 def least_activation_bytes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
@@ -90,6 +91,7 @@ def plan_device_run(
     write_limit_tb: float | None = None,
     replay: Replay = "auto",
     perturbation: Perturbation = InWeights(),  # noqa: B008 - frozen
+    stacked: int = 1,
 ) -> DeviceRunPlan:
     """Plan a run on a GPU that need not be here. Nothing is loaded or measured.
 
@@ -107,6 +109,7 @@ def plan_device_run(
         write_limit_tb: Most terabytes that 1,000 steps may write; None: no limit.
         replay: Who replays.
         perturbation: Where directions live. Factors are those of a run that begins: each period adds as many.
+        stacked: Of the forwards of a step, how many run as one batch.
 
     Raises:
         MemoryBudgetError: if the host, or the device, is too small for any arrangement.
@@ -115,7 +118,9 @@ def plan_device_run(
     evaluations = 2 * queries if evaluations is None else evaluations
     layouts = model.layouts
     config, chunk = model.config, model.loss_chunk
-    needed = activation_bytes(config, rows, tokens, streams=evaluations, micro_rows=micro_rows, loss_chunk=chunk)
+    running = rows if micro_rows is None else min(rows, micro_rows)
+    batch: dict[str, Any] = {"micro_rows": micro_rows, "loss_chunk": chunk, "stacked": stacked}
+    needed = activation_bytes(config, rows, tokens, streams=evaluations, **batch)
     drawn = SequentialNoise(layouts, "cuda") if noise is None else noise
     carrying = choose_carrying(replay, layouts, drawn, in_place=False)
     device_plan = plan_device_memory(
@@ -124,15 +129,16 @@ def plan_device_run(
         memory=parse_size(device_memory, option="device_memory"),
         free=0,
         activation_bytes=needed,
-        least_activation_bytes=least_activation_bytes(config, rows, tokens, micro_rows=micro_rows, loss_chunk=chunk),
+        least_activation_bytes=least_activation_bytes(config, running * stacked, tokens, loss_chunk=chunk),
         walks=not isinstance(drawn, CounterNoise),
         probes=queries,
         carries=carrying is not None,
         factors=factor_bytes(perturbation, layouts),
     )
-    running = rows if micro_rows is None else min(rows, micro_rows)
-    own, streams = expected_held_bytes(config, running, tokens), evaluations * -(-rows // running)
-    left = device_plan.activation_bytes - forward_bytes(config, running, tokens, loss_chunk=chunk)
+    own, streams = expected_held_bytes(config, running * stacked, tokens), -(-evaluations // stacked) * -(-rows // running)
+    left = device_plan.activation_bytes - forward_bytes(
+        config, running * stacked, tokens, loss_chunk=chunk, loss_rows=running
+    )
     waiting = own * (streams - streams_that_stay(streams, own, left, rooms=ROOMS * own))
     # As the engine does: it sets aside what all streams take if any of them has to wait.
     on_disk = laid_out_as_on_disk(layouts, model.weights)

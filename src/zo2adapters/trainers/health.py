@@ -32,7 +32,7 @@ class Watch:
             options: Of the run.
         """
         lines = []
-        rounding = None if self._said_rounding else rounded_away(result)
+        rounding = None if self._said_rounding else rounded_away(result, options)
         if rounding is not None:
             self._said_rounding = True
             lines.append(rounding)
@@ -54,16 +54,24 @@ def ruined(updates: Sequence[Update]) -> str | None:
     if moved <= 1 and last <= 2 * first + 1:
         return None
     went = f"each weight moved by {moved:.2g}, the loss from {first:.4g} to {last:.4g}"
-    return f"{went}: the steps were too large for a model to survive; lower --lr"
+    return f"{went}: the steps were too large for a model to survive; zo2 tune finds an --lr that holds"
 
 
-def rounded_away(result: StepResult) -> str | None:
-    """Say if a step's update changes fewer than half of the weights; None if it does not, or was not looked at."""
+def rounded_away(result: StepResult, options: TrainOptions) -> str | None:
+    """Say if a step's update changes fewer than half of the weights; None if it does not, or was not looked at.
+
+    Args:
+        result: Of the step.
+        options: Of the run, by which the remedy is chosen: weights that are rounded to the dtype in which they come back
+            from a device are in mixed precision already.
+    """
     if result.landed is None or result.landed >= LEAST_LANDED:
         return None
+    carried, _, back = options.carried.partition("-")
+    remedy = f"--carried {carried}" if back else "--precision mixed, or --dtype float32"
     return (
         f"step {result.step}: the update changes {result.landed:.0%} of the stored weights, the others round back to where "
-        "they were; keep them in float32 (--precision mixed, or --dtype float32), or raise --lr"
+        f"they were; keep them in float32 ({remedy}), or raise --lr"
     )
 
 
@@ -92,13 +100,17 @@ def _promised_fall(update: Update) -> float:
 
 
 def diverged(error: ZO2Error, updates: Sequence[Update], options: TrainOptions) -> DivergenceError:
-    """An error that ended a run, with the command that goes on from the best step so far."""
-    best, lr = best_step(updates), options.optimization.lr / 10
+    """An error that ended a run, with the command that finds a rate that holds, and the one that goes on with it.
+
+    No rate is named: what a smaller one does was not seen.
+    """
+    best = best_step(updates)
     return DivergenceError(
         error.where,
         found=error.found,
         expected=error.expected,
-        remedy=f"go on from step {best}, the best so far, with a smaller lr, say: "
-        f"zo2 train --resume {options.output} --from-step {best} --output NEW --lr {lr:.3g}",
+        remedy=f"find a learning rate below {options.optimization.lr:g} that holds, with this run's batch size and "
+        f"directions: zo2 tune --model {options.model} --data {options.data} --output TRIALS; then go on with it from step "
+        f"{best}, the best so far: zo2 train --resume {options.output} --from-step {best} --output NEW --lr RATE",
         best_step=best,
     )

@@ -100,6 +100,16 @@ class Optimization:
         """Forwards of a batch in a step."""
         return 2 if self.per_row else self.estimator.evaluations(self.queries)
 
+    @property
+    def stacked(self) -> int:
+        """Of these forwards, how many run as one batch."""
+        return 1 if self.rank is None else min(self.evaluations, self.stack or self.evaluations)
+
+    def loss_rows(self, rows: int) -> int:
+        """Rows of a batch of so many of which one loss is made."""
+        groups = (rows if self.queries == 1 else self.queries) if self.per_row else 1
+        return -(-rows // groups)
+
     def require_consistent(self) -> None:
         """Refuse options that do not go with the estimator.
 

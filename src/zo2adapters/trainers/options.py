@@ -41,6 +41,20 @@ def precision_of_run(asked: PrecisionName, *, exact_mezo: bool, on_cpu: bool) ->
     return "exact" if asked == "auto" and (exact_mezo or not on_cpu) else asked
 
 
+def evaluations_due(steps: int, every: int | None, *, version: int = 0) -> int:
+    """Evaluations of a run that are due from a version on: before the first step, after every so many, after the last one.
+
+    Args:
+        steps: Of the run.
+        every: Steps after which to evaluate again; None: there are none in between.
+        version: Steps that were taken; an evaluation that is due there is counted.
+    """
+    if version > steps:
+        return 0
+    between = 0 if every is None else (steps - 1) // every - max(version - 1, 0) // every
+    return between + (version == 0) + 1
+
+
 HeadName: TypeAlias = Literal["causal-lm", "sequence-classification"]
 
 

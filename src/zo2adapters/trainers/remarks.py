@@ -22,7 +22,7 @@ def remarks(options: TrainOptions, model: HFBlockModel, data: Rows) -> list[str]
         data: The rows to train on.
     """
     rows, batch_size = len(data), options.batching.batch_size
-    lines = [_precision(model, on_cpu=options.storage.device == "cpu")]
+    lines = [_precision(options, model)]
     if data.truncated:
         lines.append(f"{data.truncated} rows were cut to the sequence length")
     if batch_size > rows:
@@ -67,7 +67,7 @@ def _terabytes(count: float) -> str:
     return f"{count:.2f} TB in 1,000 steps" if count >= 0.01 else "less than 0.01 TB in 1,000 steps"
 
 
-def _precision(model: HFBlockModel, *, on_cpu: bool) -> str:
+def _precision(options: TrainOptions, model: HFBlockModel) -> str:
     specs = [spec for layout in model.layouts for spec in layout.parameters]
     if any(spec.frozen for spec in specs):
         return "precision: exact, an adapter in float32 on weights that are only read"
@@ -75,9 +75,11 @@ def _precision(model: HFBlockModel, *, on_cpu: bool) -> str:
     if model.autocast is not None:
         return f"precision: mixed, weights in {_name(stored)}, computed in {_name(model.autocast)}"
     line = f"precision: exact, all in {_name(stored)}"
-    if stored in (torch.float16, torch.bfloat16):
+    if options.optimization.rank is not None:
+        line = f"precision: exact, computed in {_name(stored)}; weights are only read, updates add up in float32"
+    elif stored in (torch.float16, torch.bfloat16):
         line += "; small updates are rounded away, which --precision mixed avoids"
-    if stored is torch.float16 and on_cpu:
+    if stored is torch.float16 and options.storage.device == "cpu":
         times = product_seconds(torch.float16) / product_seconds(torch.bfloat16)
         line += f"; a matrix product takes {times:.1f} times as long as in bfloat16 here"
     return line

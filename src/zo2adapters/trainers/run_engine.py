@@ -8,10 +8,34 @@ from typing import Any
 from zo2adapters.models.footprint import activation_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
+from zo2adapters.trainers.batch_shapes import BatchShape
+from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.sharing import local_device, own_trace
 from zo2core import Journal, MemoryPolicy, Replayer, Workers, WriteBackPolicy, ZOEngine, ZOEstimator, parse_size
+
+
+def reserved_for(model: HFBlockModel, longest: BatchShape, optimization: Optimization, micro_rows: int | None) -> int:
+    """Bytes that a run reserves for activations and logits.
+
+    Args:
+        model: The model.
+        longest: The largest batch.
+        optimization: How a step is taken.
+        micro_rows: Rows that run at a time; None: all of a batch.
+    """
+    rows, tokens = longest.rows, round(longest.tokens)
+    return activation_bytes(
+        model.config,
+        rows,
+        tokens,
+        streams=optimization.evaluations,
+        micro_rows=micro_rows,
+        loss_chunk=model.loss_chunk,
+        stacked=optimization.stacked,
+        loss_rows=optimization.loss_rows(rows) if optimization.per_row else None,
+    )
 
 
 def reserved_bytes(options: TrainOptions, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
@@ -22,20 +46,19 @@ def reserved_bytes(options: TrainOptions, model: HFBlockModel, longest: int, seq
     """
     config, batching, given = model.config, options.batching, options.storage.activation_memory
     rows, longest = batching.shape(batching.batch_size * sequences, longest)
-    micro_rows, chunk = batching.micro_batch_size, batching.loss_chunk
-    streams = options.optimization.evaluations
-    if options.optimization.rank is not None:  # so many streams run as one batch
-        stacked = min(streams, options.optimization.stack or streams)
-        rows, streams = rows * stacked, -(-streams // stacked)
-        micro_rows = None if micro_rows is None else micro_rows * stacked
-    running = rows if micro_rows is None else min(rows, micro_rows)
-    beside = model.adapter_bytes(running, streams * -(-rows // running)) if isinstance(model, PeftBlockModel) else 0
+    micro_rows, chunk, optimization = batching.micro_batch_size, batching.loss_chunk, options.optimization
+    streams, stacked = optimization.evaluations, optimization.stacked
+    running = (rows if micro_rows is None else min(rows, micro_rows)) * stacked
+    beside = 0
+    if isinstance(model, PeftBlockModel):
+        beside = model.adapter_bytes(running, -(-streams // stacked) * -(-rows * stacked // running))
     reserved = (
-        activation_bytes(config, rows, longest, streams=streams, micro_rows=micro_rows, loss_chunk=chunk) + beside
+        reserved_for(model, BatchShape.whole(rows, longest), optimization, micro_rows) + beside
         if given is None
         else parse_size(given)
     )
-    return reserved, least_activation_bytes(config, rows, longest, micro_rows=micro_rows, loss_chunk=chunk) + beside
+    least = least_activation_bytes(config, running, longest, loss_chunk=chunk)
+    return reserved, least + beside
 
 
 def replayer(

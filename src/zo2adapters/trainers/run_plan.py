@@ -11,18 +11,18 @@ from pathlib import Path
 
 import torch
 
-from zo2adapters.models.footprint import activation_bytes
+from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.allocator import with_kept_memory
+from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.run_engine import reserved_for
 from zo2core import (
     BesideActivations,
     BlockLayout,
     CounterNoise,
     HostDevice,
     HostPlan,
-    InWeights,
-    NoiseGenerator,
-    Perturbation,
     SequentialNoise,
     aligned,
     decoded,
@@ -64,15 +64,24 @@ class RunPlan:
     forward_seconds: float  # a step's forwards
     update_seconds: float  # a step's noise and arithmetic
     disk_seconds: float  # beside the other two
+    steps: int = 0  # of the run
+    evaluations: int = 0  # of the run, on all of its rows
+    evaluation_seconds: float = 0.0  # of each of them
 
     @property
     def seconds(self) -> float:
         """Expected seconds a step."""
         return max(self.forward_seconds + self.update_seconds, self.disk_seconds)
 
+    @property
+    def run_seconds(self) -> float:
+        """Expected seconds of all steps and evaluations."""
+        return self.steps * self.seconds + self.evaluations * self.evaluation_seconds
+
     def to_json(self) -> str:
         """Give programs the fields, and the bytes and seconds in all."""
-        return json.dumps({**asdict(self), "nbytes": self.host_plan.nbytes, "seconds": self.seconds})
+        sums = {"nbytes": self.host_plan.nbytes, "seconds": self.seconds, "run_seconds": self.run_seconds}
+        return json.dumps({**asdict(self), **sums})
 
     def table(self) -> str:
         """Give people a table."""
@@ -90,51 +99,61 @@ class RunPlan:
             ("disk, beside them", f"{self.disk_seconds:.2f} s"),
             ("expected a step", f"{self.seconds:.2f} s"),
         ]
+        if self.evaluations:
+            rows.append(("expected an evaluation", f"{self.evaluation_seconds:.2f} s"))
+            of = f"{self.steps} steps, {self.evaluations} evaluations"
+        else:
+            of = f"{self.steps} steps"
+        if self.steps:
+            rows.append(("expected in all", f"{duration(self.run_seconds)} ({of})"))
         lines = [f"{name:26s} {value}" for name, value in rows]
         return "\n".join(["host memory", self.host_plan.table(), "", *lines])
 
 
+def duration(seconds: float) -> str:
+    """Seconds in words, to about a hundredth."""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
 def plan_run(
     model: HFBlockModel,
+    shapes: RowShapes,
+    optimization: Optimization,
     *,
     memory: int | str = "auto",
-    rows: int,
-    tokens: int,
     scratch: Path,
     micro_rows: int | None = None,
-    noise: NoiseGenerator | None = None,
-    queries: int = 1,
-    evaluations: int | None = None,
     write_limit_tb: float | None = None,
-    perturbation: Perturbation = InWeights(),  # noqa: B008 - frozen
     workers: int = 1,
+    steps: int = 0,
+    evaluations: int = 0,
 ) -> RunPlan:
     """Plan a run on the CPU. Nothing is loaded; the probes take a few seconds.
 
     Args:
         model: From ``open_checkpoint``.
+        shapes: Of the run's batches.
+        optimization: How a step is taken. Factors of a low rank are those of a run that begins: each period adds as many.
         memory: Host memory the process may take in all.
-        rows: Rows of a batch.
-        tokens: Tokens of a row.
         scratch: A directory on the disk to write back to.
         micro_rows: Rows that run at a time; None: all of a batch.
-        noise: Draws z; None is MeZO's, with its walk.
-        queries: Directions a step.
-        evaluations: Forwards of a batch in a step; None: two a direction.
         write_limit_tb: Most terabytes that 1,000 steps may write; None: no limit.
-        perturbation: Where directions live. Factors are those of a run that begins: each period adds as many.
         workers: Of this host: memory is that of one of them, which has its part of the blocks that they share. Time is that
             of one worker alone.
+        steps: Of the run.
+        evaluations: Of the run.
 
     Raises:
         MemoryBudgetError: if no arrangement fits.
         ScratchError: if the directory cannot be written to.
         CheckpointError: if the checkpoint cannot be read.
     """
-    evaluations = 2 * queries if evaluations is None else evaluations
-    activations = activation_bytes(
-        model.config, rows, tokens, streams=evaluations, micro_rows=micro_rows, loss_chunk=model.loss_chunk
-    )
+    forwards, queries, perturbation = optimization.evaluations, optimization.queries, optimization.perturbation
+    activations = reserved_for(model, shapes.longest, optimization, micro_rows)
+    noise = optimization.generator(model.layouts)
     drawn = SequentialNoise(model.layouts) if noise is None else noise
     on_disk = laid_out_as_on_disk(model.layouts, model.weights)
     host_plan = plan_host(
@@ -151,52 +170,77 @@ def plan_run(
     host_plan = with_kept_memory(host_plan, activations)
     layouts = model.layouts if host_plan.buckets is None else on_disk  # as they will lie in buckets
     model_bytes = sum(layout.nbytes for layout in layouts)
-    replay = replay_seconds(drawn, layouts, in_place=not isinstance(drawn, CounterNoise))
     streamed = host_plan.buckets is not None
+    replay = replay_seconds(drawn, layouts, in_place=not isinstance(drawn, CounterNoise))
     read = streamed_bytes(layouts, host_plan.buckets)
     read_seconds = read / read_bytes_per_second(model.weights, layouts) if read else 0.0
-    forwards = evaluations * measured_forward_seconds(model, rows, tokens)
+    forward_seconds = _step_forward_seconds(model, shapes.step, optimization, micro_rows)
+    decoding = decoding_seconds(layouts)
     if isinstance(perturbation, BesideActivations):
-        drawing = replay * _factor_share(layouts, perturbation.rank) * (evaluations + queries)
-        written_a_step = kept_bytes_a_step(perturbation, layouts, None if write_limit_tb is None else write_limit_tb * 1e9)
-        return RunPlan(
-            host_plan=host_plan,
-            model_bytes=model_bytes,
-            write_back_every=None,
-            scratch_bytes=0,
-            read_bytes=read,
-            written_bytes=round(written_a_step),
-            terabytes_per_1000_steps=written_a_step / 1e9,
-            forward_seconds=forwards,
-            update_seconds=drawing + decoding_seconds(layouts),
-            disk_seconds=read_seconds,
-        )
-    write_rate = write_bytes_per_second(scratch)
-    # As the engine chooses, which does not know what forwards take.
-    write_seconds = terabytes_written(layouts, 1, steps=1) * 1e12 / write_rate
-    every = write_back_interval(replay, write_seconds, step=max(read_seconds, replay), resident=not streamed)
-    if write_limit_tb is not None:
-        every = max(every, interval_within(layouts, write_limit_tb))
-    written = model_bytes // every
-    disk_seconds = read_seconds + written / write_rate if streamed else 0.0
-    lag = (every + 1) / 2 if streamed else 1.0
-    if isinstance(drawn, CounterNoise):
-        first, other = evaluation_seconds(drawn, layouts)
-        update = replay * (queries * lag - 1) + first + other * (evaluations - 1)
+        # Weights are only read: factors are drawn, once for the evaluations and once for the update.
+        update = replay * _factor_share(layouts, perturbation.rank) * (forwards + queries) + decoding
+        written = kept_bytes_a_step(perturbation, layouts, None if write_limit_tb is None else write_limit_tb * 1e9)
+        every, scratch_size, written_tb, lag = None, 0, written / 1e9, 0.0
+        disk_seconds = read_seconds
     else:
-        update = replay * queries * (lag + (_WALK if host_plan.keep_noise else 1.0))
+        write_rate = write_bytes_per_second(scratch)
+        # As the engine chooses, which does not know what forwards take.
+        write_seconds = terabytes_written(layouts, 1, steps=1) * 1e12 / write_rate
+        every = write_back_interval(replay, write_seconds, step=max(read_seconds, replay), resident=not streamed)
+        if write_limit_tb is not None:
+            every = max(every, interval_within(layouts, write_limit_tb))
+        written = model_bytes // every
+        scratch_size, written_tb = scratch_bytes(layouts), terabytes_written(layouts, every)
+        disk_seconds = read_seconds + written / write_rate if streamed else 0.0
+        lag = (every + 1) / 2 if streamed else 1.0
+        if isinstance(drawn, CounterNoise):
+            first, other = evaluation_seconds(drawn, layouts)
+            update = replay * (queries * lag - 1) + first + other * (forwards - 1)
+        else:
+            update = replay * queries * (lag + (_WALK if host_plan.keep_noise else 1.0))
+    of_evaluation = 0.0
+    if shapes.evaluation is not None and evaluations:
+        computing = shapes.evaluation_batches * measured_forward_seconds(model, shapes.evaluation, running=micro_rows)
+        sweeps = _sweeps(model, shapes, activations, micro_rows)
+        of_evaluation = max(computing + sweeps * (replay * queries * lag + decoding), sweeps * read_seconds)
     return RunPlan(
         host_plan=host_plan,
         model_bytes=model_bytes,
         write_back_every=every,
-        scratch_bytes=scratch_bytes(layouts),
+        scratch_bytes=scratch_size,
         read_bytes=read,
-        written_bytes=written,
-        terabytes_per_1000_steps=terabytes_written(layouts, every),
-        forward_seconds=forwards,
+        written_bytes=round(written),
+        terabytes_per_1000_steps=written_tb,
+        forward_seconds=forward_seconds,
         update_seconds=update,
         disk_seconds=disk_seconds,
+        steps=steps,
+        evaluations=evaluations,
+        evaluation_seconds=of_evaluation,
     )
+
+
+def _step_forward_seconds(
+    model: HFBlockModel, shape: BatchShape, optimization: Optimization, micro_rows: int | None
+) -> float:
+    """Seconds of a step's forwards. Those that run as one batch read the weights once, where others do each time."""
+    stacked = optimization.stacked
+    stack = BatchShape(shape.rows * stacked, shape.tokens, shape.predictions * stacked)
+    running = None if micro_rows is None else micro_rows * stacked
+    if optimization.per_row and optimization.rank is None:  # each direction on its own rows
+        running = optimization.loss_rows(shape.rows)
+    return optimization.evaluations / stacked * measured_forward_seconds(model, stack, running=running)
+
+
+def _sweeps(model: HFBlockModel, shapes: RowShapes, activations: int, micro_rows: int | None) -> int:
+    """Passes over the blocks that an evaluation takes: batches share one as far as activations may take memory."""
+    shape, batches = shapes.evaluation, shapes.evaluation_batches
+    assert shape is not None, "there is an evaluation"
+    rows, tokens = shape.rows, math.ceil(shape.tokens)
+    running = rows if micro_rows is None else min(rows, micro_rows)
+    held = expected_held_bytes(model.config, running, tokens) * -(-rows // running)
+    left = activations - forward_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
+    return -(-batches // max(1, left // held))
 
 
 def decoding_seconds(layouts: Sequence[BlockLayout]) -> float:
@@ -220,13 +264,13 @@ def _factor_share(layouts: Sequence[BlockLayout], rank: int) -> float:
     return drawn / sum(spec.numel for spec in specs)
 
 
-def measured_forward_seconds(model: HFBlockModel, rows: int, tokens: int) -> float:
+def measured_forward_seconds(model: HFBlockModel, shape: BatchShape, *, running: int | None = None) -> float:
     """Measure the seconds of one forward: a block of the model runs on a batch of this shape, or on a part of it.
 
     Args:
         model: The model, whose modules are bound to one block's memory, filled with a constant; an engine binds them anew.
-        rows: Rows of a batch.
-        tokens: Tokens of a row.
+        shape: Of the batch.
+        running: Rows that run at a time; None: all.
     """
     layout = model.layouts[1]
     numel = sum(spec.numel for spec in layout.parameters)
@@ -235,6 +279,7 @@ def measured_forward_seconds(model: HFBlockModel, rows: int, tokens: int) -> flo
         memory = HostDevice().host_memory(sum(aligned(spec.nbytes) for spec in specs))
         views = zip(specs, flat_views(specs, memory), strict=True)
         model.bind(index, {spec.name: (view.fill_(0.01) if index == 1 else view).view(spec.shape) for spec, view in views})
+    rows, tokens = min(shape.rows, running or shape.rows), max(round(shape.tokens), 1)
     probed_rows = min(rows, max(_PROBED_PRODUCTS // (numel * tokens), 1))
     probed_tokens = min(tokens, max(_PROBED_PRODUCTS // (numel * probed_rows), 1))
     ids = torch.ones(probed_rows, probed_tokens, dtype=torch.long)
@@ -248,4 +293,6 @@ def measured_forward_seconds(model: HFBlockModel, rows: int, tokens: int) -> flo
     head = model.layouts[-1]
     heads = sum(spec.numel for spec in (*head.parameters, *head.borrowed) if len(spec.shape) > 1)
     blocks = sum(spec.numel for layout in model.layouts if not layout.resident for spec in layout.parameters)
-    return best * (rows * tokens) / (probed_rows * probed_tokens) * (blocks + heads) / numel
+    positions = shape.rows * shape.tokens
+    in_head = positions if model.loss_chunk is None else shape.predictions
+    return best / (probed_rows * probed_tokens) * (blocks * positions + heads * in_head) / numel

@@ -12,8 +12,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
-from tqdm import tqdm
-
 from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.models.exported import holds_model
 from zo2adapters.models.hf import HFBlockModel
@@ -27,12 +25,13 @@ from zo2adapters.trainers.health import Watch, diverged, ruined
 from zo2adapters.trainers.lessons import PreferenceLesson, Rows, lesson_of, read_rows
 from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.metrics import progress, step_record
-from zo2adapters.trainers.options import Execution, TrainOptions
+from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_due
 from zo2adapters.trainers.provenance import provenance, require_same_files
 from zo2adapters.trainers.remarks import remarks, storage
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, header_of, require_new
 from zo2adapters.trainers.run_engine import build_engine, replayer, reserved_bytes
 from zo2adapters.trainers.sharing import device_kinds, is_first, require_same_steps, settled_alike
+from zo2adapters.trainers.step_bar import StepBar
 from zo2core import (
     CheckpointError,
     DivergenceError,
@@ -58,6 +57,7 @@ class Trainer:
         options: The run's options.
         resume: Whether the run is in ``options.output`` already; it then goes on where its journal ends.
         quiet: Whether to show no progress bar.
+        label: Stands before the progress bar, which is then gone at the end; None: the bar has none and stays.
         execution: How to work on the run; by default as fast as possible, and without a trace.
         workers: Others that work on the same run, each in a directory of its own; None: there are none.
 
@@ -71,6 +71,7 @@ class Trainer:
         *,
         resume: bool = False,
         quiet: bool = False,
+        label: str | None = None,
         execution: Execution | None = None,
         workers: Workers | None = None,
     ) -> None:
@@ -80,6 +81,7 @@ class Trainer:
             require_new(options.output)
         self.options = options
         self._quiet, self._resumed, self._workers = quiet, resume, workers
+        self._label = label
         self._watch = Watch()
         execution = Execution() if execution is None else execution
         if resume:
@@ -240,7 +242,10 @@ class Trainer:
         with (
             closing(LiveMetrics(tracker, options.output, options.to_json())) as live,
             open(options.output / METRICS, "ab", buffering=0, opener=open_no_follow) as metrics,
-            tqdm(
+            StepBar(
+                evaluations=self._evaluations_to_come(engine.version + (engine.version in evaluated)),
+                desc=self._label,
+                leave=self._label is None,
                 total=options.steps,
                 initial=engine.version,
                 unit="step",
@@ -344,17 +349,23 @@ class Trainer:
                 tokens[f"{name} sha256"] = dataset.digest()
         return tokens
 
-    def _evaluate(self, rows: Rows, metrics: IO[bytes], live: LiveMetrics, bar: tqdm[Any]) -> None:
+    def _evaluations_to_come(self, version: int) -> int:
+        """Evaluations that are due from a version on."""
+        options = self.options
+        return 0 if self._evaluation is None else evaluations_due(options.steps, options.evaluate_every, version=version)
+
+    def _evaluate(self, rows: Rows, metrics: IO[bytes], live: LiveMetrics, bar: StepBar) -> None:
         began = time.perf_counter()
         results = self._lesson.evaluate(self.engine, rows)
         seconds = time.perf_counter() - began
         self.engine.journal.note_evaluation(self.engine.version, results)
+        bar.count_evaluation(seconds, left=self._evaluations_to_come(self.engine.version + 1))
         record = {**row_of_evaluation(self.engine.version, results), "evaluation_seconds": seconds}
         _write(metrics, record)
         live.row(record)
         self._say(bar, f"step {self.engine.version}: evaluation {told(results)}, {seconds:.1f} s")
 
-    def _say(self, bar: tqdm[Any], line: str) -> None:
+    def _say(self, bar: StepBar, line: str) -> None:
         """Write a line above the bar; of several workers the first one speaks."""
         if is_first(self._workers):
             bar.write(line, file=sys.stderr)

@@ -98,7 +98,8 @@ class Guarded(EstimatorWrapper):
         found = found or f"an update that moves each weight by {moves:.2g}, and most weights are below 1"
         refused = 1 + sum(is_refused(earlier) for earlier in past[1 - RECENT :])
         if refused >= policy.refusals:
-            raise _diverged(step, past, f"{refused} of {RECENT} steps that cannot be applied ({found})", "fewer of them")
+            judged = f"{refused} of the last {min(step + 1, RECENT)} steps cannot be applied ({found})"
+            raise _diverged(step, past, judged, f"fewer than {policy.refusals}")
         warnings.warn(f"step {step} is not applied: {found}", ZO2Warning, stacklevel=2)
         unchanged = (0.0,) * len(update.projected_grads)
         return replace(update, projected_grads=unchanged, weight_decay=0.0, perturb_in_place=False)
