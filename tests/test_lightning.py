@@ -155,15 +155,16 @@ def test_what_cannot_be_heeded_is_refused(base: Path, tmp_path: Path, options: d
 
 def test_a_list_of_batches_is_one_step(base: Path, tmp_path: Path) -> None:
     ours = module(base)
-    lists: Any = torch.utils.data.DataLoader([BATCHES[:2], BATCHES[2:4]], batch_size=None)
-    trainer(tmp_path, 2).fit(ours, lists)
+    lists: Any = [BATCHES[:2], BATCHES[2:4]]
+    loader: Any = torch.utils.data.DataLoader(lists, batch_size=None)
+    trainer(tmp_path, 2).fit(ours, loader)
     with ZOEngine(
         open_checkpoint(base),
         Guarded(estimator=MeZOSGD(lr=lambda step: 1e-2 * halving(step), zo_eps=1e-3, perturb_in_place=False)),
         noise=PhiloxNoise(Distribution.RADEMACHER),
         seed=3,
     ) as engine:
-        for batches in (BATCHES[:2], BATCHES[2:4]):
+        for batches in lists:
             engine.step(batches)
         assert ours.engine.journal.updates == engine.journal.updates
 
@@ -230,5 +231,6 @@ def test_a_loader_that_repeats_batches_of_a_resumed_epoch_is_said(base: Path, tm
     assert "StatefulDataLoader" in said
     assert resume("resumable", ResumableLoader()) == []
     if data is BATCHES:
-        whole: Any = torch.utils.data.DataLoader(BATCHES[:3], batch_size=None)
+        three: Any = BATCHES[:3]
+        whole: Any = torch.utils.data.DataLoader(three, batch_size=None)
         assert resume("whole epoch", whole) == [], "at the end of an epoch there is nothing to repeat"

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from transformers import MistralConfig
 
 from zo2adapters.cli import main
+from zo2core import Journal
 from zo2core.planning.host_budget import parse_size
 
 ROOT = Path(__file__).parent.parent
@@ -160,6 +161,28 @@ def test_commands_and_examples_run_as_printed(
                 run_command(command, capsys)
         elif language == "python" and ("write_program" not in text or importlib.util.find_spec("executorch")):
             exec(compile(text, page.name, "exec"), {"__name__": page.stem})
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_the_loop_with_accelerate_resumes_where_its_journal_ends(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    page = ROOT / "docs" / "trainers.md"
+    [example] = [text for language, text in fences(page) if language == "python" and "Accelerator" in text]
+    run = compile(example, page.name, "exec")
+    shutil.copytree(prepared / "model", tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    exec(run, {})
+    journal = tmp_path / "accelerate" / "journal.jsonl"
+    whole = Journal(journal).updates
+    lines = journal.read_text().splitlines(keepends=True)  # updates come last
+    journal.write_text("".join(lines[: len(lines) - len(whole) + steps]))
+    shutil.rmtree(tmp_path / "accelerate" / "model")
+    assert len(Journal(journal).updates) == steps
+    exec(run, {})
+    assert Journal(journal).updates == whole
+    assert len(whole) == 4
+    assert len({update.losses for update in whole}) == 4
 
 
 def test_every_subcommand_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,3 +119,16 @@ def test_importing_touches_no_device_and_starts_no_thread() -> None:
 def test_modules_are_small(path: Path) -> None:
     limits = {"hf.py": 300, "opt.py": 60, "llama.py": 60, "qwen.py": 60}
     assert len(path.read_text().splitlines()) <= limits.get(path.name, 400)
+
+
+@pytest.mark.parametrize("package", ["zo2core", "zo2adapters"])
+def test_a_star_import_brings_what_the_package_exports_and_no_modules(package: str) -> None:
+    brought: dict[str, object] = {}
+    exec(f"from {package} import *", brought)
+    del brought["__builtins__"]
+    source = ast.parse((ROOT / "src" / package / "__init__.py").read_text())
+    aliases = {name.asname for node in ast.walk(source) if isinstance(node, ast.ImportFrom) for name in node.names}
+    exported = {alias for alias in aliases if alias is not None and not alias.startswith("_")}
+    assert exported - brought.keys() <= {"ZOLightningModule"}, "which needs an extra"
+    assert brought.keys() <= exported
+    assert len(brought) > 20

@@ -1,7 +1,8 @@
 """Hugging Face models for zo2core: open a checkpoint, declare an architecture.
 
 Importing this package imports nothing else: torch and transformers take seconds, which a command that needs neither, or that
-is told to stop while it starts, should not spend. A name is imported when it is first asked for.
+is told to stop while it starts, should not spend. A name is imported when it is first asked for. A star import brings all
+names but ``ZOLightningModule``, which needs the extra ``zo2core[lightning]``.
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ _MODULES = {
     "Scored": "zo2adapters.tasks.scoring",
     "score": "zo2adapters.tasks.scoring",
 }
+
+if not TYPE_CHECKING:  # type checkers take the aliases above
+    __all__ = [name for name in _MODULES if name != "ZOLightningModule"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,8 @@
 """Zeroth-order fine-tuning of models larger than their device: versioned blocks and a journal."""
 
+import types as _types
+import typing as _typing
+
 from zo2core.beside import BesideActivations as BesideActivations
 from zo2core.beside import Columns as Columns
 from zo2core.beside import Factors as Factors
@@ -154,3 +157,9 @@ from zo2core.types import aligned as aligned
 from zo2core.types import bound_seconds as bound_seconds
 from zo2core.types import flat_views as flat_views
 from zo2core.workers import Workers as Workers
+
+if not _typing.TYPE_CHECKING:  # type checkers take the aliases above
+    # Without it a star import would bring the subpackages, too, some of which have the names of standard modules.
+    __all__ = [
+        name for name, value in globals().items() if not name.startswith("_") and not isinstance(value, _types.ModuleType)
+    ]
