@@ -199,8 +199,8 @@ class Journal:
                 )
         unknown = {segment: digest for segment, digest in digests.items() if segment not in self._base_digests}
         if unknown:
-            known = self._base_digests
-            self._write({DIGESTS: unknown}, partial(known.update, unknown), lambda: unknown.keys() <= known.keys())
+            kept = self._base_digests
+            self._write({DIGESTS: unknown}, partial(kept.update, unknown), lambda: unknown.keys() <= kept.keys())
 
     def require_version(self, version: int, where: str) -> None:
         """Refuse a journal that is shorter than what somebody else knows to have been durable.
