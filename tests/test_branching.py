@@ -136,7 +136,7 @@ def test_a_branch_appears_whole_or_not_at_all(
         elif call == "fsync":
             patched.setattr(os, "fsync", failing)
         else:
-            patched.setattr("zo2core.journal.branch.create_file", failing)
+            patched.setattr("zo2core.io.durable.create_file", failing)
         with pytest.raises(OutputError, match="No space left"):
             branch_journal(parent, new, 2)
         assert not new.exists()

@@ -301,8 +301,8 @@ def test_a_trace_overwrites_nothing(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace, real = Trace(tmp_path / "t.json"), Path.open
-    monkeypatch.setattr(Path, "open", lambda path, mode: real(Path("/dev/full"), "w"))
+    trace = Trace(tmp_path / "t.json")
+    monkeypatch.setattr("zo2core.profiling.chrome_trace.create_file", lambda path: Path("/dev/full").open("wb"))
     with pytest.raises(OutputError, match="No space left"):
         trace.add([span(Lane.READ, 0, 1)])
     with pytest.raises(OutputError, match="No space left"):

@@ -201,8 +201,8 @@ class Journal:
                 )
         unknown = {segment: digest for segment, digest in digests.items() if segment not in self.base_digests}
         if unknown:
-            known = self._notes.digests
-            self._write({DIGESTS: unknown}, partial(known.update, unknown), lambda: unknown.keys() <= known.keys())
+            kept = self._notes.digests
+            self._write({DIGESTS: unknown}, partial(kept.update, unknown), lambda: unknown.keys() <= kept.keys())
 
     def note_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Add the result of an evaluation; on return it is durable if the journal is a file. It is no update.
@@ -215,10 +215,10 @@ class Journal:
             JournalError: if the file cannot be written.
         """
         assert 0 <= step <= len(self._updates), "what was evaluated is a step of the run"
-        record, known = evaluation_record(step, values), self._notes.evaluations
-        before = known.get(step)
+        record, kept = evaluation_record(step, values), self._notes.evaluations
+        before = kept.get(step)
         count = partial(self._notes.take, record, len(self._updates))
-        self._write(record, count, lambda: known.get(step) is not before)
+        self._write(record, count, lambda: kept.get(step) is not before)
 
     def require_version(self, version: int, where: str) -> None:
         """Refuse a journal that is shorter than what somebody else knows to have been durable.
