@@ -8,13 +8,14 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from models import save_model, save_tokenizer, small_config
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from zo2adapters import open_checkpoint
+from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import format_warning, show_warning
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import CheckpointError, MeZOSGD, ZO2Error, ZO2Warning, ZOEngine
@@ -43,6 +44,47 @@ def test_a_link_out_of_the_directory_is_refused(name: str, base: Path, tmp_path:
     assert info.value.where == str(base / name)
     with pytest.raises(CheckpointError, match="a link to"):
         load_tokenizer(base)
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "2KB"], ids=["one file", "shards"])
+def test_weights_that_a_link_takes_from_elsewhere_are_refused(shard_size: str, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"), max_shard_size=shard_size)
+    files = sorted(base.glob("model*"))
+    assert len(files) == 1 if shard_size == "5GB" else len(files) > 2
+    for path in files:
+        path.rename(tmp_path / "secret")
+        for target in (tmp_path / "secret", "../secret"):
+            path.symlink_to(target)
+            with pytest.raises(CheckpointError, match=f"found a link to {tmp_path / 'secret'}; expected") as info:
+                open_checkpoint(base)
+            assert info.value.where == str(path)
+            path.unlink()
+        (tmp_path / "secret").rename(path)
+    (tmp_path / "link").symlink_to(base)
+    assert open_checkpoint(tmp_path / "link").layouts == open_checkpoint(base).layouts
+
+
+@pytest.mark.parametrize("other", ["models--a--c/blobs", "blobs"])
+def test_blobs_of_another_model_are_refused(other: str, tmp_path: Path) -> None:
+    revision = tmp_path / "models--a--b" / "snapshots" / "abc"
+    save_model(revision, small_config("llama"))
+    (tmp_path / other).mkdir(parents=True)
+    (revision / "model.safetensors").rename(tmp_path / other / "0")
+    (revision / "model.safetensors").symlink_to(tmp_path / other / "0")
+    with pytest.raises(CheckpointError, match="a link to"):
+        open_checkpoint(revision)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapters_files_that_links_take_from_elsewhere_are_refused(name: str, base: Path, tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    peft.get_peft_model(whole, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / name).rename(tmp_path / "secret")
+    (tmp_path / "adapter" / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="a link to"):
+        open_checkpoint(base, adapter=Adapter(config=tmp_path / "adapter"))
 
 
 def test_links_inside_the_directory_and_of_the_hubs_cache_are_followed(base: Path, tmp_path: Path) -> None:
