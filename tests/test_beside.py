@@ -55,6 +55,7 @@ from zo2core import (
     PhiloxNoise,
     PinnedSource,
     Replayer,
+    Runner,
     SequentialNoise,
     UnsupportedModelError,
     WriteBackPolicy,
@@ -318,7 +319,7 @@ def test_losses_are_those_of_dense_directions(model_type: str, chunk: int | None
                 assert loss == pytest.approx(dense(whole, moved, batch), rel=1e-5)
 
 
-def engine_weights(engine: Replayer) -> list[tuple[str, torch.Tensor]]:
+def engine_weights(engine: Runner) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor.clone()) for name, tensor in engine.parameters_now()]
 
 

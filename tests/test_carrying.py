@@ -40,6 +40,7 @@ from zo2core import (
     PhiloxNoise,
     PinnedSource,
     Replayer,
+    Runner,
     SequentialNoise,
     WriteBackPolicy,
     ZOEngine,
@@ -147,7 +148,7 @@ def on_device(
     return ZOEngine(model, estimator, device=device, memory=memory, write_back=write_back, **options), device
 
 
-def weights_of(engine: Replayer) -> dict[str, torch.Tensor]:
+def weights_of(engine: Runner) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.parameters_now()}
 
 

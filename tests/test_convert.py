@@ -388,6 +388,17 @@ def test_a_link_out_of_the_directory_is_not_copied(tmp_path: Path) -> None:
     assert str(tmp_path / "secret") in refusal(tmp_path / "base", match="a link to").found
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_weights_that_a_link_takes_from_elsewhere_are_not_converted(shards: int, tmp_path: Path) -> None:
+    save_pickled(tmp_path / "base", shards=shards)
+    for path in sorted((tmp_path / "base").glob("pytorch_model*")):
+        path.rename(tmp_path / "secret")
+        path.symlink_to(tmp_path / "secret")
+        assert str(tmp_path / "secret") in refusal(tmp_path / "base", match="a link to").found
+        path.unlink()
+        (tmp_path / "secret").rename(path)
+
+
 def test_remote_code_does_not_go_along_and_that_is_said(tmp_path: Path) -> None:
     save_pickled(tmp_path / "base", shards=1)
     for name in ("config.json", "tokenizer_config.json"):

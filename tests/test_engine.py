@@ -43,6 +43,7 @@ from zo2core import (
     PhiloxNoise,
     PinnedSource,
     Replayer,
+    Runner,
     SequentialNoise,
     ZOEngine,
 )
@@ -62,7 +63,7 @@ def engine(base: Path) -> Iterator[ZOEngine]:
         yield made
 
 
-def weights(engine: Replayer) -> dict[str, torch.Tensor]:
+def weights(engine: Runner) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.parameters_now()}
 
 

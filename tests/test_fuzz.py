@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import math
+import os
 import re
 import resource
 import signal
@@ -375,7 +376,7 @@ def test_any_config_is_used_or_refused(
     if not base.exists():
         save_model(base, small_config(model_type))
     directory = tmp_path_factory.mktemp("model")
-    (directory / "model.safetensors").symlink_to(base / "model.safetensors")
+    os.link(base / "model.safetensors", directory / "model.safetensors")
     raw = data.draw(configs(json.loads((base / "config.json").read_bytes())))
     (directory / "config.json").write_bytes(raw)
     dtype = data.draw(st.sampled_from(["auto", "float32", "bfloat16"]))

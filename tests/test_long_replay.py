@@ -19,6 +19,7 @@ from zo2core import (
     MemoryPolicy,
     MeZOSGD,
     Replayer,
+    Runner,
     SequentialNoise,
     Update,
     ZOEngine,
@@ -69,7 +70,7 @@ class Watched(SequentialNoise):
         self.most_generators = max(self.most_generators, sum(1 + len(stream.copies) for stream in streams))
 
 
-def weights(engine: Replayer) -> dict[str, torch.Tensor]:
+def weights(engine: Runner) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.parameters_now()}
 
 

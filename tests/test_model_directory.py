@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from families import small_config as family_config
+from families import small_model
 from models import save_model, save_tokenizer, small_config
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from zo2adapters import open_checkpoint
+from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import format_warning, show_warning
+from zo2adapters.models.config_bounds import refuse_oversized
+from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import CheckpointError, MeZOSGD, ZO2Error, ZO2Warning, ZOEngine
 
@@ -43,6 +50,47 @@ def test_a_link_out_of_the_directory_is_refused(name: str, base: Path, tmp_path:
     assert info.value.where == str(base / name)
     with pytest.raises(CheckpointError, match="a link to"):
         load_tokenizer(base)
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "2KB"], ids=["one file", "shards"])
+def test_weights_that_a_link_takes_from_elsewhere_are_refused(shard_size: str, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"), max_shard_size=shard_size)
+    files = sorted(base.glob("model*"))
+    assert len(files) == 1 if shard_size == "5GB" else len(files) > 2
+    for path in files:
+        path.rename(tmp_path / "secret")
+        for target in (tmp_path / "secret", "../secret"):
+            path.symlink_to(target)
+            with pytest.raises(CheckpointError, match=f"found a link to {tmp_path / 'secret'}; expected") as info:
+                open_checkpoint(base)
+            assert info.value.where == str(path)
+            path.unlink()
+        (tmp_path / "secret").rename(path)
+    (tmp_path / "link").symlink_to(base)
+    assert open_checkpoint(tmp_path / "link").layouts == open_checkpoint(base).layouts
+
+
+@pytest.mark.parametrize("other", ["models--a--c/blobs", "blobs"])
+def test_blobs_of_another_model_are_refused(other: str, tmp_path: Path) -> None:
+    revision = tmp_path / "models--a--b" / "snapshots" / "abc"
+    save_model(revision, small_config("llama"))
+    (tmp_path / other).mkdir(parents=True)
+    (revision / "model.safetensors").rename(tmp_path / other / "0")
+    (revision / "model.safetensors").symlink_to(tmp_path / other / "0")
+    with pytest.raises(CheckpointError, match="a link to"):
+        open_checkpoint(revision)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapters_files_that_links_take_from_elsewhere_are_refused(name: str, base: Path, tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    peft.get_peft_model(whole, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / name).rename(tmp_path / "secret")
+    (tmp_path / "adapter" / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="a link to"):
+        open_checkpoint(base, adapter=Adapter(config=tmp_path / "adapter"))
 
 
 def test_links_inside_the_directory_and_of_the_hubs_cache_are_followed(base: Path, tmp_path: Path) -> None:
@@ -154,3 +202,58 @@ def test_a_warning_does_not_break_a_progress_bar(capsys: pytest.CaptureFixture[s
         bar.update(4)
         show_warning(ZO2Warning("said"), ZO2Warning, "file.py", 1)
     assert "\nzo2: said\n" in capsys.readouterr().err.replace("\r", "\n")
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "value", "largest"),
+    [
+        ({"model_type": "gpt2"}, "n_layer", 2_000, 1 << 10),
+        ({"model_type": "gpt2"}, "num_hidden_layers", 2_000, 1 << 10),
+        ({"model_type": "gpt2"}, "n_embd", 1e300, 1 << 20),
+        ({"model_type": "gemma3"}, "text_config.num_hidden_layers", 2_000, 1 << 10),
+        ({"model_type": "llava", "text_config": {"model_type": "gpt2"}}, "text_config.n_layer", 2_000, 1 << 10),
+        ({"model_type": "qwen2_5_vl"}, "vision_config.depth", 2_000, 1 << 10),
+        ({"model_type": "nothing known"}, "some.inner.head_dim", 1 << 21, 1 << 20),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_absurd_sizes_are_refused_under_every_name_and_in_inner_configs(
+    config: dict[str, Any], name: str, value: float, largest: int, tmp_path: Path
+) -> None:
+    *outer, last = name.split(".")
+    place = config = json.loads(json.dumps(config))
+    for key in outer:
+        place = place.setdefault(key, {})
+    place[last] = largest
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refuse_oversized(tmp_path / "config.json")
+    place[last] = value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CheckpointError, match=f"config.json: {name}: found {re.escape(str(value))}; expected at most {largest}"
+    ):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "said"),
+    [("gpt2", "n_inner", "a table of 268435456 numbers"), ("gptj", "n_positions", "a table of 268435456 numbers")],
+)
+def test_what_a_size_under_another_name_asks_for_is_not_made(model_type: str, name: str, said: str, tmp_path: Path) -> None:
+    small_model(family_config(model_type)).save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({**values, name: 1 << 28}))
+    with pytest.raises(CheckpointError, match=f"config.json: found the config of a model with {said}"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_model_is_built_within_bounds_that_follow_from_the_checkpoint() -> None:
+    config = small_config("opt", num_hidden_layers=6)
+    numel = [parameter.shape for parameter in build_skeleton(config, torch.float32).parameters()]
+    assert build_skeleton(config, torch.float32, bounds=Bounds.of(numel)) is not None
+    with pytest.raises(OversizedError, match="more than 20 parameters"):
+        build_skeleton(config, torch.float32, bounds=Bounds(parameters=20))
+    sinusoids = family_config("gptj")  # an outer product of two vectors, each of which is small
+    assert build_skeleton(sinusoids, torch.float32, bounds=Bounds(numbers=4096)) is not None
+    with pytest.raises(OversizedError, match="a table of"):
+        build_skeleton(sinusoids, torch.float32, bounds=Bounds(numbers=100))

@@ -40,6 +40,7 @@ from zo2core import (
     OptionError,
     PhiloxNoise,
     Replayer,
+    Runner,
     ZOEngine,
     ZOEstimator,
 )
@@ -98,7 +99,7 @@ def stock_loss(model: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(stock_scores(model, batch), torch.tensor(ANSWERS))
 
 
-def same_weights(engine: Replayer, whole: MonolithicMeZO) -> None:
+def same_weights(engine: Runner, whole: MonolithicMeZO) -> None:
     own = dict(whole.model.named_parameters())
     for name, value in engine.parameters_now():
         assert_same_bits(name, value, own[name])

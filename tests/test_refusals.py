@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from zo2adapters.cli import COMMANDS
 from zo2adapters.commands.refusals import refusal_of
-from zo2core import Journal, MemoryBudgetError, Replayer
+from zo2core import Journal, MemoryBudgetError, Replayer, Runner
 
 HUGE = "9" * 400
 
@@ -432,7 +432,7 @@ def test_a_base_that_vanishes_is_named(run: Path, place: Path, monkeypatch: pyte
     (place / "elsewhere").rename(place / "base")
     real = Replayer.export
 
-    def export(self: Replayer, directory: Path) -> None:
+    def export(self: Runner, directory: Path) -> None:
         (place / "base/tokenizer.json").unlink()
         real(self, directory)
 

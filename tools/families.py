@@ -34,7 +34,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.scoring import score
 from zo2adapters.trainers.verification import random_batch
-from zo2core import MeZOSGD, Replayer, UnsupportedModelError, ZO2Error, ZOEngine
+from zo2core import MeZOSGD, Replayer, Runner, UnsupportedModelError, ZO2Error, ZOEngine
 
 MOST_PARAMETERS = 3_000_000  # of a model that counts as tiny
 VOCABULARY, STEPS, NUMBERS = 40, 2, {"lr": 1e-2, "zo_eps": 1e-2}
@@ -216,7 +216,7 @@ def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict
     }
 
 
-def generated_tokens(replayer: Replayer, model: HFBlockModel, prompts: list[list[int]]) -> list[list[int | None]] | str:
+def generated_tokens(replayer: Runner, model: HFBlockModel, prompts: list[list[int]]) -> list[list[int | None]] | str:
     """What greedy generation continues prompts with, a list for each, or why it is refused."""
     try:
         steps = list(generate(replayer, model, prompts, max_new_tokens=NEW_TOKENS))

@@ -19,6 +19,7 @@ from zo2core.checkpoint import SafetensorsReader as SafetensorsReader
 from zo2core.checkpoint import TensorEntry as TensorEntry
 from zo2core.checkpoint import check_float as check_float
 from zo2core.checkpoint import find_tensors as find_tensors
+from zo2core.checkpoint import require_own_file as require_own_file
 from zo2core.checkpoint import require_unused as require_unused
 from zo2core.checkpoint import same_samples as same_samples
 from zo2core.checkpoint import write_checkpoint as write_checkpoint

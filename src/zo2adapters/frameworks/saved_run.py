@@ -16,7 +16,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from zo2core import Journal, JournalError, OutputError, Replayer, copy_journal, reason, sync_path
+from zo2core import Journal, JournalError, OutputError, Runner, copy_journal, reason, sync_path
 
 JOURNAL = "journal.jsonl"
 _TOLD = ("pad_token_id", "bos_token_id", "eos_token_id", "problem_type")  # what trainers set in a model's config
@@ -24,7 +24,7 @@ _SINGLE, _INDEX, _SHARDS = "model.safetensors", "model.safetensors.index.json", 
 _PARTIAL = ".model.partial-"
 
 
-def save_run(engine: Replayer, directory: Path, *, weights: bool, write_others: Callable[[Path], None]) -> None:
+def save_run(engine: Runner, directory: Path, *, weights: bool, write_others: Callable[[Path], None]) -> None:
     """Write a run's journal into a directory that may hold other things, and its weights beside it.
 
     The journal comes last. Between the new weights and the new journal a kill leaves the earlier journal, whole.

@@ -27,7 +27,7 @@ from zo2adapters.frameworks.swept_batches import SweptBatches
 from zo2adapters.frameworks.trainer_loss import TrainerLoss
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import Batch, Journal, OptionError, Replayer, ZOEngine
+from zo2core import Batch, Journal, OptionError, Replayer, Runner, ZOEngine
 
 _Beside: Any = object  # the trainer that stands beside the mixin, whose attributes are its own
 
@@ -208,9 +208,7 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         is_sft = f"{computes.__module__}.{computes.__qualname__}" == "trl.trainer.sft_trainer.SFTTrainer.compute_loss"
         return is_sft and self.args.loss_type == "nll" and not self.aux_loss_enabled
 
-    def _swept_batches(
-        self, loader: Any, call: Callable[..., Any], replayer: Replayer, *, keeps_logits: bool
-    ) -> SweptBatches:
+    def _swept_batches(self, loader: Any, call: Callable[..., Any], replayer: Runner, *, keeps_logits: bool) -> SweptBatches:
         forward = CalledForward(self.block_model, call, keeps_logits=keeps_logits)
         return SweptBatches(loader, replayer, forward, _tensors, self.accelerator.gradient_state)
 

@@ -18,12 +18,12 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.files import FILE_PREFIX, plain_config, write_adapter
 from zo2adapters.optional_package import optional_package
-from zo2core import Columns, Learned, OptionError, Replayer, require_unused
+from zo2core import Columns, Learned, OptionError, Runner, require_unused
 
 _LAYER, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
 
 
-def export_adapter(replayer: Replayer, model: HFBlockModel, directory: Path | str, *, base: str) -> None:
+def export_adapter(replayer: Runner, model: HFBlockModel, directory: Path | str, *, base: str) -> None:
     """Write what a run has learned as ``PeftModel.from_pretrained`` loads it on the base.
 
     The loss is that of the exported model, but for the order of sums and the dtype in which peft adds them.

@@ -108,6 +108,28 @@ def segment_aliases(model: PreTrainedModel, architecture: Architecture) -> dict[
     return segments
 
 
+def require_axes(hidden: torch.Tensor, ids: torch.Tensor, axes: tuple[int, int], model_type: str) -> None:
+    """Refuse hidden states whose rows and tokens are not where the architecture says.
+
+    Args:
+        hidden: The hidden states that the layers are given.
+        ids: The batch's token ids, (rows, tokens).
+        axes: As in ``Architecture``.
+        model_type: Of the model's config.
+
+    Raises:
+        UnsupportedModelError: naming the model type.
+    """
+    if hidden.dim() > max(axes) and tuple(hidden.shape[axis] for axis in axes) == tuple(ids.shape):
+        return
+    raise UnsupportedModelError(
+        f"model type {model_type}",
+        found=f"hidden states of shape {list(hidden.shape)} for {ids.shape[0]} rows of {ids.shape[1]} tokens",
+        expected=f"rows along axis {axes[0]} and tokens along axis {axes[1]}, as the architecture says",
+        remedy="declare these axes as `axes` of the Architecture",
+    )
+
+
 def _layers(model: PreTrainedModel, architecture: Architecture) -> nn.ModuleList:
     layers = dict(model.named_modules()).get(architecture.blocks)
     if isinstance(layers, nn.ModuleList):

@@ -25,6 +25,7 @@ from zo2adapters.models.companions import (
     remote_code_note,
     without_remote_code,
 )
+from zo2adapters.models.config_bounds import refuse_oversized
 from zo2adapters.models.derivation import derive_architecture
 from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.heads import CAUSAL_LM, Head, head_of, reads_images
@@ -38,7 +39,7 @@ from zo2adapters.models.peft_model import Adapter, by_wrapped_names, inject, pef
 from zo2adapters.models.precision import Precision, choose_precision, exact_where_encoded
 from zo2adapters.models.quantized import EncodedTensor, Quantization, encodings_of, without_encodings
 from zo2adapters.models.qwen import QWEN2, QWEN3
-from zo2adapters.models.skeleton import build_skeleton
+from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.models.vision import VISION_MODELS, HFVisionModel
 from zo2core import (
     CheckpointError,
@@ -63,8 +64,6 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 _LOGIT_BYTES = 24 << 20  # of a chunk's logits in float32, which a last-level cache holds
 _FEWEST_AT_ONCE = 16  # labelled tokens: the head's weights are read once for each chunk
-
-_LARGEST = {"num_hidden_layers": 1 << 10, "hidden_size": 1 << 20, "head_dim": 1 << 20, "num_labels": 1 << 20}
 
 
 def open_checkpoint(
@@ -144,7 +143,7 @@ def open_checkpoint(
             expected="a model of text alone beside an adapter",
             remedy="train all of it, or a language model",
         )
-    skeleton = _build(directory, config, chosen.stored, kind)
+    skeleton = _build(directory, config, chosen.stored, kind, Bounds.of(entry.shape for entry in entries.values()))
     if isinstance(architecture, Path):
         architecture = read_architecture(architecture)
     if architecture is None:
@@ -232,7 +231,7 @@ def _read_config(directory: Path) -> tuple[PretrainedConfig, Quantization | None
             remedy="name the directory that holds config.json",
         )
     companion_files(directory)  # refuses what is not to be read, before transformers reads it
-    _refuse_oversized(directory / "config.json")
+    refuse_oversized(directory / "config.json")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # any: a malformed config leads transformers to validation errors, AttributeError, ...
@@ -250,31 +249,18 @@ def _read_config(directory: Path) -> tuple[PretrainedConfig, Quantization | None
     return config, Quantization.of(directory / "config.json", quantization)
 
 
-def _refuse_oversized(path: Path) -> None:
-    """Refuse sizes for which transformers would take time or memory before any of them is compared with the weights."""
+def _build(directory: Path, config: PretrainedConfig, dtype: torch.dtype, head: Head, bounds: Bounds) -> PreTrainedModel:
     try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UnsupportedModelError(
-            path, found=_first_line(error), expected="a readable JSON file", remedy="get config.json again"
-        ) from error
-    if not isinstance(config, dict):
-        raise UnsupportedModelError(
-            path, found=f"a {type(config).__name__}", expected="a JSON object", remedy="get config.json again"
-        )
-    for name, largest in _LARGEST.items():
-        value = config.get(name)
-        if isinstance(value, (int, float)) and value > largest:
-            raise CheckpointError(
-                f"{path}: {name}", found=str(value)[:40], expected=f"at most {largest}", remedy="get config.json again"
-            )
-
-
-def _build(directory: Path, config: PretrainedConfig, dtype: torch.dtype, head: Head) -> PreTrainedModel:
-    try:
-        return build_skeleton(config, dtype, head)
+        return build_skeleton(config, dtype, head, bounds=bounds)
     except ZO2Error:
         raise
+    except OversizedError as error:
+        raise CheckpointError(
+            directory / "config.json",
+            found=f"the config of a model with {error}",
+            expected="sizes as the weights have them",
+            remedy="use the config.json that belongs to these shards",
+        ) from error
     except Exception as error:  # any: sizes that contradict each other surface inside the model's own code
         raise UnsupportedModelError(
             directory / "config.json",

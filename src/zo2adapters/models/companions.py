@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from zo2core import CheckpointError, UnsupportedModelError, open_regular, reason
+from zo2core import CheckpointError, UnsupportedModelError, open_regular, reason, require_own_file
 
 SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})  # what a model directory holds besides the weights
 
@@ -108,15 +108,7 @@ def _checked(path: Path, directory: Path) -> Path:
         info = target.stat()
     except OSError as error:
         raise _refused(path, reason(error), "a readable file") from error
-    root = Path(os.path.realpath(directory))
-    blobs = root.parent.parent / "blobs"  # of the hub's cache: models--ORGANISATION--NAME/snapshots/REVISION
-    if not (target.is_relative_to(root) or (root.parent.name == "snapshots" and target.is_relative_to(blobs))):
-        raise CheckpointError(
-            path,
-            found=f"a link to {target}",
-            expected="a file of the model's own directory",
-            remedy="do not use this model unless you know why it links there; then put a copy in the link's place",
-        )
+    require_own_file(path, directory)
     if not stat.S_ISREG(info.st_mode):
         raise _refused(path, "no regular file", "a regular file")
     largest = _LARGEST_CONFIG if path.name.endswith("config.json") else _LARGEST

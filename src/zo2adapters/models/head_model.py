@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,6 +22,8 @@ class HFHeadModel(HFBlockModel):
         arguments: As for ``HFBlockModel``; ``loss_chunk`` has to be None.
         options: The same.
     """
+
+    takes_single_tokens: ClassVar[bool] = False  # these heads are given all hidden states
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
         """None: the losses of these heads are made one stream at a time. See the contract."""
@@ -75,9 +77,6 @@ class HFHeadModel(HFBlockModel):
         counts = [self.kind.count(piece) for piece in pieces]
         summed = torch.stack([loss.double() * count for loss, count in zip(outputs, counts, strict=True)]).sum()
         return (summed / sum(counts)).to(outputs[0].dtype)
-
-    def _require_axes(self, hidden: torch.Tensor, ids: torch.Tensor) -> None:
-        """Accept any: these heads are given all hidden states, and no token's by itself."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Refuse to say what comes next.

@@ -14,13 +14,13 @@ import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from zo2adapters.models.architecture import Architecture, segment_aliases, segment_layouts
+from zo2adapters.models.architecture import Architecture, require_axes, segment_aliases, segment_layouts
 from zo2adapters.models.beside import BesideModules, tell_shape
 from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.chunked_loss import chunked_loss
@@ -39,7 +39,7 @@ from zo2adapters.models.prepared_batch import (
 )
 from zo2adapters.models.stacked_loss import stacked_losses, whole_losses
 from zo2adapters.models.stubs import CallRecorder, CutError, Stub
-from zo2core import Batch, Encoding, Moved, SavedForm, TensorReader, UnsupportedModelError
+from zo2core import Batch, Encoding, Moved, SavedForm, TensorReader
 
 
 class Activations(NamedTuple):
@@ -71,6 +71,8 @@ class HFBlockModel:
     Raises:
         UnsupportedModelError: if the architecture's declaration does not fit the model.
     """
+
+    takes_single_tokens: ClassVar[bool] = True  # whether single tokens' final hidden states are taken, to score or generate
 
     def __init__(
         self,
@@ -208,11 +210,10 @@ class HFBlockModel:
 
     def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
         """Run HF's norm and head on all streams, and its loss on each. See the contract."""
-        options = {"loss_function": self._skeleton.loss_function, "vocab_size": self.config.get_text_config().vocab_size}
+        hidden, options = self.by_token(activations.hidden), self._loss_options
         if self.loss_chunk is not None:
-            return stacked_losses(self.by_token(activations.hidden), batches, self.loss_chunk, logits=self.logits, **options)
-        logits = partial(self._epilogue, activations.hidden, "logits")
-        return whole_losses(batches, self.targets, logits, **options)
+            return stacked_losses(hidden, batches, self.loss_chunk, logits=self.logits, **options)
+        return whole_losses(batches, self.targets, partial(self._epilogue, activations.hidden, "logits"), **options)
 
     def embed(self, batch: Batch) -> Activations:
         """Run HF's forward up to the first layer. See the contract."""
@@ -227,7 +228,8 @@ class HFBlockModel:
         with contextlib.suppress(CutError), self._casting():
             self._called(**inputs)
         assert recorder.hidden is not None, "HF's forward did not reach the last layer"
-        self._require_axes(recorder.hidden, inputs["input_ids"])
+        if self.takes_single_tokens:
+            require_axes(recorder.hidden, inputs["input_ids"], self._axes, self.config.model_type)
         return Activations(recorder.hidden, recorder.calls)
 
     def block(self, index: int, activations: Activations) -> Activations:
@@ -243,29 +245,19 @@ class HFBlockModel:
         if self.loss_chunk is None:
             with branches_of(batch):
                 return self._epilogue(activations.hidden, "loss", **batch)
-        return chunked_loss(
-            self.by_token(activations.hidden),
-            batch["labels"],
-            predictions(batch),
-            self.loss_chunk,
-            logits=self.logits,
-            loss_function=self._skeleton.loss_function,
-            vocab_size=self.config.get_text_config().vocab_size,
-        )
+        hidden, options = self.by_token(activations.hidden), self._loss_options
+        return chunked_loss(hidden, batch["labels"], predictions(batch), self.loss_chunk, logits=self.logits, **options)
+
+    @property
+    def _loss_options(self) -> dict[str, Any]:
+        return {"loss_function": self._skeleton.loss_function, "vocab_size": self.config.get_text_config().vocab_size}
 
     def by_token(self, hidden: torch.Tensor) -> torch.Tensor:
         """View hidden states as (rows, tokens, ...). The axes behind are the hidden size, and what else a model has."""
         return hidden.movedim(self._axes, (0, 1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run HF's norm and head on final hidden states of single tokens.
-
-        Args:
-            hidden: (n, ...), taken from what ``by_token`` returns.
-
-        Returns:
-            (n, vocabulary).
-        """
+        """Run HF's norm and head on final hidden states (n, ...) of single tokens, from ``by_token``: (n, vocabulary)."""
         # Each is a row of one token: there may be more of them than the model has positions.
         ids = torch.zeros(len(hidden), 1, dtype=torch.int64, device=hidden.device)
         with self._stand_in_branches:
@@ -284,21 +276,6 @@ class HFBlockModel:
     def _epilogue(self, final: torch.Tensor, wanted: str, **inputs: torch.Tensor) -> torch.Tensor:
         return cast("torch.Tensor", getattr(self.epilogue(final, **inputs, use_cache=False), wanted))
 
-    def _require_axes(self, hidden: torch.Tensor, ids: torch.Tensor) -> None:
-        """Refuse hidden states whose rows and tokens are not where the architecture says.
-
-        Raises:
-            UnsupportedModelError: naming the model type.
-        """
-        if hidden.dim() > max(self._axes) and tuple(hidden.shape[axis] for axis in self._axes) == tuple(ids.shape):
-            return
-        raise UnsupportedModelError(
-            f"model type {self.config.model_type}",
-            found=f"hidden states of shape {list(hidden.shape)} for {ids.shape[0]} rows of {ids.shape[1]} tokens",
-            expected=f"rows along axis {self._axes[0]} and tokens along axis {self._axes[1]}, as the architecture says",
-            remedy="declare these axes as `axes` of the Architecture",
-        )
-
     def _casting(self) -> contextlib.AbstractContextManager[object]:
         """Autocast, where the forward computes in another dtype than is stored. Weights have been cast before."""
         if self.autocast is None:
@@ -307,8 +284,7 @@ class HFBlockModel:
 
     def forward_bytes(self, batch: Batch) -> int:
         """Give the bytes by formula. See the contract."""
-        rows, tokens = batch["input_ids"].shape
-        return forward_bytes(self.config, rows, tokens, loss_chunk=self.loss_chunk)
+        return forward_bytes(self.config, *batch["input_ids"].shape, loss_chunk=self.loss_chunk)
 
     def held_bytes(self, batch: Batch) -> int:
         """Give the bytes by formula. See the contract."""

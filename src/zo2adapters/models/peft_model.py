@@ -28,7 +28,7 @@ from zo2adapters.models.peft_kinds.reader import read_values
 from zo2adapters.models.peft_kinds.vera import VeRAKind
 from zo2adapters.models.peft_kinds.wrapped_layers import WRAPPED, put_value
 from zo2adapters.optional_package import optional_package
-from zo2core import CheckpointError, OptionError, open_regular, reason
+from zo2core import CheckpointError, OptionError, open_regular, reason, require_own_file
 
 KINDS: Mapping[str, AdapterKind] = {kind.peft_type: kind for kind in (LoRAKind(), VeRAKind(), PrefixKind())}
 
@@ -77,7 +77,10 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
     config, weights = deepcopy(adapter.config), None  # peft writes into it
     if isinstance(config, (str, Path)):
         path = Path(config)
-        weights = path / WEIGHTS_FILE if path.is_dir() else None
+        if path.is_dir():
+            weights = path / WEIGHTS_FILE
+            for file in (weights, path / CONFIG_FILE):
+                require_own_file(file, path)
         config = _read_config(peft, path / CONFIG_FILE if path.is_dir() else path)
     name = str(getattr(config, "peft_type", type(config).__name__)).removeprefix("PeftType.")
     kind = KINDS.get(name)

@@ -21,6 +21,7 @@ from zo2core import (
     new_directory,
     open_regular,
     reason,
+    require_own_file,
     require_unused,
     shard_names,
     write_companions,
@@ -123,8 +124,13 @@ def _find_shards(directory: Path) -> dict[str, list[str]]:
     """Each shard's file name, to the tensors that the index expects there; a single file has no index."""
     index_path = directory / INDEX_FILE
     if index_path.exists():
-        return _read_index(index_path)
+        require_own_file(index_path, directory)
+        shards = _read_index(index_path)
+        for shard in shards:
+            require_own_file(directory / shard, directory)
+        return shards
     if (directory / SINGLE_FILE).exists():
+        require_own_file(directory / SINGLE_FILE, directory)
         return {SINGLE_FILE: []}
     if any(directory.glob("*.safetensors")):
         raise CheckpointError(

@@ -2,25 +2,81 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 from zo2adapters.models.heads import CAUSAL_LM, Head
 from zo2core import UnsupportedModelError
 
+_CREATING = {torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace, torch.rand, torch.randn}
+_FEWEST_PARAMETERS = 1 << 12  # of a bound: a model is allowed so many, whatever its checkpoint holds
+_FEWEST_NUMBERS = 1 << 27
+
+
+class OversizedError(Exception):
+    """A config asks for far more than its checkpoint can hold."""
+
+
+class Bounds(NamedTuple):
+    """What the building of a model may make before it is given up: far more than the model of a checkpoint needs."""
+
+    parameters: int | None = None  # tensors without values, one after the other; None: any number
+    numbers: int | None = None  # in one tensor with values; None: any number
+
+    @classmethod
+    def of(cls, shapes: Iterable[Sequence[int]]) -> Bounds:
+        """The bounds for a checkpoint's tensors. A model may have more than these: tied weights, or tables of positions."""
+        sizes = [math.prod(shape) for shape in shapes]
+        return cls(4 * len(sizes) + _FEWEST_PARAMETERS, max(2 * sum(sizes), _FEWEST_NUMBERS))
+
+
+UNBOUNDED = Bounds()  # for configs of one's own
+
 
 class _ParametersOnMeta(TorchFunctionMode):
-    """Uninitialised tensors go to the meta device, computed ones (rotary tables and other buffers) stay real."""
+    """Uninitialised tensors go to the meta device, computed ones (rotary tables and other buffers) stay real.
+
+    Raises:
+        OversizedError: before more is made than the bounds allow.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__()
+        self._bounds = bounds
+        self._made = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is torch.empty:
-            kwargs = {**(kwargs or {}), "device": "meta"}
-        return func(*args, **(kwargs or {}))
+            self._made += 1
+            if self._bounds.parameters is not None and self._made > self._bounds.parameters:
+                raise OversizedError(f"more than {self._bounds.parameters} parameters")
+            return func(*args, **{**kwargs, "device": "meta"})
+        if self._bounds.numbers is not None:
+            self._require_small(func, args, kwargs, self._bounds.numbers)
+        return func(*args, **kwargs)
+
+    def _require_small(self, func: Callable[..., Any], args: Any, kwargs: Any, most: int) -> None:
+        """Find out how large a result will be, where it may be larger than what it is made of."""
+        sizes = [leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+        if func not in _CREATING and (len(sizes) < 2 or math.prod(sizes) <= most):
+            return
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        try:
+            made = func(*args, **{**kwargs, "device": "meta"} if func in _CREATING else kwargs)
+        except Exception:  # any: what is wrong, the call itself says
+            return
+        numbers = max((leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)), default=0)
+        if numbers > most:
+            raise OversizedError(f"a table of {numbers} numbers")
 
 
 def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -74,19 +130,23 @@ def _initialize_again(model: PreTrainedModel, where: str) -> None:
         )
 
 
-def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, head: Head = CAUSAL_LM) -> PreTrainedModel:
+def build_skeleton(
+    config: PretrainedConfig, dtype: torch.dtype, head: Head = CAUSAL_LM, *, bounds: Bounds = UNBOUNDED
+) -> PreTrainedModel:
     """Build a model whose parameters take no memory, ready to be cut.
 
     Args:
         config: The checkpoint's config. Remote code is not run.
         dtype: Dtype of the parameters, save those that transformers keeps in another one.
         head: What it ends in.
+        bounds: What it may ask for.
 
     Raises:
         UnsupportedModelError: if the model cannot be built so.
+        OversizedError: if it asks for more.
     """
     where = f"model type {config.model_type}"
-    with _ParametersOnMeta():
+    with _ParametersOnMeta(bounds):
         model: PreTrainedModel = head.class_of(config).from_config(config, dtype=dtype, trust_remote_code=False)
     model.train(mode=False)
     _initialize_again(model, where)

@@ -16,7 +16,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.dealing import in_order, is_own
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.rows import parsed_rows
-from zo2core import DataError, Replayer
+from zo2core import DataError, Runner
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -80,7 +80,7 @@ def read_asked(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_tokens: i
 
 
 def answer(
-    engine: Replayer,
+    engine: Runner,
     model: HFBlockModel,
     tokenizer: PreTrainedTokenizerBase,
     asked: Sequence[Asked],

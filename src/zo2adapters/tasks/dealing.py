@@ -5,16 +5,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-from zo2core import Replayer
+from zo2core import Runner
 
 
-def is_own(engine: Replayer, number: int) -> bool:
+def is_own(engine: Runner, number: int) -> bool:
     """Whether a group of rows is this worker's."""
     workers = engine.workers
     return workers is None or number % workers.size == workers.rank
 
 
-def in_order(engine: Replayer, values: Sequence[float], counts: Sequence[int], rows: object) -> list[float]:
+def in_order(engine: Runner, values: Sequence[float], counts: Sequence[int], rows: object) -> list[float]:
     """The numbers of all groups, in their order.
 
     Args:

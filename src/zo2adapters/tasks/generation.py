@@ -22,7 +22,7 @@ from zo2core import (
     Evaluation,
     NonFiniteLossError,
     OptionError,
-    Replayer,
+    Runner,
     UnsupportedModelError,
     ZOEngine,
 )
@@ -109,7 +109,7 @@ class NextToken:
 
 
 def generate(
-    engine: Replayer,
+    engine: Runner,
     model: HFBlockModel,
     prompts: Sequence[Sequence[int]],
     *,
@@ -174,7 +174,7 @@ def generate(
         positions = positions[:, -1:] + 1
 
 
-def _trained(engine: Replayer) -> ZOEngine:
+def _trained(engine: Runner) -> ZOEngine:
     if isinstance(engine, ZOEngine):
         return engine
     raise OptionError("at", found="a replayer, which has no evaluations", expected="a ZOEngine", remedy="leave it out")

@@ -17,7 +17,7 @@ from zo2adapters.models.prepared_batch import predictions
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.dealing import in_order, is_own
 from zo2adapters.tasks.rows import TokenizedRow
-from zo2core import Batch, BatchError, Replayer
+from zo2core import Batch, BatchError, Runner
 
 
 class Scored(NamedTuple):
@@ -75,7 +75,7 @@ class LogLikelihood:
 
 
 def score(
-    engine: Replayer,
+    engine: Runner,
     model: HFBlockModel,
     prompts: Sequence[Sequence[int]],
     candidates: Sequence[Sequence[Sequence[int]]],

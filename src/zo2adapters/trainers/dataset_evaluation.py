@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from zo2adapters.models.packing import pack
 from zo2adapters.tasks.batches import collate, evaluation_batches
 from zo2adapters.tasks.rows import Dataset
-from zo2core import Batch, EvaluationResult, Replayer
+from zo2core import Batch, EvaluationResult, Runner
 
 
 def evaluate_dataset(
-    engine: Replayer,
+    engine: Runner,
     dataset: Dataset,
     *,
     batch_size: int,

@@ -35,7 +35,7 @@ from zo2adapters.tasks.rows import Dataset, TokenizedRow, read_dataset
 from zo2adapters.tasks.scoring import score
 from zo2adapters.trainers.dataset_evaluation import evaluate_dataset
 from zo2adapters.trainers.user_function import user_function
-from zo2core import Batch, Forward, OptionError, Replayer, StepResult, ZOEngine
+from zo2core import Batch, Forward, OptionError, Runner, StepResult, ZOEngine
 
 Rows = Dataset | Choices | LabelledRows
 
@@ -100,7 +100,7 @@ class Lesson(ABC):
         """Rows as one batch."""
 
     @abstractmethod
-    def evaluate(self, engine: Replayer, rows: Any) -> dict[str, float]:
+    def evaluate(self, engine: Runner, rows: Any) -> dict[str, float]:
         """What the present weights make of rows: ``loss``, smaller is better, and what else there is to say."""
 
     @property
@@ -125,7 +125,7 @@ class LossLesson(Lesson):
         batch = collate(rows, pad_token_id=self.pad)
         return pack(batch) if self._packed else batch
 
-    def evaluate(self, engine: Replayer, rows: Dataset) -> dict[str, float]:
+    def evaluate(self, engine: Runner, rows: Dataset) -> dict[str, float]:
         """The mean loss over labelled tokens."""
         options: dict[str, Any] = {"batch_size": self.batch_size, "pad": self.pad, "packed": self._packed}
         return {"loss": evaluate_dataset(engine, rows, **options).loss}
@@ -143,7 +143,7 @@ class FunctionLesson(LossLesson):
         """The function, run in segments."""
         return self._forward
 
-    def evaluate(self, engine: Replayer, rows: Dataset) -> dict[str, float]:
+    def evaluate(self, engine: Runner, rows: Dataset) -> dict[str, float]:
         """The mean of the function over batches, and the model's own loss."""
         starts = range(0, len(rows), self.batch_size)
 
@@ -176,7 +176,7 @@ class ChoiceLesson(Lesson):
             [row.prompt for row in rows], given, [(row.answer, *row.also) for row in rows], pad_token_id=self.pad
         )
 
-    def evaluate(self, engine: Replayer, rows: Choices) -> dict[str, float]:
+    def evaluate(self, engine: Runner, rows: Choices) -> dict[str, float]:
         """The objective's number, and accuracy; candidates are compared by mean log-probability, as in MeZO's program."""
         scored = score(
             engine,
@@ -208,7 +208,7 @@ class PreferenceLesson(Lesson):
         """The objective and its beta."""
         return {"objective": "dpo", "beta": self._forward.beta}
 
-    def look_at_base(self, base: Replayer, rows: Sequence[Choice]) -> None:
+    def look_at_base(self, base: Runner, rows: Sequence[Choice]) -> None:
         """Note what the base makes of rows, before they are learned from: the reference of the loss."""
         unknown = [row for row in dict.fromkeys(rows) if row not in self._references]
         if unknown:
@@ -225,7 +225,7 @@ class PreferenceLesson(Lesson):
         references = [self._references[row] for row in rows]
         return preference_batch([row.prompt for row in rows], given, references, pad_token_id=self.pad)
 
-    def evaluate(self, engine: Replayer, rows: Choices) -> dict[str, float]:
+    def evaluate(self, engine: Runner, rows: Choices) -> dict[str, float]:
         """DPO's loss, and for how many rows the chosen completion has gained more on the base than the rejected one."""
         pairs = zip(self._scored(engine, rows.rows), map(self._references.__getitem__, rows), strict=True)
         margins = [torch.tensor(own, dtype=torch.float64) - torch.tensor(base, dtype=torch.float64) for own, base in pairs]
@@ -233,7 +233,7 @@ class PreferenceLesson(Lesson):
         gained = sum(bool(scores[0] > scores[1]) for scores, _ in rated)
         return {"loss": float(self._forward.number(rated)), "accuracy": gained / len(rated)}
 
-    def _scored(self, engine: Replayer, rows: Sequence[Choice]) -> tuple[tuple[float, ...], ...]:
+    def _scored(self, engine: Runner, rows: Sequence[Choice]) -> tuple[tuple[float, ...], ...]:
         prompts, given = [row.prompt for row in rows], [row.candidates for row in rows]
         options: dict[str, Any] = {"batch_size": self.micro_batch_size or 2 * self.batch_size, "pad_token_id": self.pad}
         return score(engine, self.model, prompts, given, **options).log_likelihoods
@@ -253,7 +253,7 @@ class LabelLesson(Lesson):
         """Pad the rows."""
         return labelled_batch(rows, pad_token_id=self.pad)
 
-    def evaluate(self, engine: Replayer, rows: LabelledRows) -> dict[str, float]:
+    def evaluate(self, engine: Runner, rows: LabelledRows) -> dict[str, float]:
         """The mean loss over rows and, of classes, how often the likeliest one is right."""
         size = self.micro_batch_size or self.batch_size
         groups = [rows.rows[start : start + size] for start in range(0, len(rows), size)]
@@ -279,7 +279,7 @@ class ExactMatchLesson(LossLesson):
         """Take a step, by text that is generated at each of its evaluations."""
         return engine.tell([self._wrong(engine, rows, at) / len(rows) for at in engine.ask()])
 
-    def evaluate(self, engine: Replayer, rows: Dataset) -> dict[str, float]:
+    def evaluate(self, engine: Runner, rows: Dataset) -> dict[str, float]:
         """One less the share of matches, and it."""
         starts = range(0, len(rows), self.batch_size)
         own = [start for number, start in enumerate(starts) if is_own(engine, number)]
@@ -287,7 +287,7 @@ class ExactMatchLesson(LossLesson):
         wrong = int(sum(in_order(engine, counts, [1] * len(starts), rows.rows)))
         return {"loss": wrong / len(rows), "exact_match": 1 - wrong / len(rows)}
 
-    def _wrong(self, engine: Replayer, rows: Sequence[TokenizedRow], at: Any) -> int:
+    def _wrong(self, engine: Runner, rows: Sequence[TokenizedRow], at: Any) -> int:
         return sum(self._wrong_together(engine, group, at) for group in self._groups(rows))
 
     def _groups(self, rows: Sequence[TokenizedRow]) -> Iterator[list[TokenizedRow]]:
@@ -303,7 +303,7 @@ class ExactMatchLesson(LossLesson):
             group = together
         yield group
 
-    def _wrong_together(self, engine: Replayer, rows: Sequence[TokenizedRow], at: Any) -> int:
+    def _wrong_together(self, engine: Runner, rows: Sequence[TokenizedRow], at: Any) -> int:
         prompts = [row.input_ids[: row.prompt_length] for row in rows]
         wanted = [list(row.input_ids[row.prompt_length :]) for row in rows]
         options: dict[str, Any] = {"max_new_tokens": max(map(len, wanted)), "pad_token_id": self.pad, "at": at}

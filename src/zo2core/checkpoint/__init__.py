@@ -1,5 +1,6 @@
 """Safetensors checkpoints: read by range, written as a stream."""
 
+from zo2core.checkpoint.own_files import require_own_file as require_own_file
 from zo2core.checkpoint.reader import Piece as Piece
 from zo2core.checkpoint.reader import SafetensorsReader as SafetensorsReader
 from zo2core.checkpoint.reader import TensorEntry as TensorEntry

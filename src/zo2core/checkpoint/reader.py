@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zo2core.checkpoint.own_files import require_own_file
 from zo2core.errors import CheckpointError, reason
 from zo2core.io.direct_file import PAGE, RangedFile, byte_view
 from zo2core.io.durable import open_regular
@@ -179,11 +180,12 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
         Tensor name to its place.
 
     Raises:
-        CheckpointError: if there is no such file, a shard or a tensor is missing, a shard is malformed, or the index
-            names a file outside its directory.
+        CheckpointError: if there is no such file, a shard or a tensor is missing, a shard is malformed, or a file is named
+            by the index, or reached by a link, that is outside the directory. Links of the hub's cache are followed.
     """
     index_path = directory / INDEX_FILE
     if (directory / SINGLE_FILE).exists() and not index_path.exists():
+        require_own_file(directory / SINGLE_FILE, directory)
         return parse_header(directory / SINGLE_FILE)
     if not index_path.exists():
         raise CheckpointError(
@@ -192,9 +194,11 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
             expected=f"{SINGLE_FILE} or {INDEX_FILE}",
             remedy="name a directory that holds a model in the Hugging Face layout",
         )
+    require_own_file(index_path, directory)
     weight_map = _parse_index(index_path)
     entries: dict[str, TensorEntry] = {}
     for shard in sorted(set(weight_map.values())):
+        require_own_file(directory / shard, directory)
         for name, entry in parse_header(directory / shard).items():
             if weight_map.get(name, shard) != shard:
                 continue  # a copy; the index says which one counts
