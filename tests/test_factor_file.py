@@ -24,7 +24,6 @@ from zo2core.io.direct_file import RangedFile
 from zo2core.io.record_log import RecordFile
 from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing
-from zo2core.protocols import Store
 from zo2core.sweep.stacked_visitor import StackedVisitor
 from zo2core.types import Program
 
@@ -186,21 +185,21 @@ def test_sums_of_ended_periods_are_written_as_they_end(
     bare = shutil.copytree(run, tmp_path / "bare", ignore=shutil.ignore_patterns("factors.*"))
     written: list[int] = []  # bytes
     after_embedding: list[int] = []
-    write, evaluate = RangedFile.write, StackedVisitor.evaluate
+    write, evaluate = RangedFile.write, StackedVisitor._evaluate
 
     def writing(file: RangedFile, offset: int, data: memoryview) -> None:
         written.append(len(data))
         write(file, offset, data)
 
-    def evaluating(visitor: StackedVisitor, index: int, store: Store) -> None:
+    def evaluating(visitor: StackedVisitor, index: int) -> None:
         if index == 0:
             after_embedding.append(sum(written))
-        evaluate(visitor, index, store)
+        evaluate(visitor, index)
 
     with (
         opened(base, bare) as engine,
         patch.object(RangedFile, "write", writing),
-        patch.object(StackedVisitor, "evaluate", evaluating),
+        patch.object(StackedVisitor, "_evaluate", evaluating),
     ):
         engine.evaluate([BATCH])
     embedding = sum_elements(open_checkpoint(base).layouts[0].parameters, 2)

@@ -153,7 +153,9 @@ def test_gradient_accumulation_is_one_step_of_several_batches(base: Path, tmp_pa
     trainer.train()
     with plain_loop(base, steps=0) as engine:
         lrs = [update.lr for update in trainer.engine.journal.updates]
-        engine._estimator = Guarded(estimator=MeZOSGD(lr=lambda step: lrs[step], zo_eps=1e-3, perturb_in_place=False))
+        engine._method._estimator = Guarded(
+            estimator=MeZOSGD(lr=lambda step: lrs[step], zo_eps=1e-3, perturb_in_place=False)
+        )
         for batches in [BATCHES[:4], BATCHES[4:]] * 2:
             engine.step(batches)
         assert trainer.engine.journal.updates == engine.journal.updates

@@ -213,7 +213,7 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         return SweptBatches(loader, replayer, forward, _tensors, self.accelerator.gradient_state)
 
     @contextmanager
-    def _reference(self) -> Iterator[Replayer]:
+    def _reference(self) -> Iterator[Runner]:
         """The base checkpoint, whatever steps were taken."""
         if self.engine.version == 0:
             yield self.engine

@@ -10,8 +10,7 @@ from zo2core import Runner
 
 def is_own(engine: Runner, number: int) -> bool:
     """Whether a group of rows is this worker's."""
-    workers = engine.workers
-    return workers is None or number % workers.size == workers.rank
+    return number % engine.workers.size == engine.workers.rank
 
 
 def in_order(engine: Runner, values: Sequence[float], counts: Sequence[int], rows: object) -> list[float]:
@@ -26,8 +25,6 @@ def in_order(engine: Runner, values: Sequence[float], counts: Sequence[int], row
     Raises:
         WorkerError: if another worker has other groups, or is silent.
     """
-    if engine.workers is None:
-        return list(values)
     engine.workers.require_same("rows", zlib.crc32(repr(rows).encode()))
     taken = iter(values)
     own = [[next(taken) for _ in range(count)] for number, count in enumerate(counts) if is_own(engine, number)]
