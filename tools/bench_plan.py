@@ -103,7 +103,8 @@ def main() -> None:
         measured["runs"][name] = run
         plan = run["plan"]
         print(
-            f"{name:18s} {plan['seconds']:7.2f} s {run['step_seconds']['median']:7.2f} s {run['seconds_over_planned']:6.2f}   "
+            f"{name:18s} {plan['seconds']:7.2f} s {run['step_seconds']['median']:7.2f} s "
+            f"{run['seconds_over_planned']:6.2f}   "
             f"{plan['nbytes'] / 1e9:6.2f} GB {run['peak_bytes'] / 1e9:6.2f} GB {run['bytes_over_planned']:6.2f}   "
             f"{run['load_before']:4.1f}",
             flush=True,

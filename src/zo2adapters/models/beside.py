@@ -57,7 +57,7 @@ class BesideModules:
             streams: In the batches to come.
         """
         for patch in self._moved:
-            patch.moved = {}
+            patch.rest()
         by_module: dict[str, dict[str, Moved]] = {}
         for name, value in moved.items():
             path, _, leaf = name.rpartition(".")
@@ -97,6 +97,10 @@ class _Patch(ABC):
     def take(self, moved: dict[str, Moved], streams: int) -> None:
         """Move the module's parameters in the next forwards."""
         self.moved, self.streams = moved, streams
+
+    def rest(self) -> None:
+        """Move nothing in the next forwards, and keep no memory for it: every block has modules of its own."""
+        self.moved = {}
 
     def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.forward(*args, **kwargs) if self.moved else self.own(*args, **kwargs)
@@ -145,6 +149,11 @@ class _Linear(_Patch):
         super().take(moved, streams)
         rows, bias = self._factors().own.transpose(1, 2), self._values("bias")
         self._columns = rows.contiguous() if bias is None else torch.cat([rows, bias[:, None]], dim=1)
+
+    def rest(self) -> None:
+        """As above."""
+        super().rest()
+        del self._columns
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
@@ -242,6 +251,11 @@ class _Embedding(_Patch):
         super().take(moved, streams)
         own = self._factors().own
         self._table = nn.Parameter(own.transpose(0, 1).reshape(own.shape[1], -1), requires_grad=False)
+
+    def rest(self) -> None:
+        """As above."""
+        super().rest()
+        del self._table
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See the class."""

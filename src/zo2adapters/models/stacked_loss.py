@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from zo2adapters.models.chunked_loss import KeptLosses
 from zo2adapters.models.prepared_batch import predictions, stack_rows
 from zo2core import Batch
 
@@ -33,8 +34,10 @@ def whole_losses(
     joined = stack_rows(batches)
     assert joined is not None, "they were joined before"
     made = logits(**{key: value for key, value in joined.items() if key not in targets})
-    streams = zip(torch.split(made, len(batches[0]["labels"])), batches, strict=True)
-    return [loss_function(own, batch["labels"], vocab_size=vocab_size) for own, batch in streams]
+    kept = KeptLosses(len(batches))
+    for own, batch in zip(torch.split(made, len(batches[0]["labels"])), batches, strict=True):
+        kept.keep(loss_function(own, batch["labels"], vocab_size=vocab_size))
+    return list(kept.losses.unbind())
 
 
 def stacked_losses(
@@ -62,8 +65,8 @@ def stacked_losses(
     states = torch.split(hidden, len(batches[0]["labels"]))
     predicted = [predictions(batch) for batch in batches]
     counts = [len(rows) for rows, _ in predicted]
-    terms: list[list[torch.Tensor]] = [[] for _ in batches]
     chunk = max(1, chunk // len(batches))
+    terms = [KeptLosses(-(-count // chunk)) for count in counts]
     for start in range(0, max(counts), chunk):
         length = min(chunk, max(counts) - start)
         places = []
@@ -77,5 +80,5 @@ def stacked_losses(
                 rows, columns = (index[:count] for index in places[stream])
                 targets = batches[stream]["labels"][:, 1:][rows, columns]
                 options = {"shift_labels": targets, "num_items_in_batch": counts[stream]}
-                terms[stream].append(loss_function(own[:count], None, vocab_size=vocab_size, **options))
-    return [torch.stack(own).sum() for own in terms]
+                terms[stream].keep(loss_function(own[:count], None, vocab_size=vocab_size, **options))
+    return [own.losses.sum() for own in terms]

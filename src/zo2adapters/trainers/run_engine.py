@@ -25,17 +25,25 @@ def reserved_for(model: HFBlockModel, longest: BatchShape, optimization: Optimiz
         optimization: How a step is taken.
         micro_rows: Rows that run at a time; None: all of a batch.
     """
-    rows, tokens = longest.rows, round(longest.tokens)
-    return activation_bytes(
+    rows, tokens, stacked = longest.rows, round(longest.tokens), optimization.stacked
+    loss_rows = optimization.loss_rows(rows)
+    activations = activation_bytes(
         model.config,
         rows,
         tokens,
         streams=optimization.evaluations,
         micro_rows=micro_rows,
         loss_chunk=model.loss_chunk,
-        stacked=optimization.stacked,
-        loss_rows=optimization.loss_rows(rows) if optimization.per_row else None,
+        stacked=stacked,
+        loss_rows=loss_rows if optimization.per_row else None,
     )
+    if optimization.rank is None:
+        return activations
+    columns = max(  # of the factors that a segment's matrices have of each direction: as drawn, and as modules take them
+        sum(spec.shape[0] * spec.dtype.itemsize for spec in layout.used if len(spec.shape) == 2 and not spec.frozen)
+        for layout in model.layouts
+    )
+    return activations + 2 * columns * optimization.rank * stacked * -(-rows // loss_rows)
 
 
 def reserved_bytes(options: TrainOptions, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
