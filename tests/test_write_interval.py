@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from zo2core import (
 )
 from zo2core.kernels import apply_drawing
 from zo2core.planning.autotune import replay_seconds
+from zo2core.protocols import NoiseGenerator
 
 OPT_13B = 25_700_000_000  # bytes, in 16 bits
 
@@ -99,15 +101,23 @@ def test_what_streams_is_what_neither_buckets_nor_a_device_keep(buckets: int | N
     assert streamed_bytes(layouts(), buckets, kept=kept) == pytest.approx(share * blocks)
 
 
-def test_auto_weighs_what_was_measured_and_keeps_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("replay_seconds", 1.1), ("write_bytes_per_second", 50e9), ("read_bytes_per_second", 2e9)):
-        monkeypatch.setattr(zo2core.planning.write_interval, name, lambda *_, value=value, **__: value)
+class KnownSpeeds:
+    def replay(self, noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_place: bool) -> float:
+        return 1.1
 
+    def reading(self, layouts: Sequence[BlockLayout]) -> float:
+        return 2e9
+
+    def writing(self, directory: Path) -> float:
+        return 50e9
+
+
+def test_auto_weighs_the_machines_speeds_and_keeps_to_the_limit() -> None:
     def chosen(buckets: int | None, limit: float | None = None) -> int:
         return choose_interval(
             layouts(),
             PhiloxNoise(),
-            None,  # type: ignore[arg-type]
+            KnownSpeeds(),
             Path(),
             in_place=False,
             buckets=buckets,

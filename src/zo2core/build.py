@@ -1,4 +1,4 @@
-"""Policies in, parts out: the one place where the parts of a run are chosen, measured for and opened.
+"""Options in, parts out: a run is planned, and what the plan names is opened.
 
 What a caller passes stays the caller's. What is opened here is put on an ``ExitStack`` at once, so that a run that is
 refused half-way leaves nothing open, and an engine that was made closes exactly this.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ from zo2core.beside import (
     Perturbation,
     StackedModel,
     choose_perturbation,
-    factor_bytes,
     open_factors,
 )
 from zo2core.devices import choose_device
@@ -28,19 +28,20 @@ from zo2core.errors import JournalError, OptionError
 from zo2core.estimators import direction_seeds, require_distribution
 from zo2core.journal import Journal, digest, json_object
 from zo2core.noise import PhiloxNoise, choose_noise
-from zo2core.planning.carrying import Replay, choose_carrying, require_drawable
+from zo2core.planning.carrying import Replay, require_drawable
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_budget import parse_size
-from zo2core.planning.host_plan import HostPlan, plan_host, plan_together
-from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
-from zo2core.planning.write_interval import interval_of
+from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.policies import ACTIVATIONS, MemoryPolicy, WriteBackPolicy
+from zo2core.planning.run_spec import Machine, RunRequest, RunSpec, plan
+from zo2core.planning.speeds import MeasuredSpeeds, Speeds
 from zo2core.profiling.chrome_trace import Trace
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, NoiseGenerator, Scheduler, ZOEstimator
 from zo2core.schedulers import OverlappedScheduler, SerialScheduler
 from zo2core.schedulers.overlapped import spread
 from zo2core.sources.base_digests import BaseDigests
-from zo2core.sources.carrying import CarryingSource, staging_bytes
+from zo2core.sources.carrying import CarryingSource
 from zo2core.sources.choice import open_source
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.scratch import Scratch
@@ -84,326 +85,354 @@ class Parts(NamedTuple):
     device_plan: DevicePlan | None  # None where the device computes in host memory, and for passed parts
 
 
-def build(
-    model: BlockModel,
-    estimator: ZOEstimator | None,
-    *,
-    journal: Journal | Path | str | None,
-    device: Device | str,
-    noise: NoiseGenerator | None,
-    memory: MemoryPolicy,
-    micro_batch_size: int | None,
-    trace: Trace | Path | str | None,
-    overlap: bool,
-    seed: int = 0,
-    write_back: WriteBackPolicy | None = None,
-    provenance: Mapping[str, Any] | None = None,
-    replay: Replay = "auto",
-    perturbation: Perturbation | None = None,
-    workers: Workers | None = None,
-) -> Parts:
-    """Choose and open the parts of a run.
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a caller says of a run, as ``ZOEngine`` and ``Replayer`` take it."""
+
+    journal: Journal | Path | str | None = None  # a path is begun, or checked to be of this run
+    device: Device | str = "cpu"
+    noise: NoiseGenerator | None = None  # None takes what the journal was begun with, else MeZO's
+    memory: MemoryPolicy = MemoryPolicy()  # noqa: RUF009 - frozen
+    micro_batch_size: int | None = None  # rows; None: batches run whole
+    trace: Trace | Path | str | None = None
+    overlap: bool = True
+    seed: int = 0
+    write_back: WriteBackPolicy | None = None  # None never writes
+    provenance: Mapping[str, Any] | None = None  # None says nothing
+    replay: Replay = "auto"
+    perturbation: Perturbation | None = None  # None takes what the journal was begun with, else the weights
+    workers: Workers | None = None  # None: this one is alone
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenParts:
+    """What a caller of ``ZOEngine.from_parts`` made, or says of the rest."""
+
+    source: BlockSource
+    device: Device
+    noise: NoiseGenerator
+    scheduler: Scheduler | None = None  # None: an ``OverlappedScheduler``
+    activations: int | str = ACTIVATIONS
+    timeline: Timeline | None = None
+
+
+class _Run(NamedTuple):
+    """What a run is, whoever makes its other parts."""
+
+    model: BlockModel
+    estimator: ZOEstimator | None  # None for a run that takes no steps
+    micro_batch_size: int | None
+    journal: Journal
+    trace: Trace | None
+    timeline: Timeline
+    device: Device
+    noise: NoiseGenerator
+    workers: Workers
+    factors: FactorStore | None  # None where directions are in the weights
+
+    @property
+    def perturb_in_place(self) -> bool:
+        """Whether evaluations walk from one to the next."""
+        return self.estimator is not None and self.estimator.perturb_in_place
+
+
+def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions) -> Parts:
+    """Plan a run, and open the parts that the plan names.
 
     Args:
         model: The model to run.
         estimator: None for a run that takes no steps.
-        journal: A journal, or the path of one; it is begun, or checked to be of this run.
-        device: A device, or the name of one.
-        noise: None takes what the journal was begun with, else MeZO's.
-        memory: Sizes, or plans.
-        micro_batch_size: Rows of a micro-batch; None: batches run whole.
-        trace: A trace, or the path of a new one.
-        overlap: Whether transfers and disk overlap with compute.
-        seed: Of the run.
-        write_back: None never writes.
-        provenance: What of the caller's decides the run, as JSON values; None says nothing.
-        replay: Who replays for a device with memory of its own.
-        perturbation: Where directions live; None takes what the journal was begun with, else the weights.
-        workers: Others that work on the same run; None: there are none.
+        options: What the caller says of it.
 
     Raises:
         ZO2Error: as ``ZOEngine`` says. What was opened is closed then.
     """
     with ExitStack() as opened:
-        require_rows(micro_batch_size)
-        layouts, timeline = model.layouts, Timeline()
-        walks = estimator is not None and estimator.perturb_in_place
         opened.callback(model.weights.close)  # last: until then somebody may read
-        trace = _open_trace(trace, opened)
-        replayed = estimator is None and journal is not None
-        journal = _open_journal(journal, opened, trains=estimator is not None)
-        workers = SoloWorker() if workers is None else workers
-        if estimator is not None:
-            workers.meet(journal)
-        if replayed and journal.header is None:
-            raise JournalError(
-                journal.name, found="no journal", expected="one that a run has begun", remedy="check the path"
-            )
-        if isinstance(device, str):
-            device = choose_device(device)
-            opened.callback(device.close)
-        recorded, where = journal.noise, choose_perturbation(perturbation, journal)
-        if noise is None and recorded is None and (estimator is None or isinstance(where, BesideActivations)):
-            noise = PhiloxNoise(Distribution.GAUSSIAN)  # also where nothing will be drawn: it goes with all else
-        of_choice = choose_noise(recorded, layouts, device.torch_device) if noise is None else noise
-        every = None if write_back is None else write_back.every
-        snapshots = None if write_back is None else write_back.snapshot_every
-        asked: Any = {"replay": replay, "write_back_every": every, "snapshot_every": snapshots}
-        factors = open_factors(where, model, estimator, of_choice, journal, seed, device.torch_device, **asked)
-        changes = factors is None and not any(spec.frozen for layout in layouts for spec in layout.parameters)
-        keeping, write_back = write_back, write_back if changes else None
-        if estimator is not None:
-            require_distribution(estimator, of_choice)
-        carrying = choose_carrying(replay, layouts, of_choice, in_place=device.in_place)
-        directions, carries = _most_directions(estimator, journal), carrying is not None
-        held = factor_bytes(where, layouts, len(journal.updates))
-        on_host = device.torch_device.type == "cpu"
-        device_plan = memory.plan_device(
-            layouts,
-            of_choice,
-            device,
-            overlap=overlap,
-            walks=walks,
-            probes=directions,
-            carries=carries,
-            factors=0 if on_host else held,
+        run, perturbation = _opened_run(model, estimator, options, opened)
+        request = RunRequest(
+            layouts=model.layouts,
+            on_disk=laid_out_as_on_disk(model.layouts, model.weights),
+            noise=run.noise,
+            perturbation=perturbation,
+            perturb_in_place=run.perturb_in_place,
+            takes_steps=estimator is not None,
+            directions=_most_directions(estimator, run.journal),
+            updates=len(run.journal.updates),
+            memory=options.memory,
+            write_back=options.write_back,
+            replay=options.replay,
+            overlap=options.overlap,
         )
-        room = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
-        waiting = memory.activation_bytes if room < memory.activation_bytes else 0
-        streamed = laid_out_as_on_disk(layouts, model.weights)
-        host_plan = memory.host
-        sharers: Workers | None = None  # None: this process has a copy of its own
-        if not isinstance(host_plan, HostPlan):
-            planned = partial(
-                plan_host,
-                layouts,
-                streamed,
-                memory=host_plan,
-                activation_bytes=memory.activation_bytes if device.in_place else waiting,
-                compute_on_host=on_host,
-                may_keep_noise=not isinstance(of_choice, CounterNoise),
-                walks=walks,
-                staging=0 if carrying is None else staging_bytes(layouts),
-                factors=held if on_host else 0,
-            )
-            may_share = device.in_place and (write_back is None or write_back.is_left_to_us)
-            host_plan, sharers = plan_together(planned, workers, may_share=may_share)
-        write_back = write_back if sharers is None else None
-        if noise is None:
-            of_choice = choose_noise(recorded, layouts, device.torch_device, memory=max(host_plan.spare, 0))
-        journal.begin(_header(model, of_choice, estimator, seed, provenance, where))
-        workers.require_agreement(journal, of_choice, layouts, device.torch_device)
-        used = layouts if host_plan.buckets is None else streamed
-        kept, buckets = 0 if device_plan is None else device_plan.kept, host_plan.buckets
-        in_place = estimator is None or walks
-        every = interval_of(write_back, used, of_choice, model.weights, in_place=in_place, buckets=buckets, kept=kept)
-        scratch = None
-        if write_back is not None:
-            scratch = Scratch(Path(write_back.directory), used, journal.chain, journal.require_version)
-            opened.callback(scratch.close)
-        if factors is not None and keeping is not None:
-            opened.callback(factors.keep_periods(Path(keeping.directory), layouts, journal, keeping.bytes_a_step).close)
-        base_digests = BaseDigests(journal.base_digests, learns=estimator is not None)
-        source = open_source(
-            model.weights,
-            used,
-            device.host_memory,
-            buckets=buckets,
-            shared=None if sharers is None else sharers.shared_memory(shared_bytes(used)),
-            scratch=scratch,
-            write_back_every=every,
-            base_digests=base_digests,
-            timeline=timeline,
-        )
-        opened.callback(source.close)
-        landing = Landing(of_choice)
-        scheduler: Scheduler
-        if carrying is not None:
-            assert isinstance(of_choice, CounterNoise), "what is carried otherwise was refused"
-            host = HostReplay(used, of_choice, journal.updates, landing)
-            opened.callback(host.close)
-            blocks = [index for index, layout in enumerate(used) if not layout.resident]
-            source = CarryingSource(
-                source,
-                spread(blocks, kept),
-                device.host_memory,
-                host.replay,
-                comes_back=carrying.comes_back,
-                timeline=timeline,
-            )
-            opened.callback(source.close)
-        if overlap:
-            scheduler = OverlappedScheduler(source, device, kept=kept, goes_round=carrying is None, timeline=timeline)
-        else:
-            scheduler = SerialScheduler(source, device, timeline=timeline)
-        if isinstance(source, CarryingSource):
-            scheduler = CarryingScheduler(scheduler, source, host)
-        buffer = WorkBuffer(layouts, device, of_choice, keep_noise=device.in_place and host_plan.keep_noise, walks=walks)
-        worker = _start_worker(device, opened)
-        least = memory.least_activations
-        activations = ActivationOffload(device, None if least is None else room, waiting, timeline=timeline)
-        visits = _visits(
-            model,
-            estimator,
-            of_choice,
-            journal,
-            factors,
-            source if isinstance(source, SharedSource) else None,
-            buffer=buffer,
-            activations=activations,
-            device=device,
-            timeline=timeline,
-            worker=worker,
-            landing=landing,
-        )
-        for index, parameters in enumerate(buffer.parameters()):
-            model.bind(index, parameters)
-        return Parts(
-            opened=opened.pop_all(),
-            micro_batch_size=micro_batch_size,
-            journal=journal,
-            trace=trace,
-            timeline=timeline,
-            device=device,
-            noise=of_choice,
+        spec, is_shared = _planned(request, run, MeasuredSpeeds(model.weights))
+        if options.noise is None and not isinstance(run.noise, CounterNoise):
+            run = run._replace(noise=_with_memory(run, spec.host_plan.spare))
+        run.journal.begin(_header(model, run.noise, estimator, options.seed, options.provenance, perturbation))
+        run.workers.require_agreement(run.journal, run.noise, model.layouts, run.device.torch_device)
+        if run.factors is not None and options.write_back is not None:
+            keeping = options.write_back
+            kept = run.factors.keep_periods(Path(keeping.directory), model.layouts, run.journal, keeping.bytes_a_step)
+            opened.callback(kept.close)
+        base_digests = BaseDigests(run.journal.base_digests, learns=estimator is not None)
+        source = _open_source(spec, run, base_digests, opened, is_shared=is_shared)
+        landing = Landing(run.noise)
+        scheduler = _scheduler(spec, run, source, landing, opened, overlap=options.overlap)
+        room = None if options.memory.least_activations is None else spec.activation_bytes
+        return _assembled(
+            run,
+            opened,
             source=source,
-            base_digests=base_digests,
             scheduler=scheduler,
-            work_buffer=buffer,
-            activations=activations,
-            activation_bytes=room,
-            worker=worker,
+            base_digests=base_digests,
             landing=landing,
-            workers=workers,
-            visits=visits,
-            require_version=source.require_version if isinstance(source, SharedSource) else _any_version,
-            factors=factors,
-            host_plan=host_plan,
-            device_plan=device_plan,
+            activations=ActivationOffload(run.device, room, spec.waiting_bytes, timeline=run.timeline),
+            activation_bytes=spec.activation_bytes,
+            keep_noise=spec.host_plan.keep_noise,
+            host_plan=spec.host_plan,
+            device_plan=spec.device_plan,
         )
 
 
-def adopt(
-    model: BlockModel,
-    estimator: ZOEstimator,
-    *,
-    source: BlockSource,
-    scheduler: Scheduler | None,
-    device: Device,
-    noise: NoiseGenerator,
-    journal: Journal | Path | str | None,
-    seed: int,
-    activations: int | str,
-    micro_batch_size: int | None,
-    trace: Trace | Path | str | None,
-    timeline: Timeline | None,
-    provenance: Mapping[str, Any] | None,
-    workers: Workers | None,
-) -> Parts:
+def adopt(model: BlockModel, estimator: ZOEstimator, given: GivenParts, options: RunOptions) -> Parts:
     """Take parts that the caller made, as ``ZOEngine.from_parts`` says.
+
+    Args:
+        model: The model to run.
+        estimator: Of its steps.
+        given: What the caller made.
+        options: What the caller says of the rest: journal, seed, micro-batches, trace, provenance and workers.
 
     Raises:
         OptionError: if the source holds other segments than the model has, or ``provenance`` is none of JSON.
         JournalError: if the journal is of another run.
     """
     with ExitStack() as opened:
-        require_rows(micro_batch_size)
-        _require_same_segments(model, source)
-        require_distribution(estimator, noise)
-        require_drawable(model.layouts, noise)
-        timeline = Timeline() if timeline is None else timeline
-        activation_bytes = parse_size(activations, option="activations")
-        trace = _open_trace(trace, opened)
-        journal = _open_journal(journal, opened, trains=True)
-        workers = SoloWorker() if workers is None else workers
+        require_rows(options.micro_batch_size)
+        _require_same_segments(model, given.source)
+        require_distribution(estimator, given.noise)
+        require_drawable(model.layouts, given.noise)
+        timeline = Timeline() if given.timeline is None else given.timeline
+        activation_bytes = parse_size(given.activations, option="activations")
+        trace = _open_trace(options.trace, opened)
+        journal = _open_journal(options.journal, opened, trains=True)
+        workers = SoloWorker() if options.workers is None else options.workers
         workers.meet(journal)
         choose_perturbation(InWeights(), journal)  # refuses a run beside the activations
-        journal.begin(_header(model, noise, estimator, seed, provenance, InWeights()))
-        workers.require_agreement(journal, noise, model.layouts, device.torch_device)
+        journal.begin(_header(model, given.noise, estimator, options.seed, options.provenance, InWeights()))
+        workers.require_agreement(journal, given.noise, model.layouts, given.device.torch_device)
+        scheduler = given.scheduler
         if scheduler is None:
-            scheduler = OverlappedScheduler(source, device, timeline=timeline)
+            scheduler = OverlappedScheduler(given.source, given.device, timeline=timeline)
         opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
-        work_buffer = WorkBuffer(model.layouts, device, noise, keep_noise=device.in_place, walks=estimator.perturb_in_place)
-        worker = _start_worker(device, opened)
-        offload = ActivationOffload(device, None, timeline=timeline)
-        landing = Landing(noise)
-        visits = _visits(
-            model,
-            estimator,
-            noise,
-            journal,
-            None,
-            None,
-            buffer=work_buffer,
-            activations=offload,
-            device=device,
-            timeline=timeline,
-            worker=worker,
-            landing=landing,
-        )
-        for index, parameters in enumerate(work_buffer.parameters()):
-            model.bind(index, parameters)
-        return Parts(
-            opened=opened.pop_all(),
-            micro_batch_size=micro_batch_size,
-            journal=journal,
-            trace=trace,
-            timeline=timeline,
-            device=device,
-            noise=noise,
-            source=source,
-            base_digests=BaseDigests({}, learns=False),
+        rows, device, noise = options.micro_batch_size, given.device, given.noise
+        return _assembled(
+            _Run(model, estimator, rows, journal, trace, timeline, device, noise, workers, None),
+            opened,
+            source=given.source,
             scheduler=scheduler,
-            work_buffer=work_buffer,
-            activations=offload,
+            base_digests=BaseDigests({}, learns=False),
+            landing=Landing(noise),
+            activations=ActivationOffload(device, None, timeline=timeline),
             activation_bytes=activation_bytes,
-            worker=worker,
-            landing=landing,
-            workers=workers,
-            visits=visits,
-            require_version=_any_version,
-            factors=None,
+            keep_noise=True,
             host_plan=None,
             device_plan=None,
         )
 
 
-def _visits(
-    model: BlockModel,
-    estimator: ZOEstimator | None,
-    noise: NoiseGenerator,
-    journal: Journal,
-    factors: FactorStore | None,
-    shared: SharedSource | None,
+def _assembled(
+    run: _Run,
+    opened: ExitStack,
     *,
+    source: BlockSource,
+    scheduler: Scheduler,
+    base_digests: BaseDigests,
+    landing: Landing,
+    activations: ActivationOffload,
+    activation_bytes: int,
+    keep_noise: bool,
+    host_plan: HostPlan | None,
+    device_plan: DevicePlan | None,
+) -> Parts:
+    """The parts of a run whose segments have a place: the work buffer is made, and the model's modules are bound to it."""
+    model, device = run.model, run.device
+    buffer = WorkBuffer(
+        model.layouts, device, run.noise, keep_noise=device.in_place and keep_noise, walks=run.perturb_in_place
+    )
+    worker = _start_worker(device, opened)
+    visits = _visits(run, source, buffer, activations, worker, landing)
+    for index, parameters in enumerate(buffer.parameters()):
+        model.bind(index, parameters)
+    return Parts(
+        opened=opened.pop_all(),
+        micro_batch_size=run.micro_batch_size,
+        journal=run.journal,
+        trace=run.trace,
+        timeline=run.timeline,
+        device=device,
+        noise=run.noise,
+        source=source,
+        base_digests=base_digests,
+        scheduler=scheduler,
+        work_buffer=buffer,
+        activations=activations,
+        activation_bytes=activation_bytes,
+        worker=worker,
+        landing=landing,
+        workers=run.workers,
+        visits=visits,
+        require_version=source.require_version if isinstance(source, SharedSource) else _any_version,
+        factors=run.factors,
+        host_plan=host_plan,
+        device_plan=device_plan,
+    )
+
+
+def _opened_run(
+    model: BlockModel, estimator: ZOEstimator | None, options: RunOptions, opened: ExitStack
+) -> tuple[_Run, Perturbation]:
+    """Open the journal, bring it in line with other workers', and choose device, noise and where directions live."""
+    require_rows(options.micro_batch_size)
+    trace = _open_trace(options.trace, opened)
+    journal = _open_journal(options.journal, opened, trains=estimator is not None)
+    workers = SoloWorker() if options.workers is None else options.workers
+    if estimator is not None:
+        workers.meet(journal)
+    if estimator is None and options.journal is not None and journal.header is None:
+        raise JournalError(journal.name, found="no journal", expected="one that a run has begun", remedy="check the path")
+    device = options.device
+    if isinstance(device, str):
+        device = choose_device(device)
+        opened.callback(device.close)
+    perturbation, noise = choose_perturbation(options.perturbation, journal), options.noise
+    if noise is None and journal.noise is None and (estimator is None or isinstance(perturbation, BesideActivations)):
+        noise = PhiloxNoise(Distribution.GAUSSIAN)  # also where nothing will be drawn: it goes with all else
+    if noise is None:
+        noise = choose_noise(journal.noise, model.layouts, device.torch_device)
+    write_back = options.write_back
+    factors = open_factors(
+        perturbation,
+        model,
+        estimator,
+        noise,
+        journal,
+        options.seed,
+        device.torch_device,
+        replay=options.replay,
+        write_back_every=None if write_back is None else write_back.every,
+        snapshot_every=None if write_back is None else write_back.snapshot_every,
+    )
+    if estimator is not None:
+        require_distribution(estimator, noise)
+    rows, timeline = options.micro_batch_size, Timeline()
+    return _Run(model, estimator, rows, journal, trace, timeline, device, noise, workers, factors), perturbation
+
+
+def _planned(request: RunRequest, run: _Run, speeds: Speeds) -> tuple[RunSpec, bool]:
+    """The plan of a run, and whether this worker has its blocks together with the others of its host.
+
+    It has not if a worker of the run could not share, or blocks have to stream or to be written back.
+    """
+    device, workers = run.device, run.workers
+    on_host = device.torch_device.type == "cpu"
+    machine = Machine(in_place=device.in_place, on_host=on_host, device_free=device.free_memory)
+    if workers.size == 1 or isinstance(request.memory.host, HostPlan):
+        return plan(request, machine, speeds), False
+    apart = replace(machine, neighbours=len(workers.neighbours()))
+    together = plan(request, replace(apart, shares=True), speeds)
+    can_share = device.in_place and not request.has_to_write and together.host_plan.buckets is None
+    if all(workers.heard(can_share)):
+        return together, True
+    return plan(request, apart, speeds), False
+
+
+def _with_memory(run: _Run, spare: int) -> NoiseGenerator:
+    """The same noise, which may keep states of its generator in memory that the plan leaves."""
+    return choose_noise(run.journal.noise, run.model.layouts, run.device.torch_device, memory=max(spare, 0))
+
+
+def _open_source(spec: RunSpec, run: _Run, base_digests: BaseDigests, opened: ExitStack, *, is_shared: bool) -> BlockSource:
+    """Where segments live, as planned."""
+    journal, device, weights = run.journal, run.device, run.model.weights
+    scratch = None
+    if spec.write_back is not None:
+        scratch = Scratch(Path(spec.write_back.directory), spec.layouts, journal.chain, journal.require_version)
+        opened.callback(scratch.close)
+    source = open_source(
+        weights,
+        spec.layouts,
+        device.host_memory,
+        buckets=spec.host_plan.buckets,
+        shared=run.workers.shared_memory(shared_bytes(spec.layouts)) if is_shared else None,
+        scratch=scratch,
+        write_back_every=spec.write_back_every,
+        base_digests=base_digests,
+        timeline=run.timeline,
+    )
+    opened.callback(source.close)
+    return source
+
+
+def _scheduler(
+    spec: RunSpec, run: _Run, source: BlockSource, landing: Landing, opened: ExitStack, *, overlap: bool
+) -> Scheduler:
+    """What moves segments, as planned; where blocks travel other than as they are stored, the host makes them ready."""
+    if spec.carrying is None:
+        return _plain_scheduler(spec, run, source, overlap=overlap, goes_round=True)
+    assert isinstance(run.noise, CounterNoise), "what is carried otherwise was refused"
+    host = HostReplay(spec.layouts, run.noise, run.journal.updates, landing)
+    opened.callback(host.close)
+    carrying = CarryingSource(
+        source,
+        spread([index for index, layout in enumerate(spec.layouts) if not layout.resident], spec.kept),
+        run.device.host_memory,
+        host.replay,
+        comes_back=spec.carrying.comes_back,
+        timeline=run.timeline,
+    )
+    opened.callback(carrying.close)
+    plain = _plain_scheduler(spec, run, carrying, overlap=overlap, goes_round=False)
+    return CarryingScheduler(plain, carrying, host)
+
+
+def _plain_scheduler(spec: RunSpec, run: _Run, source: BlockSource, *, overlap: bool, goes_round: bool) -> Scheduler:
+    if not overlap:
+        return SerialScheduler(source, run.device, timeline=run.timeline)
+    return OverlappedScheduler(source, run.device, kept=spec.kept, goes_round=goes_round, timeline=run.timeline)
+
+
+def _visits(
+    run: _Run,
+    source: BlockSource,
     buffer: WorkBuffer,
     activations: ActivationOffload,
-    device: Device,
-    timeline: Timeline,
     worker: ThreadPoolExecutor | None,
     landing: Landing,
 ) -> Visits:
     """What makes the visitors of this run's sweeps. A run without an estimator perturbs nothing."""
+    model, estimator = run.model, run.estimator
     zo_eps, in_place = (1.0, True) if estimator is None else (estimator.zo_eps, estimator.perturb_in_place)
     common: Any = {
-        "updates": journal.updates,
+        "updates": run.journal.updates,
         "zo_eps": zo_eps,
         "perturb_in_place": in_place,
         "activations": activations,
-        "streams": device.streams,
-        "timeline": timeline,
+        "streams": run.device.streams,
+        "timeline": run.timeline,
     }
-    if factors is not None:
+    if run.factors is not None:
         assert isinstance(model, StackedModel), "other models were refused"
-        return StackedVisits(model=model, factors=factors, buffer=buffer, worker=worker, **common)
-    perturber = choose_perturber(noise, buffer, worker)
-    if shared is not None:
-        alone, source = perturber, shared
-
-        def perturber(trajectory: Trajectory) -> Perturber:
-            return SharedPerturber(alone(trajectory), source, model.layouts)
-
+        return StackedVisits(model=model, factors=run.factors, buffer=buffer, worker=worker, **common)
+    perturber = choose_perturber(run.noise, buffer, worker)
+    if isinstance(source, SharedSource):
+        perturber = partial(_shared_perturber, perturber, source, model)
     return WeightVisits(model=model, perturber=perturber, landing=landing, **common)
+
+
+def _shared_perturber(
+    perturber: Callable[[Trajectory], Perturber], source: SharedSource, model: BlockModel, trajectory: Trajectory
+) -> Perturber:
+    return SharedPerturber(perturber(trajectory), source, model.layouts)
 
 
 def _any_version(version: int) -> None:

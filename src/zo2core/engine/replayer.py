@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zo2core.build import build
+from zo2core.build import RunOptions, build
 from zo2core.engine.runner import Runner
 from zo2core.journal import Journal
 from zo2core.planning import MemoryPolicy, Replay
@@ -53,9 +53,7 @@ class Replayer(Runner):
         trace: Trace | Path | str | None = None,
         workers: Workers | None = None,
     ) -> None:
-        parts = build(
-            model,
-            None,
+        options = RunOptions(
             journal=journal,
             device=device,
             noise=noise,
@@ -66,4 +64,4 @@ class Replayer(Runner):
             replay=replay,
             workers=workers,
         )
-        super().__init__(model, parts)
+        super().__init__(model, build(model, None, options))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zo2core.beside import Perturbation
-from zo2core.build import Parts, adopt, build
+from zo2core.build import GivenParts, Parts, RunOptions, adopt, build
 from zo2core.engine.runner import Runner
 from zo2core.errors import OptionError
 from zo2core.journal import Journal
@@ -62,9 +62,7 @@ class ZOEngine(Runner):
         workers: Workers | None = None,
     ) -> None:
         _require_estimator(estimator)
-        parts = build(
-            model,
-            estimator,
+        options = RunOptions(
             journal=journal,
             device=device,
             noise=noise,
@@ -79,6 +77,7 @@ class ZOEngine(Runner):
             perturbation=perturbation,
             workers=workers,
         )
+        parts = build(model, estimator, options)
         super().__init__(model, parts)
         self._method = _zeroth_order(self, model, estimator, seed, parts)
 
@@ -116,23 +115,18 @@ class ZOEngine(Runner):
             JournalError, OutputError: as in the constructor.
         """
         _require_estimator(estimator)
-        parts = adopt(
-            model,
-            estimator,
-            source=source,
-            scheduler=scheduler,
-            device=device,
-            noise=noise,
+        given = GivenParts(
+            source=source, scheduler=scheduler, device=device, noise=noise, activations=activations, timeline=timeline
+        )
+        options = RunOptions(
             journal=journal,
             seed=seed,
-            activations=activations,
             micro_batch_size=micro_batch_size,
             trace=trace,
-            timeline=timeline,
             provenance=provenance,
             workers=workers,
         )
-        return _OfParts(model, estimator, seed, parts)
+        return _OfParts(model, estimator, seed, adopt(model, estimator, given, options))
 
     @property
     def write_back_every(self) -> int | None:

@@ -138,7 +138,7 @@ def read_bytes_per_second(weights: TensorReader, layouts: Sequence[BlockLayout])
 
 
 def write_bytes_per_second(directory: Path) -> float:
-    """Rate of durable writes to a directory's disk.
+    """Rate of durable writes to a directory's disk; a directory that is not there yet is not made.
 
     Raises:
         ScratchError: if it cannot be written to.
@@ -146,8 +146,8 @@ def write_bytes_per_second(directory: Path) -> float:
     data = byte_view(memory := HostDevice().host_memory(_BYTES))
     memory.fill_(1)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with contextlib.closing(RangedFile.unnamed(directory)) as file:
+        existing = next(parent for parent in (directory.absolute(), *directory.absolute().parents) if parent.exists())
+        with contextlib.closing(RangedFile.unnamed(existing)) as file:
             best = math.inf
             for _ in range(_ROUNDS):
                 began = time.perf_counter()

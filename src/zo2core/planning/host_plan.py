@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zo2core.io.direct_file import STAGING, whole_pages
@@ -13,7 +13,6 @@ from zo2core.planning.memory_plan import MemoryPart, MemoryPlan
 from zo2core.sources.loader import READERS
 from zo2core.sources.reading_order import READ_AHEAD
 from zo2core.types import BlockLayout, walk_bytes, work_bytes
-from zo2core.workers import Workers
 
 # Note: Headroom. The allocators of Python and torch keep memory beside what is counted here, and other programs may take
 # some in the meantime.
@@ -105,24 +104,3 @@ def plan_host(
         if plan.nbytes <= budget:
             return plan
     raise plan.too_large("memory", "free memory, allow more, or take smaller batches or a 16-bit dtype")
-
-
-def plan_together(planned: Callable[..., HostPlan], workers: Workers, *, may_share: bool) -> tuple[HostPlan, Workers | None]:
-    """The plan of a worker, and whether it has its blocks together with the others of its host.
-
-    Args:
-        planned: ``plan_host`` with all but ``neighbours`` and ``sharers``.
-        workers: All of the run.
-        may_share: Whether this worker could: its device computes in host memory, and nothing is to be written back.
-
-    Returns:
-        The plan, and the workers to share with; None if every process has a copy of its own: a worker of the run could not
-        share, or blocks have to stream.
-    """
-    if workers.size == 1:
-        return planned(), None
-    together = len(workers.neighbours())
-    plan = planned(neighbours=together, sharers=together)
-    if all(workers.heard(may_share and plan.buckets is None)):
-        return plan, workers
-    return planned(neighbours=together), None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,7 @@ from zo2core.errors import OptionError
 from zo2core.planning.device_plan import DevicePlan, plan_device_memory
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.host_plan import HostPlan
-from zo2core.protocols import Device, NoiseGenerator
+from zo2core.protocols import NoiseGenerator
 from zo2core.types import BlockLayout
 
 ACTIVATIONS = 256 << 20  # bytes reserved for activations where nobody says otherwise
@@ -62,8 +62,9 @@ class MemoryPolicy:
         self,
         layouts: Sequence[BlockLayout],
         noise: NoiseGenerator,
-        device: Device,
         *,
+        in_place: bool,
+        free: Callable[[], int],
         overlap: bool,
         walks: bool,
         probes: int,
@@ -75,7 +76,8 @@ class MemoryPolicy:
         Args:
             layouts: Segments in visiting order.
             noise: Says how much of z is drawn at a time.
-            device: What is to run.
+            in_place: Whether segments are computed on in host memory.
+            free: Says how many bytes of the device are free.
             overlap: Whether transfers overlap with compute.
             walks: As for ``plan_device_memory``, and so are the others.
             probes: As there.
@@ -86,14 +88,14 @@ class MemoryPolicy:
             OptionError: if a size was given that nothing would heed.
             MemoryBudgetError: if the device is too small for any plan.
         """
-        if device.in_place and self.least_activations is not None:
+        if in_place and self.least_activations is not None:
             raise OptionError(
                 "memory.least_activations",
                 found=f"{self.least_activations!r} on a device that computes in host memory",
                 expected="a GPU, where activations can wait in host memory",
                 remedy="leave it out",
             )
-        if device.in_place or not overlap:
+        if in_place or not overlap:
             if self.device != "auto":
                 raise OptionError(
                     "memory.device",
@@ -108,7 +110,7 @@ class MemoryPolicy:
             layouts,
             noise,
             memory=self.device,
-            free=device.free_memory(),
+            free=free(),
             activation_bytes=self.activation_bytes,
             least_activation_bytes=self.least_activation_bytes,
             walks=walks,

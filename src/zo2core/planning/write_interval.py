@@ -8,10 +8,10 @@ from pathlib import Path
 
 from zo2core.errors import OptionError
 from zo2core.io.direct_file import whole_pages
-from zo2core.planning.autotune import read_bytes_per_second, replay_seconds, write_bytes_per_second
 from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS
 from zo2core.planning.policies import WriteBackPolicy
-from zo2core.protocols import NoiseGenerator, TensorReader
+from zo2core.planning.speeds import Speeds
+from zo2core.protocols import NoiseGenerator
 from zo2core.types import BlockLayout
 
 SHARE = 0.1  # of a step's time, that may go into replay so that less is written
@@ -91,7 +91,7 @@ def streamed_bytes(layouts: Sequence[BlockLayout], buckets: int | None, *, kept:
 def choose_interval(
     layouts: Sequence[BlockLayout],
     noise: NoiseGenerator,
-    weights: TensorReader,
+    speeds: Speeds,
     directory: Path,
     *,
     in_place: bool,
@@ -99,7 +99,7 @@ def choose_interval(
     kept: int = 0,
     terabytes_per_1000_steps: float | None = None,
 ) -> int:
-    """Measure noise and disks, and choose how seldom to write.
+    """Choose how seldom to write, by the speeds of noise and disks.
 
     What forwards take is not known here. A step takes at least as long as its reads, and as one replay: that is what counts,
     though a step that computes for longer could afford to write still less.
@@ -107,7 +107,7 @@ def choose_interval(
     Args:
         layouts: Segments in visiting order, as they lie in the source's buckets.
         noise: Draws z.
-        weights: The base checkpoint.
+        speeds: Of this machine.
         directory: Of the scratch file.
         in_place: Whether updates walk, as MeZO's do.
         buckets: Of a streamed source; None: blocks are resident.
@@ -117,10 +117,10 @@ def choose_interval(
     Raises:
         CheckpointError, ScratchError: if a disk cannot be read from or written to.
     """
-    replay = replay_seconds(noise, layouts, in_place=in_place)
-    write = _written_bytes(layouts) / write_bytes_per_second(directory)
+    replay = speeds.replay(noise, layouts, in_place=in_place)
+    write = _written_bytes(layouts) / speeds.writing(directory)
     nbytes = streamed_bytes(layouts, buckets, kept=kept)
-    read = nbytes / read_bytes_per_second(weights, layouts) if nbytes else 0.0
+    read = nbytes / speeds.reading(layouts) if nbytes else 0.0
     every = write_back_interval(replay, write, step=max(read, replay), resident=buckets is None)
     return every if terabytes_per_1000_steps is None else max(every, interval_within(layouts, terabytes_per_1000_steps))
 
@@ -133,7 +133,7 @@ def interval_of(
     policy: WriteBackPolicy | None,
     layouts: Sequence[BlockLayout],
     noise: NoiseGenerator,
-    weights: TensorReader,
+    speeds: Speeds,
     *,
     in_place: bool,
     buckets: int | None,
@@ -145,7 +145,7 @@ def interval_of(
         policy: None never writes.
         layouts: As for ``choose_interval``, and so is what follows.
         noise: Draws z.
-        weights: The base checkpoint.
+        speeds: Asked where the policy leaves the number to be chosen.
         in_place: With MeZO's walk.
         buckets: Of the source.
         kept: Blocks that stay on a device.
@@ -160,7 +160,7 @@ def interval_of(
         every = choose_interval(
             layouts,
             noise,
-            weights,
+            speeds,
             Path(policy.directory),
             in_place=in_place,
             buckets=buckets,
