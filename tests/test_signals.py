@@ -45,7 +45,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
 
 
 def wait_for_steps(run: Path, steps: int) -> None:
-    """Wait until a run has taken so many steps: until the next one is being written, which an interrupt may still take back."""
+    """Wait until a run writes the step after so many: an interrupt may still take that one back."""
     journal, end = run / "journal.jsonl", time.monotonic() + 100
     while not (journal.exists() and journal.read_bytes().count(b"projected_grads") > steps):
         assert time.monotonic() < end
