@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable
@@ -302,7 +303,7 @@ def test_a_trace_overwrites_nothing(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_full_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = Trace(tmp_path / "t.json")
-    monkeypatch.setattr("zo2core.profiling.chrome_trace.create_file", lambda path: Path("/dev/full").open("wb"))
+    monkeypatch.setattr("zo2core.profiling.chrome_trace.create_file", lambda path: io.FileIO("/dev/full", "w"))
     with pytest.raises(OutputError, match="No space left"):
         trace.add([span(Lane.READ, 0, 1)])
     with pytest.raises(OutputError, match="No space left"):
