@@ -117,7 +117,7 @@ def test_later_updates_of_a_list_that_grows_are_not_read(make: Callable[[], ZOEs
 
 def test_mezo_evaluates_both_sides_of_one_direction() -> None:
     evaluations = MeZOSGD(lr=1.0, zo_eps=0.5).evaluations(0, seeds())
-    assert [tuple(evaluation) for evaluation in evaluations] == [(7, 1.0), (7, -1.0)]
+    assert [evaluation[:2] for evaluation in evaluations] == [(7, 1.0), (7, -1.0)]
 
 
 def test_mezo_divides_in_the_dtype_of_the_losses() -> None:
@@ -144,7 +144,7 @@ def test_mezo_refuses_a_weight_decay_out_of_range(value: float) -> None:
 
 def test_queries_are_both_sides_of_each_direction_in_turn() -> None:
     evaluations = MultiQueryRGE(lr=1.0, zo_eps=0.5, q=2).evaluations(0, seeds())
-    assert [tuple(evaluation) for evaluation in evaluations] == [(7, 1.0), (7, -1.0), (8, 1.0), (8, -1.0)]
+    assert [evaluation[:2] for evaluation in evaluations] == [(7, 1.0), (7, -1.0), (8, 1.0), (8, -1.0)]
 
 
 def test_a_seed_that_comes_up_twice_is_one_direction() -> None:
@@ -175,7 +175,7 @@ def test_a_number_of_queries_out_of_range_is_refused(q: int) -> None:
 
 def test_fzoo_evaluates_the_weights_as_they_are_and_one_side_of_each_direction() -> None:
     evaluations = FZOO(lr=1.0, zo_eps=0.5, q=3).evaluations(0, iter([5, 6, 5, 9]))
-    assert [tuple(evaluation) for evaluation in evaluations] == [(5, 0.0), (5, 1.0), (6, 1.0), (9, 1.0)]
+    assert [evaluation[:2] for evaluation in evaluations] == [(5, 0.0), (5, 1.0), (6, 1.0), (9, 1.0)]
 
 
 def test_fzoo_divides_by_the_standard_deviation_of_the_perturbed_losses() -> None:

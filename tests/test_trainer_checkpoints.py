@@ -16,7 +16,7 @@ import torch
 from models import make_batch, save_model, save_tokenizer, small_config
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-import zo2core.engine.replayer
+import zo2core.engine.runner
 from zo2adapters import ZOArguments, ZOTrainerMixin, open_checkpoint
 from zo2core import Journal, JournalError, Replayer, write_checkpoint
 
@@ -169,7 +169,7 @@ def are_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> b
 
 def shards_of(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
     writing = partial(write_checkpoint, max_shard=nbytes)
-    monkeypatch.setattr(zo2core.engine.replayer, "write_checkpoint", writing)
+    monkeypatch.setattr(zo2core.engine.runner, "write_checkpoint", writing)
 
 
 WHOLE, CUT = 10**9, 4000  # bytes of a shard
