@@ -67,7 +67,7 @@ def test_a_run_keeps_its_declaration(place: Path) -> None:
     assert run_here("train", *model, *data, "--output", place / "run", "--steps", 2).status == 0
     assert "architecture: " in refusal("evaluate", "--run", place / "run", "--architecture", place / "rows.jsonl", *data)
     (place / "mistral.json").write_text(json.dumps({**DECLARED, "ignored": ["nothing"]}))
-    assert "architecture sha256" in refusal("train", "--resume", place / "run", "--steps", 3)
+    assert "mistral.json, with sha256" in refusal("train", "--resume", place / "run", "--steps", 3)
     (place / "mistral.json").unlink()
     assert "mistral.json" in refusal("export", "--run", place / "run", "--output", place / "out")
 

@@ -153,7 +153,7 @@ def test_a_command_that_is_none_is_refused_in_one_line() -> None:
 def test_an_absurd_learning_rate_that_is_within_bounds_ends_with_a_warning(place: Path) -> None:
     ended = run_here(*train(place), "--steps", 30, "--lr", 1.0, "--no-guard")
     if ended.status == 0:
-        assert "the steps were too large for a model to survive; lower --lr" in ended.err
+        assert "the steps were too large for a model to survive; zo2 tune" in ended.err
     else:
         assert_typed(ended)
 
