@@ -22,6 +22,7 @@ from zo2core.types.layouts import (
 )
 from zo2core.types.programs import Descend, Distribution, Perturb, Program, Table
 from zo2core.types.results import EvaluationResult, StepResult
+from zo2core.types.sizes import shown_bytes
 from zo2core.types.steps import LARGEST, MAX_SEED, Batch, Evaluation, Update
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "flat_views",
     "packed_bytes",
     "saved_form",
+    "shown_bytes",
     "trained",
     "walk_bytes",
     "walks_beside",
