@@ -15,7 +15,10 @@ from zo2adapters.cli import main
 from zo2adapters.commands import train
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.trainers.allocator import KEPT, keep_freed_memory, keeps_memory, peak_memory, with_kept_memory
+from zo2adapters.trainers.batch_shapes import RowShapes
+from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.metrics import progress
+from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.run_plan import plan_run
 from zo2core import HostPlan, MemoryPart, free_memory
 
@@ -78,12 +81,12 @@ def test_the_peak_is_not_forgotten() -> None:
 
 def test_the_progress_line_shows_the_peak_beside_the_present() -> None:
     record = {"loss": 1.5, "tokens_per_second": 12.3, "rss_bytes": 2_000_000_000, "peak_rss_bytes": 2_750_000_000}
-    assert progress(record) == "loss 1.5000, 12 tokens/s, 2.00 GB (peak 2.75)"
+    assert progress(record) == "loss 1.5000, 12 tokens/s, 2.00 GB (peak 2.75 GB)"
 
 
 def test_the_plan_shows_and_counts_what_is_kept(tmp_path: Path) -> None:
     model = open_checkpoint(save_model(tmp_path / "base", small_config()))
-    planned = plan_run(model, rows=2, tokens=8, scratch=tmp_path)
+    planned = plan_run(model, RowShapes.of_length(Batching(batch_size=2), 8), Optimization(), scratch=tmp_path)
     assert planned.host_plan.parts[-1] == MemoryPart(KEPT, activation_bytes(model.config, 2, 8))
     assert KEPT in planned.table()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import zo2core.planning.autotune
-from zo2core import BlockLayout, MemoryBudgetError, OptionError, ParameterSpec, PhiloxNoise, SegmentKind
+from zo2core import BlockLayout, MemoryBudgetError, OptionError, ParameterSpec, PhiloxNoise, SegmentKind, shown_bytes
 from zo2core.io.direct_file import STAGING
 from zo2core.kernels import apply_drawing
 from zo2core.planning.autotune import evaluation_seconds
@@ -28,6 +28,26 @@ MiB = 2**20
 )
 def test_sizes(text: str | int, nbytes: int) -> None:
     assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [
+        (0, "0"),
+        (0.4, "0.4 bytes"),
+        (812, "812 bytes"),
+        (999.6, "1.00 kB"),
+        (1450, "1.45 kB"),
+        (9_999_999, "10.0 MB"),
+        (99_960_000, "100 MB"),
+        (999_600_000, "1.00 GB"),
+        (2**31, "2.15 GB"),
+        (12_853_516_796_000, "12.9 TB"),
+        (4e18, "4000 PB"),
+    ],
+)
+def test_bytes_are_shown_in_the_decimal_unit_that_fits(nbytes: float, shown: str) -> None:
+    assert shown_bytes(nbytes) == shown
 
 
 @pytest.mark.parametrize("text", ["", "6 apples", "-1GB", "0", "GiB", "1e9", "6gib", 0])
@@ -111,7 +131,7 @@ def test_counter_based_noise_takes_no_memory(room: int, buckets: int | None) -> 
 def test_what_does_not_fit_is_added_up_part_by_part() -> None:
     with pytest.raises(MemoryBudgetError) as info:
         plan_host(layouts(), layouts(), memory=resident_memory() + 20 * MiB, activation_bytes=5 * MiB)
-    for part in ("this program", "activations", "embedding and head 0.02 GiB", "1 of 10 blocks", "work buffer 0.02 GiB"):
+    for part in ("this program", "activations", "embedding and head 16.8 MB", "1 of 10 blocks", "work buffer 16.8 MB"):
         assert part in info.value.expected
 
 

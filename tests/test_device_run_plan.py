@@ -58,7 +58,7 @@ def test_opt_175b_on_24_gb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     main(arguments)
     table = capsys.readouterr().out
     assert "compute, beside them       not predicted" in table
-    assert "at 25 GB/s each way (assumed)" in table
+    assert "at 25.0 GB/s each way (assumed)" in table
     main([*arguments, "--json", "--bus", "50GB"])
     found = json.loads(capsys.readouterr().out)
     moved = found["moved_bytes"]

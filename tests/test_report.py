@@ -78,7 +78,18 @@ def test_the_page_says_what_is_in_the_runs(here: Path, capsys: pytest.CaptureFix
     assert f"{best['evaluation_loss']:.4f} at step {best['step']}" in text
     assert re.search(r'<tr class="differs"><td class="key">seed</td><td>0</td><td>1</td>', text)
     assert re.search(r'<tr><td class="key">steps</td><td>6</td><td>6</td>', text)
+    assert ">training loss<" in text
+    assert '<td class="key">written to disk</td><td>0, 0 in 1,000 steps</td>' in text  # blocks are in memory
     assert run.minutes == sorted(run.minutes)
+
+
+def test_options_that_no_run_has_set_are_left_out(here: Path) -> None:
+    main(["report", "a <b> & c", "two", "-o", "page.html"])
+    text = Path("page.html").read_text()
+    assert "null" not in text
+    assert "optimization.rank" not in text
+    row = r'<td class="key">evaluate_every</td><td>2</td><td>not set</td>'
+    assert re.search(row, text)
 
 
 def test_a_run_without_metrics_is_known_by_its_journal(here: Path) -> None:

@@ -157,6 +157,7 @@ from zo2core.types import Update as Update
 from zo2core.types import aligned as aligned
 from zo2core.types import bound_seconds as bound_seconds
 from zo2core.types import flat_views as flat_views
+from zo2core.types import shown_bytes as shown_bytes
 from zo2core.workers import Workers as Workers
 
 if not _typing.TYPE_CHECKING:  # type checkers take the aliases above

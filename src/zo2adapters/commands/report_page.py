@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zo2adapters.commands.run_journal import metrics_of, read_journal
 from zo2adapters.trainers.metrics import align_rows
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS
-from zo2core import JournalError, Lane, MissingPackageError, OptionError, Update, is_refused, read_regular, reason
+from zo2core import (
+    JournalError,
+    Lane,
+    MissingPackageError,
+    OptionError,
+    Update,
+    is_refused,
+    read_regular,
+    reason,
+    shown_bytes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -110,8 +120,8 @@ def _summary(runs: Sequence[Run]) -> str:
             "best evaluation": "none" if best is None else f"{best['evaluation_loss']:.4f} at step {best['step']}",
             "seconds a step, median": _number(statistics.median(seconds) if seconds else math.nan),
             "steps that the guard did not apply": f"{len(refused)}" + (f", the first {refused[0]}" if refused else ""),
-            "written to disk": f"{written / 1e12:.4f} TB, {1000 * written / 1e12 / len(run.steps):.4f} TB in 1,000 steps",
-            "peak memory, and --memory": f"{'not noted' if peak is None else f'{peak / 1e9:.2f} GB'}, {budget}",
+            "written to disk": f"{shown_bytes(written)}, {shown_bytes(1000 * written / len(run.steps))} in 1,000 steps",
+            "peak memory, and --memory": f"{'not noted' if peak is None else shown_bytes(peak)}, {budget}",
         }
         for name, value in told.items():
             rows.setdefault(name, []).append(value)
@@ -136,7 +146,7 @@ def _losses(runs: Sequence[Run]) -> str:
                         if is_refused(update):
                             place.axvline(update.step + 1, color=colour, alpha=0.4, linestyle=":")
             place.set_xlabel(name)
-        axes[0].set_ylabel("loss of the first evaluation")
+        axes[0].set_ylabel("training loss")
         axes[0].legend(frameon=False)
 
     note = "Thin: each step. Thick: medians. Dotted: steps that the guard did not apply."
@@ -191,14 +201,23 @@ def _use(uses: Sequence[dict[str, float]]) -> str:
     if not uses:
         return "not noted"
     busy, moved = (statistics.median(use[name] for use in uses) for name in ("busy", "bytes"))
-    return f"{busy:.0%}, {moved / 1e6:,.1f} MB"
+    return f"{busy:.0%}, {shown_bytes(moved)}"
 
 
 def _options(runs: Sequence[Run]) -> str:
     flat = [dict(_leaves(run.options)) for run in runs]
     names = list(dict.fromkeys(name for options in flat for name in options))
-    rows = [[name, *(json.dumps(options.get(name)) for options in flat)] for name in names]
+    names = [name for name in names if any(_is_set(options.get(name)) for options in flat)]
+    rows = [[name, *(_option(options.get(name)) for options in flat)] for name in names]
     return _table(["", *(run.name for run in runs)], rows, marks=lambda row: len(set(row[1:])) > 1)
+
+
+def _is_set(value: object) -> bool:
+    return value is not None and value != []
+
+
+def _option(value: object) -> str:
+    return json.dumps(value) if _is_set(value) else "not set"
 
 
 def _leaves(options: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

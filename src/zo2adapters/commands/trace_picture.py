@@ -24,6 +24,7 @@ from zo2core import (
     lane_uses,
     reason,
     row_name,
+    shown_bytes,
 )
 
 if TYPE_CHECKING:
@@ -167,12 +168,7 @@ def _caption(spans: Sequence[Span], sweep: Sweep) -> str:
     lane, seconds = spans[0].lane, sweep.done - sweep.begun
     busy = lane_uses(spans, begun=sweep.begun, done=sweep.done)[lane].busy_seconds / seconds
     moved = sum(span.nbytes for span in spans if span.done.seconds <= sweep.done)
-    return f"{busy:.0%} busy" if lane in COMPUTE else f"{_size(moved)}, {busy:.0%} busy"
-
-
-def _size(nbytes: int) -> str:
-    unit, power = next(((unit, power) for unit, power in (("GB", 1e9), ("MB", 1e6)) if nbytes >= power), ("kB", 1e3))
-    return f"{nbytes / power:.3g} {unit}"
+    return f"{busy:.0%} busy" if lane in COMPUTE else f"{shown_bytes(moved)}, {busy:.0%} busy"
 
 
 def _look(name: str) -> tuple[str, str]:

@@ -28,6 +28,7 @@ from zo2core import (
     parse_size,
     plan_device_memory,
     plan_host,
+    shown_bytes,
     staging_bytes,
     streams_that_stay,
     terabytes_written,
@@ -59,17 +60,17 @@ class DeviceRunPlan:
 
     def table(self) -> str:
         """Give people a table."""
-        back = f"{self.returned_bytes / 1e9:.2f} GB" if self.returned_bytes else "nothing"
-        written = f"at most {self.terabytes_per_1000_steps:.3g} TB; a run measures what is worth it"
-        written = written if self.terabytes_per_1000_steps else "nothing"
+        back = shown_bytes(self.returned_bytes) if self.returned_bytes else "nothing"
+        written = shown_bytes(1e12 * self.terabytes_per_1000_steps)
+        written = f"at most {written}; a run measures what is worth it" if self.terabytes_per_1000_steps else "nothing"
         rows = [
             ("blocks that stay", f"{self.device_plan.kept} of {self.blocks}"),
-            ("read from disk a step", f"{self.read_bytes / 1e9:.2f} GB"),
+            ("read from disk a step", shown_bytes(self.read_bytes)),
             ("written in 1,000 steps", written),
-            ("uploaded a step", f"{self.moved_bytes / 1e9:.2f} GB"),
+            ("uploaded a step", shown_bytes(self.moved_bytes)),
             ("offloaded beside it", back),
-            ("activations that wait", f"{self.waiting_bytes / 1e9:.2f} GB in host memory, moved at every block"),
-            ("transfers", f"{self.transfer_seconds:.2f} s, at {self.bus / 1e9:.3g} GB/s each way (assumed)"),
+            ("activations that wait", f"{shown_bytes(self.waiting_bytes)} in host memory, moved at every block"),
+            ("transfers", f"{self.transfer_seconds:.2f} s, at {shown_bytes(self.bus)}/s each way (assumed)"),
             ("compute, beside them", "not predicted"),
         ]
         lines = [f"{name:26s} {value}" for name, value in rows]

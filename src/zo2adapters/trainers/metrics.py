@@ -17,7 +17,7 @@ import psutil
 
 from zo2adapters.trainers.allocator import peak_memory
 from zo2adapters.trainers.evaluations import Results, row_of_evaluation
-from zo2core import Batch, Journal, StepResult, Update
+from zo2core import Batch, Journal, StepResult, Update, shown_bytes
 
 Row = Mapping[str, Any]
 
@@ -143,5 +143,5 @@ def step_record(result: StepResult, batch: Batch) -> dict[str, Any]:
 
 def progress(record: dict[str, Any]) -> str:
     """What the progress line says about a step."""
-    memory, peak = record["rss_bytes"] / 1e9, record["peak_rss_bytes"] / 1e9
-    return f"loss {record['loss']:.4f}, {record['tokens_per_second']:.0f} tokens/s, {memory:.2f} GB (peak {peak:.2f})"
+    memory, peak = shown_bytes(record["rss_bytes"]), shown_bytes(record["peak_rss_bytes"])
+    return f"loss {record['loss']:.4f}, {record['tokens_per_second']:.0f} tokens/s, {memory} (peak {peak})"

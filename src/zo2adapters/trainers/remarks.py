@@ -10,7 +10,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
 from zo2adapters.trainers.lessons import Rows
 from zo2adapters.trainers.options import TrainOptions
-from zo2core import BlockLayout, HostPlan, ZOEngine, kept_bytes_a_step, terabytes_written
+from zo2core import BlockLayout, HostPlan, ZOEngine, kept_bytes_a_step, shown_bytes, terabytes_written
 
 
 def remarks(options: TrainOptions, model: HFBlockModel, data: Rows) -> list[str]:
@@ -46,10 +46,10 @@ def storage(options: TrainOptions, engine: ZOEngine, host: HostPlan, layouts: Se
         written = f"written back every {every} steps, {_terabytes(terabytes_written(layouts, every))}"
     elif options.optimization.rank is not None:
         written += f", {_periods(options, layouts)}"
-    room = f"about {host.nbytes / 2**30:.1f} of {host.budget / 2**30:.1f} GiB"
+    room = f"about {shown_bytes(host.nbytes)} of {shown_bytes(host.budget)}"
     if device is None:
         return f"{where}, {written}; {room}"
-    used = f"about {device.nbytes / 2**30:.1f} of {device.budget / 2**30:.1f} GiB"
+    used = f"about {shown_bytes(device.nbytes)} of {shown_bytes(device.budget)}"
     return f"{where}, {written}; {room}; {device.kept} blocks stay on {options.storage.device}; {used}"
 
 
@@ -64,7 +64,7 @@ def _periods(options: TrainOptions, layouts: Sequence[BlockLayout]) -> str:
 
 
 def _terabytes(count: float) -> str:
-    return f"{count:.2f} TB in 1,000 steps" if count >= 0.01 else "less than 0.01 TB in 1,000 steps"
+    return f"{shown_bytes(1e12 * count)} in 1,000 steps"
 
 
 def _precision(options: TrainOptions, model: HFBlockModel) -> str:

@@ -27,6 +27,7 @@ from zo2core import (
     OptionError,
     ZOEngine,
     free_memory,
+    shown_bytes,
 )
 
 
@@ -121,8 +122,8 @@ def _require_fit(model: HFBlockModel, batch_size: int, tokens: int) -> None:
     if needed > free:
         raise MemoryBudgetError(
             "memory",
-            found=f"{free / 2**30:.2f} GiB free",
-            expected=f"at least {needed / 2**30:.2f} GiB for the model twice and a batch's activations",
+            found=f"{shown_bytes(free)} free",
+            expected=f"at least {shown_bytes(needed)} for the model twice and a batch's activations",
             remedy="free memory, or take smaller batches",
         )
 

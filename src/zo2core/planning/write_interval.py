@@ -12,7 +12,7 @@ from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS
 from zo2core.planning.policies import WriteBackPolicy
 from zo2core.planning.speeds import Speeds
 from zo2core.protocols import NoiseGenerator
-from zo2core.types import BlockLayout
+from zo2core.types import BlockLayout, shown_bytes
 
 SHARE = 0.1  # of a step's time, that may go into replay so that less is written
 RESUME_SECONDS = 60.0  # that a resumed run may replay a resident model, so that less is written
@@ -67,8 +67,8 @@ def require_within(layouts: Sequence[BlockLayout], every: int | None, terabytes_
         return
     raise OptionError(
         "write_back",
-        found=f"writing every {every} steps, which is {terabytes_written(layouts, every):.3g} TB in 1,000",
-        expected=f"at most the {terabytes_per_1000_steps:g} TB that are allowed",
+        found=f"writing every {every} steps, which is {shown_bytes(1e12 * terabytes_written(layouts, every))} in 1,000",
+        expected=f"at most the {shown_bytes(1e12 * terabytes_per_1000_steps)} that are allowed",
         remedy=f"write every {interval_within(layouts, terabytes_per_1000_steps)} steps, or allow more",
     )
 

@@ -27,7 +27,7 @@ from zo2core.io.checksum import combined_checksum, piece_checksum
 from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
 from zo2core.io.durable import LockedFileError, make_directory, replace_file
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
-from zo2core.types import BlockLayout
+from zo2core.types import BlockLayout, shown_bytes
 
 DATA = "scratch.bin"
 MANIFEST = "scratch.jsonl"
@@ -270,7 +270,7 @@ class Scratch:
         return ScratchError(
             getattr(error, "filename", None) or self.directory / DATA,
             found=reason(error),
-            expected=f"a regular file on a disk that holds {self.nbytes / 1e9:.1f} GB of written-back blocks",
+            expected=f"a regular file on a disk that holds {shown_bytes(self.nbytes)} of written-back blocks",
             remedy="free space or mend the disk and resume the run; nothing is lost, the journal is whole",
         )
 

@@ -22,6 +22,7 @@ from zo2core.types.layouts import (
 )
 from zo2core.types.programs import Descend, Distribution, Perturb, Program, Table
 from zo2core.types.results import EvaluationResult, StepResult
+from zo2core.types.sizes import shown_bytes
 from zo2core.types.steps import LARGEST, MAX_SEED, Batch, Evaluation, RowGroup, Update, require_tensors
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "packed_bytes",
     "require_tensors",
     "saved_form",
+    "shown_bytes",
     "trained",
     "walk_bytes",
     "walks_beside",

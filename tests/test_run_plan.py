@@ -1,0 +1,204 @@
+"""Plans of runs on the CPU: memory is what the run reserves, and time is counted by what rows and options ask for."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import WORDS
+from runs import small_run
+
+from zo2adapters import open_checkpoint
+from zo2adapters.cli import main
+from zo2adapters.models.chunked_loss import KeptLosses
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.rows import Dataset, TokenizedRow
+from zo2adapters.trainers import run_plan
+from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
+from zo2adapters.trainers.batching import Batching
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import TrainOptions, evaluations_due
+from zo2adapters.trainers.run_plan import duration, measured_forward_seconds
+from zo2adapters.trainers.trainer import Trainer
+
+CONFIGURATIONS = {
+    "default": [],
+    "rank": ["--rank", "2"],
+    "rank, one evaluation at a time": ["--rank", "2", "--stack", "1", "--queries", "2"],
+    "rank, per row": ["--rank", "4", "--per-row"],
+    "exact": ["--precision", "exact"],
+    "exact MeZO": ["--exact-mezo"],
+    "packed": ["--pack"],
+    "micro-batches": ["--micro-batch-size", "1"],
+}
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> TrainOptions:
+    """A run on rows of three lengths, of a model that takes rows of a thousand tokens."""
+    options = small_run(tmp_path, dtype=torch.bfloat16, evaluation=tmp_path / "evaluation.jsonl")
+    texts = [" ".join(WORDS[5 : 5 + count]) for count in (3, 5, 4, 3)]
+    options.data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (tmp_path / "evaluation.jsonl").write_text(json.dumps({"text": texts[1]}) + "\n")
+    return options
+
+
+def planned(capsys: pytest.CaptureFixture[str], options: TrainOptions, *given: str, data: bool = True) -> dict[str, Any]:
+    """What the command prints."""
+    rows = ["--data", str(options.data), "--evaluation", str(options.evaluation)] if data else []
+    scratch = ["--scratch", str(options.data.parent), "--batch-size", "3", "--json"]
+    capsys.readouterr()
+    main(["plan", "--model", options.model, *rows, *scratch, *given])
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return plan
+
+
+@pytest.mark.parametrize("given", CONFIGURATIONS.values(), ids=CONFIGURATIONS)
+def test_the_memory_that_is_planned_for_rows_is_what_their_run_reserves(
+    given: list[str], options: TrainOptions, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[Any] = []
+    plan = planned(capsys, options, *given)
+    rows = ["--data", str(options.data), "--evaluation", str(options.evaluation), "--steps", "1", "--batch-size", "3"]
+    train = Trainer.train
+    monkeypatch.setattr(Trainer, "train", lambda trainer: (plans.append(trainer.host_plan), train(trainer))[1])
+    main(["train", "--model", options.model, "--output", str(options.output), "--lr", "1e-4", *rows, *given])
+    [arranged] = plans
+    parts = {part["name"]: part["nbytes"] for part in plan["host_plan"]["parts"]}
+    del parts["this program, as it is"]
+    assert {part.name: part.nbytes for part in arranged.parts[1:]} == parts
+
+
+def test_without_rows_every_row_is_as_long_as_it_may_be(options: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:
+    def reserved(plan: dict[str, Any]) -> int:
+        return next(int(part["nbytes"]) for part in plan["host_plan"]["parts"] if part["name"] == "activations, reserved")
+
+    short, long = planned(capsys, options), planned(capsys, options, data=False)
+    assert reserved(short) < reserved(long)
+    assert reserved(planned(capsys, options, "--sequence-length", "6", data=False)) == reserved(
+        short
+    )  # with the end of text
+
+
+def test_the_whole_run_is_its_steps_and_its_evaluations(options: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, options, "--steps", "50", "--evaluate-every", "20")
+    assert (plan["steps"], plan["evaluations"]) == (50, 4)  # before the first step, after 20, 40 and 50
+    assert plan["run_seconds"] == 50 * plan["seconds"] + 4 * plan["evaluation_seconds"] > 50 * plan["seconds"]
+    main(["plan", "--model", options.model, "--data", str(options.data), "--steps", "7"])
+    assert "expected in all" in (printed := capsys.readouterr().out)
+    assert "(7 steps)" in printed
+
+
+@pytest.mark.parametrize("given", [["--evaluate-every", "5"], ["--evaluation", "rows.jsonl"]])
+def test_evaluations_of_rows_that_are_not_named_are_refused(
+    given: list[str], options: TrainOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", options.model, *given])
+    assert f"{given[0]}: found {given[1]} without the rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("steps", "every"), [(1, None), (10, None), (10, 3), (10, 5), (10, 20), (9, 3), (1, 1)])
+def test_evaluations_that_are_due_are_those_that_a_run_makes(steps: int, every: int | None) -> None:
+    due = [at for at in range(steps + 1) if at in (0, steps) or (every is not None and at % every == 0)]
+    for version in range(steps + 2):
+        assert evaluations_due(steps, every, version=version) == sum(at >= version for at in due)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[BatchShape, int | None]]:
+    """The shapes of which forwards are measured, while plans are made."""
+    shapes: list[tuple[BatchShape, int | None]] = []
+
+    def measure(model: HFBlockModel, shape: BatchShape, *, running: int | None = None) -> float:
+        shapes.append((shape, running))
+        return 1.0
+
+    monkeypatch.setattr(run_plan, "measured_forward_seconds", measure)
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("optimization", "rows", "running", "seconds"),
+    [
+        (Optimization(), 4, None, 2.0),
+        (Optimization(queries=3), 4, None, 6.0),
+        (Optimization(rank=2), 8, None, 1.0),  # both sides run as one batch, and read the weights once
+        (Optimization(rank=2, queries=3), 24, None, 1.0),
+        (Optimization(rank=2, queries=3, stack=2), 8, None, 3.0),
+        (Optimization(rank=2, per_row=True), 8, None, 1.0),
+        (Optimization(per_row=True), 4, 1, 2.0),  # a row at a time, on the weights of its direction
+    ],
+)
+def test_forwards_are_counted_as_they_run(
+    optimization: Optimization,
+    rows: int,
+    running: int | None,
+    seconds: float,
+    measured: list[tuple[BatchShape, int | None]],
+    options: TrainOptions,
+    tmp_path: Path,
+) -> None:
+    shapes = RowShapes.of_length(Batching(batch_size=4), 7)
+    model = open_checkpoint(options.model, precision="exact")
+    plan = run_plan.plan_run(model, shapes, optimization, scratch=tmp_path)
+    [(shape, at_a_time)] = measured
+    assert (shape.rows, shape.tokens, at_a_time) == (rows, 7, running)
+    assert plan.forward_seconds == seconds
+
+
+def test_a_low_rank_writes_no_weights_and_draws_factors_alone(options: TrainOptions, tmp_path: Path) -> None:
+    model = open_checkpoint(options.model, precision="exact")
+    shapes = RowShapes.of_length(Batching(batch_size=4), 7)
+    plan = run_plan.plan_run(model, shapes, Optimization(rank=1), scratch=tmp_path / "never made")
+    assert (plan.write_back_every, plan.scratch_bytes) == (None, 0)
+    assert not (tmp_path / "never made").exists()
+
+
+def test_only_tokens_with_labels_cost_logits_where_these_are_made_in_chunks(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that goes on by the same at each look makes all that is measured equal."""
+    looks = iter(range(1000))
+    monkeypatch.setattr(run_plan.time, "perf_counter", lambda: next(looks))
+    of: Callable[[Any, float], float] = lambda model, labels: measured_forward_seconds(model, BatchShape(4, 8, labels))  # noqa: E731
+    exact, mixed = (open_checkpoint(options.model, precision=precision) for precision in ("exact", "mixed"))
+    assert of(exact, 28) == of(exact, 4) == of(mixed, 32)
+    assert of(mixed, 4) < of(mixed, 28)
+
+
+def test_batches_have_the_shapes_that_their_rows_make() -> None:
+    lengths = [(9, 4), (3, 0), (5, 2), (3, 1)]
+    rows = Dataset(tuple(TokenizedRow(array("i", range(length)), prompt, 1) for length, prompt in lengths), 0)
+    shapes = RowShapes.of_rows(Batching(batch_size=4), rows, rows, seed=0)
+    assert shapes.longest == BatchShape.whole(4, 9)
+    assert shapes.step == shapes.evaluation == BatchShape(4, 9.0, 5 + 2 + 3 + 2)
+    assert shapes.evaluation_batches == 1
+    two = RowShapes.of_rows(Batching(batch_size=2), rows, rows, seed=0)
+    assert two.evaluation == BatchShape(2, (9 + 5) / 2, (5 + 2 + 3 + 2) / 2)
+    assert two.evaluation_batches == 2
+    packed = RowShapes.of_rows(Batching(batch_size=4, pack=True), rows, None, seed=0)
+    assert packed.step == BatchShape(1, 20.0, 12)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.5, "0.5 s"), (99.4, "99.4 s"), (119, "2 min"), (5000, "83 min"), (7300, "2 h 2 min")]
+)
+def test_durations_are_said_in_the_unit_that_fits(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
+def test_losses_are_kept_apart_from_the_memory_that_they_were_made_in() -> None:
+    """A loss that is kept where it came would keep what lies before it from the next one."""
+    kept = KeptLosses(3)
+    made = [torch.tensor(value, dtype=torch.bfloat16) for value in (1.5, -2.0, 0.25)]
+    for loss in made:
+        kept.keep(loss)
+    assert torch.equal(kept.losses, torch.stack(made))
+    assert kept.losses.dtype == torch.bfloat16
+    assert kept.losses.untyped_storage().data_ptr() not in {loss.untyped_storage().data_ptr() for loss in made}
