@@ -57,12 +57,22 @@ def test_what_the_model_writes_is_compared(here: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("row", "options", "said"),
     [
-        ({"prompt": "the", "answers": []}, [], "line 1: found the keys 'prompt', 'answers'"),
-        ({"prompt": "", "answers": ["cat"]}, [], "line 1: found 0 tokens of prompt"),
-        ({"prompt": "the " * 30, "answers": ["cat"]}, ["--max-new-tokens", "4"], "expected 1 to 28"),
+        ({"prompt": "the", "answers": []}, ["--max-new-tokens", "4"], "line 1: found the keys 'prompt', 'answers'"),
+        ({"prompt": "", "answers": ["cat"]}, ["--max-new-tokens", "4"], "line 1: found 0 tokens of prompt"),
+        (
+            {"prompt": "the " * 30, "answers": ["cat"]},
+            ["--max-new-tokens", "4"],
+            "line 1: found 30 tokens of prompt; expected 1 to 28, which leaves an answer its --max-new-tokens. What to do: "
+            "shorten this row or remove it, or raise --sequence-length, up to what the model takes, or lower",
+        ),
+        (
+            {"prompt": "the", "answers": ["cat"]},
+            ["--max-new-tokens", "32"],
+            "--max-new-tokens: found 32 where a row may have 32",
+        ),
         ({"prompt": "the", "answers": ["cat"]}, ["--max-new-tokens", "0"], "--max-new-tokens: found 0"),
     ],
-    ids=["no answer", "no prompt", "too long", "no token"],
+    ids=["no answer", "no prompt", "too long", "no room", "no token"],
 )
 def test_what_does_not_fit_is_one_line(
     here: Path, capsys: pytest.CaptureFixture[str], row: dict[str, object], options: list[str], said: str

@@ -277,7 +277,10 @@ def test_what_dpo_cannot_heed_is_refused(here: Path, arguments: tuple[str, ...],
     [
         ({"prompt": "the cat", "chosen": " sat"}, "'prompt', 'chosen' and 'rejected'"),
         ({"prompt": "the cat", "chosen": " sat", "rejected": [{"role": "user", "content": "x"}]}, "all texts or all lists"),
-        ({"prompt": "the cat", "chosen": " sat", "rejected": " sat" * 40}, "at most 32 in all"),
+        (
+            {"prompt": "the cat", "chosen": " sat", "rejected": " sat" * 40},
+            "43 with the longer completion; expected at most 32",
+        ),
         ({"prompt": "", "chosen": " sat", "rejected": " ran"}, "at least 1 of prompt"),
         ({"prompt": "the cat", "chosen": "", "rejected": " ran"}, "text to learn from"),
     ],

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,78 @@ def test_damaged_options_are_one_line(here: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         main(["report", "two", "-o", "page.html"])
     assert "two/options.json: found" in capsys.readouterr().err
+
+
+def changed_rows(name: str, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change each row of a run's metrics."""
+    rows = [json.loads(line) for line in Path(name, "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        change(row)
+    Path(name, "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+WITHOUT = object()
+DAMAGED: list[tuple[str, Any]] = [
+    *((name, value) for name in ("seconds", "rss_bytes", "peak_rss_bytes") for value in ("0.1", None, [1.0], True)),
+    *((name, WITHOUT) for name in ("seconds", "bound_seconds", "rss_bytes", "peak_rss_bytes")),
+    *(
+        ("lanes", value)
+        for value in ("none", [], {"compute": 1}, {"compute": {"busy": 0.1}}, {"write": {"busy": 0, "bytes": "1"}})
+    ),
+    ("seconds", 10**400),
+    ("seconds", float("nan")),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), DAMAGED, ids=lambda value: "missing" if value is WITHOUT else None)
+def test_damaged_measurements_of_a_step_are_unknown_and_that_is_said(here: Path, name: str, value: Any) -> None:
+    def damage(row: dict[str, Any]) -> None:
+        if row["step"] % 2 == 0 and value is WITHOUT:
+            del row[name]
+        elif row["step"] % 2 == 0:
+            row[name] = value
+
+    losses = [row["loss"] for row in read_run(Path("two")).steps]
+    changed_rows("two", damage)
+    main(["report", "two", "-o", "page.html"])
+    assert '<td class="key">steps of unknown time and memory</td><td>3</td>' in Path("page.html").read_text()
+    run = read_run(Path("two"))
+    assert [row["loss"] for row in run.steps] == losses
+    assert ["seconds" in row for row in run.steps] == [False, True] * 3
+
+
+@pytest.mark.parametrize("value", ["0.5", None, {}, 10**400])
+@pytest.mark.parametrize("name", ["evaluation_seconds", "evaluation_accuracy", "a $\\frac{$ b"])
+def test_numbers_of_an_evaluation_that_are_none_are_left_out(here: Path, name: str, value: Any) -> None:
+    changed_rows("a <b> & c", lambda row: row.update({name: value} if row["step"] == 2 else {name: 0.5}))
+    main(["report", "a <b> & c", "-o", "page.html"])
+    assert [name in row for row in read_run(Path("a <b> & c")).evaluations] == [True, False, True, True]
+
+
+def test_options_of_another_kind_are_shown_as_they_are(here: Path) -> None:
+    options = json.loads(Path("two/options.json").read_bytes())
+    Path("two/options.json").write_text(json.dumps({**options, "options": {**options["options"], "storage": "odd"}}))
+    main(["report", "two", "-o", "page.html"])
+    assert "<td>&quot;odd&quot;</td>" in Path("page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("a$\\frac{$", "a$\\frac{$"),
+        ("$x$", "$x$"),
+        ("_hidden", "_hidden"),
+        ("\u4e2d\u6587", "\u4e2d\u6587"),
+        ("a\nb\tc", "a\ufffdb\ufffdc"),
+        ("a\udcffb", "a\ufffdb"),
+    ],
+)
+def test_a_run_may_have_any_name(here: Path, name: str, shown: str) -> None:
+    Path("two").rename(name)
+    main(["report", name, "-o", "page.html"])
+    text = Path("page.html").read_text()
+    assert f"<h1>{shown}</h1>" in text
+    assert f"{shown}</text>" in text, "the legend"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser is installed")

@@ -263,16 +263,25 @@ def test_a_tokenizer_without_chat_template_refuses_messages_and_takes_strings(da
         assert error.where == f"{data_file}, line 1"
 
 
-def test_a_prompt_that_fills_the_sequence_length_is_refused(data_file: Path) -> None:
+def test_a_prompt_that_leaves_its_completion_no_room_is_named_with_what_would_fit(data_file: Path) -> None:
     row = {"prompt": "The sky", "completion": " is blue."}
     assert read(data_file, row, length=3).truncated == 1
-    error = refusal(data_file, json.dumps(row).encode(), length=2)
-    assert "2 of them prompt" in error.found
-    assert "sequence length" in error.remedy
+    error = refusal(data_file, b'{"text": "The sky is"}\n' + json.dumps(row).encode(), length=2)
+    assert error.where == f"{data_file}, line 2"
+    assert error.found == "a prompt of 2 tokens, which leaves none of the 2 that a row may have to its completion"
+    assert error.expected == "a prompt of at most 1 tokens"
+    assert error.remedy == "shorten this row or remove it, or raise sequence_length, up to what the model takes"
 
 
-def test_a_row_of_a_single_token_is_refused(data_file: Path) -> None:
-    assert "1 tokens" in refusal(data_file, b'{"text": "The"}', tokenizer=WITHOUT_EOS).found
+def test_a_completion_without_tokens_and_a_text_of_one_are_told_as_such(data_file: Path) -> None:
+    words = Tokenizer(models.WordLevel({"The": 0, "sky": 1}, unk_token="sky"))  # spaces are no tokens
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    row = {"prompt": "The sky", "completion": " "}
+    error = refusal(data_file, json.dumps(row).encode(), tokenizer=PreTrainedTokenizerFast(tokenizer_object=words))
+    assert error.found == "a prompt of 2 tokens, and no token of a completion"
+    assert "completion" in error.remedy
+    error = refusal(data_file, b'{"text": "The"}', tokenizer=WITHOUT_EOS)
+    assert (error.found, error.remedy) == ("a text of 1 token", "lengthen the text, or remove the row")
     assert len(read(data_file, {"text": "The"}, tokenizer=TOKENIZER)) == 1
 
 

@@ -81,6 +81,13 @@ class Evaluate(AtStep):
                 remedy="name them as --evaluation of zo2 train",
             )
         if holds_answers(self.data):
+            if self.max_new_tokens >= length:
+                raise OptionError(
+                    "max_new_tokens",
+                    found=f"{self.max_new_tokens} where a row may have {length} tokens, the prompt among them",
+                    expected=f"at most {length - 1}",
+                    remedy="choose fewer, or raise sequence_length, up to what the model takes",
+                )
             asked = read_asked(self.data, tokenizer, most_tokens=length - self.max_new_tokens)
             self._answer(at, model, tokenizer, asked, pad_token_id(tokenizer), workers)
             return

@@ -6,13 +6,15 @@ import html
 import io
 import json
 import math
+import os
 import statistics
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zo2adapters.commands.run_journal import metrics_of, read_journal
-from zo2adapters.trainers.metrics import align_rows
+from zo2adapters.trainers.metrics import Row, align_rows, row_of
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS
 from zo2core import (
     JournalError,
@@ -29,6 +31,8 @@ from zo2core import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_MEASURED = ("seconds", "bound_seconds", "rss_bytes", "peak_rss_bytes")  # what the journal does not know of a step
+_LARGEST = 1e300  # of a number that is drawn
 _SMOOTHED = 50  # points of a smoothed curve, about: medians of so many stretches of it
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; padding: 0 1rem; color: #222; }
@@ -47,6 +51,11 @@ class Run(NamedTuple):
     updates: Sequence[Update]
     steps: list[dict[str, Any]]  # rows of metrics.jsonl that are steps, in order
     evaluations: list[dict[str, Any]]  # and those that are evaluations
+
+    @property
+    def label(self) -> str:
+        """The name in a legend, which leaves out what begins with an underscore."""
+        return f" {self.name}" if self.name.startswith("_") else self.name
 
     @property
     def forwards(self) -> list[int]:
@@ -81,9 +90,34 @@ def read_run(directory: Path) -> Run:
         raise OptionError(
             str(directory / OPTIONS), found=found[:200], expected="a run's options", remedy="restore the file from a copy"
         ) from error
-    rows = [dict(row) for row in align_rows(metrics_of(directory), journal).rows]
-    steps, evaluations = [row for row in rows if "loss" in row], [row for row in rows if "evaluation_loss" in row]
-    return Run(directory.name or str(directory), options, journal.updates, steps, evaluations)
+    rows = align_rows(metrics_of(directory), journal).rows
+    steps = [_step_row(row, journal.updates[row["step"]]) for row in rows if "loss" in row]
+    evaluations = [_numbers(row) for row in rows if "evaluation_loss" in row]
+    return Run(_printable(directory.name or str(directory)), options, journal.updates, steps, evaluations)
+
+
+def _printable(name: str) -> str:
+    """A name as text that any page can hold: what is no UTF-8, and what cannot be printed, is replaced."""
+    text = os.fsencode(name).decode("utf-8", "replace")
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def _step_row(row: Row, update: Update) -> dict[str, Any]:
+    """A step's row; what the journal knows of the step where speed and memory are damaged or partly missing."""
+    lanes = row.get("lanes", {})
+    is_whole = isinstance(lanes, dict) and all(
+        isinstance(use, dict) and all(_is_number(use.get(name)) for name in ("busy", "bytes")) for use in lanes.values()
+    )
+    return dict(row) if is_whole and all(_is_number(row.get(name)) for name in _MEASURED) else row_of(update)
+
+
+def _numbers(row: Row) -> dict[str, Any]:
+    """An evaluation's row without what is no number."""
+    return {name: value for name, value in row.items() if _is_number(value)}
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) < _LARGEST  # type: ignore[operator]
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -111,7 +145,8 @@ def _summary(runs: Sequence[Run]) -> str:
         refused = [update.step for update in run.updates if is_refused(update)]
         written = sum(row.get("lanes", {}).get(Lane.WRITE.value, {}).get("bytes", 0) for row in run.steps)
         peak = max((row["peak_rss_bytes"] for row in run.steps if "peak_rss_bytes" in row), default=None)
-        budget = run.options.get("storage", {}).get("memory", "auto")
+        storage = run.options.get("storage")
+        budget = storage.get("memory", "auto") if isinstance(storage, dict) else "auto"
         best = min(run.evaluations, key=lambda row: (row["evaluation_loss"], row["step"]), default=None)
         told = {
             "steps, forwards": f"{len(run.updates):,}, {run.forwards[-1]:,}",
@@ -119,6 +154,7 @@ def _summary(runs: Sequence[Run]) -> str:
             "loss, first and last twentieth": f"{statistics.mean(losses[:few]):.4f}, {statistics.mean(losses[-few:]):.4f}",
             "best evaluation": "none" if best is None else f"{best['evaluation_loss']:.4f} at step {best['step']}",
             "seconds a step, median": _number(statistics.median(seconds) if seconds else math.nan),
+            "steps of unknown time and memory": f"{len(run.steps) - len(seconds)}",
             "steps that the guard did not apply": f"{len(refused)}" + (f", the first {refused[0]}" if refused else ""),
             "written to disk": f"{shown_bytes(written)}, {shown_bytes(1000 * written / len(run.steps))} in 1,000 steps",
             "peak memory, and --memory": f"{'not noted' if peak is None else shown_bytes(peak)}, {budget}",
@@ -140,7 +176,7 @@ def _losses(runs: Sequence[Run]) -> str:
             for number, run in enumerate(runs):
                 colour, x, losses = f"C{number}", list(along(run)), [row["loss"] for row in run.steps]
                 place.plot(x, losses, color=colour, alpha=0.2, linewidth=0.8)
-                place.plot(*_medians(x, losses), color=colour, label=run.name)
+                place.plot(*_medians(x, losses), color=colour, label=run.label)
                 if name == "steps":
                     for update in run.updates:
                         if is_refused(update):
@@ -162,7 +198,7 @@ def _evaluations(runs: Sequence[Run]) -> str:
             for number, run in enumerate(runs):
                 rows = [row for row in run.evaluations if name in row]
                 x, y = [row["step"] for row in rows], [row[name] for row in rows]
-                place.plot(x, y, color=f"C{number}", marker="o", markersize=4, label=run.name)
+                place.plot(x, y, color=f"C{number}", marker="o", markersize=4, label=run.label)
             place.set_xlabel("steps")
             place.set_ylabel(name.replace("_", " "))
         axes[0].legend(frameon=False)
@@ -175,10 +211,10 @@ def _costs(runs: Sequence[Run]) -> str:
         for number, run in enumerate(runs):
             timed = [row for row in run.steps if "seconds" in row]
             x = [row["step"] + 1 for row in timed]
-            axes[0].plot(x, [row["seconds"] for row in timed], color=f"C{number}", linewidth=0.8, label=run.name)
+            axes[0].plot(x, [row["seconds"] for row in timed], color=f"C{number}", linewidth=0.8, label=run.label)
             axes[0].plot(x, [row["bound_seconds"] for row in timed], color=f"C{number}", linestyle=":")
             for key, style in (("rss_bytes", "-"), ("peak_rss_bytes", ":")):
-                axes[1].plot(x, [row[key] / 1e9 for row in timed], color=f"C{number}", linestyle=style, label=run.name)
+                axes[1].plot(x, [row[key] / 1e9 for row in timed], color=f"C{number}", linestyle=style, label=run.label)
         for place, name in zip(axes, ("seconds; dotted: the slowest lane alone", "GB; dotted: at most so far"), strict=True):
             place.set_xlabel("steps")
             place.set_ylabel(name)
@@ -251,7 +287,9 @@ def _figure(count: int, draw: Callable[[Sequence[Axes]], None]) -> str:
             "matplotlib", found="no such package", expected="it installed", remedy="pip install 'zo2core[plot]'"
         ) from error
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": "zo2", "axes.spines.top": False, "axes.spines.right": False}
-    with mpl.rc_context(style):
+    style |= {"text.parse_math": False}  # names are the user's: a dollar sign in one begins no formula
+    with mpl.rc_context(style), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the browser's fonts draw the text, not those that it is measured with
         figure = Figure(figsize=(3.8 * max(count, 2), 3.2), layout="constrained")
         charts = [figure.add_subplot(1, count, place + 1) for place in range(count)]
         draw(charts)

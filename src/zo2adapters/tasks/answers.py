@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.dealing import in_order, is_own
 from zo2adapters.tasks.generation import generate
-from zo2adapters.tasks.rows import parsed_rows
+from zo2adapters.tasks.rows import TOO_LONG, parsed_rows
 from zo2core import DataError, Runner
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -69,11 +69,12 @@ def read_asked(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_tokens: i
             raise DataError(f"{path}, line {line}", found=found, expected=expected, remedy="write the row as such")
         ids = tuple(tokenizer(prompt, verbose=False)["input_ids"])
         if not 0 < len(ids) <= most_tokens:
+            is_long = len(ids) > most_tokens
             raise DataError(
                 f"{path}, line {line}",
                 found=f"{len(ids)} tokens of prompt",
-                expected=f"1 to {most_tokens}, so that the answer has room",
-                remedy="shorten the prompt, or raise the sequence length",
+                expected=f"1 to {most_tokens}, which leaves an answer its max_new_tokens",
+                remedy=f"{TOO_LONG}, or lower max_new_tokens" if is_long else "write a prompt, or remove the row",
             )
         asked.append(Asked(ids, tuple(answers)))
     return asked

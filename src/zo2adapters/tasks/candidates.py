@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from zo2adapters.tasks.rows import completion_ids, parsed_rows
+from zo2adapters.tasks.rows import TOO_LONG, completion_ids, parsed_rows
 from zo2core import DataError
 
 
@@ -110,10 +110,12 @@ def _choices(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: in
             raise refuse(found, "one of the candidates, or its place from 0", "write the right candidate")
         choice = replace(tokenized_choice(prompt, candidates, right[0], tokenizer), also=tuple(right[1:]))
         shortest, longest = (len(choice.prompt) + pick(map(len, choice.candidates)) for pick in (min, max))
-        if not 0 < len(choice.prompt) < shortest or longest > sequence_length:
-            found = f"{len(choice.prompt)} tokens of prompt, {longest} in all"
-            expected = f"at least 1 of prompt and of each candidate, at most {sequence_length} in all"
-            raise refuse(found, expected, "mend the row, or raise the sequence length")
+        if not 0 < len(choice.prompt) < shortest:
+            found = f"{len(choice.prompt)} tokens of prompt, and {shortest - len(choice.prompt)} of the shortest candidate"
+            raise refuse(found, "at least 1 of prompt and of each candidate", "mend the row")
+        if longest > sequence_length:
+            found = f"{len(choice.prompt)} tokens of prompt, {longest} with the longest candidate"
+            raise refuse(found, f"at most {sequence_length} in all", TOO_LONG)
         yield choice
 
 

@@ -215,6 +215,14 @@ def require_lengths(model: HFBlockModel, prompts: Sequence[Sequence[int]], max_n
             expected = f"at least one token, from 0 to {vocabulary - 1}"
             raise BatchError(f"prompts[{number}]", found=found, expected=expected, remedy="use this model's own tokenizer")
     longest = model.longest_row
+    for number, prompt in enumerate(prompts):
+        if longest is not None and len(prompt) >= longest:
+            raise BatchError(
+                f"prompts[{number}]",
+                found=f"{len(prompt)} tokens",
+                expected=f"at most {longest - 1}: the model takes {longest}, and what it writes has to fit, too",
+                remedy="shorten this prompt",
+            )
     most = None if longest is None else longest - max(map(len, prompts))
     if max_new_tokens < 1 or (most is not None and max_new_tokens > most):
         expected = "at least 1" if most is None else f"1 to {most}, what the prompts leave of the {longest} the model takes"

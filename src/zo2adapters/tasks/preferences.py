@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.tasks.candidates import Choice, Choices
-from zo2adapters.tasks.rows import parsed_rows, tokenized_row
+from zo2adapters.tasks.rows import TOO_LONG, parsed_rows, tokenized_row
 from zo2core import DataError
 
 _KEYS = ("prompt", "chosen", "rejected")
@@ -61,8 +61,11 @@ def _preferences(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length
         shared = min(length for _, length in both)
         longest = max(len(ids) for ids, _ in both)
         choice = Choice(tuple(both[0][0][:shared]), tuple(tuple(ids[shared:]) for ids, _ in both), 0)
-        if not choice.prompt or not all(choice.candidates) or longest > sequence_length:
-            found = f"{shared} tokens of prompt, {longest} in all"
-            expected = f"at least 1 of prompt and of each completion, at most {sequence_length} in all"
-            raise refuse(found, expected, "mend the row, or raise the sequence length")
+        if not choice.prompt or not all(choice.candidates):
+            lengths = " and ".join(str(len(candidate)) for candidate in choice.candidates)
+            found = f"{shared} tokens that both share as prompt, and {lengths} of the completions"
+            raise refuse(found, "at least 1 of prompt and of each completion", "mend the row")
+        if longest > sequence_length:
+            found = f"{shared} tokens of prompt, {longest} with the longer completion"
+            raise refuse(found, f"at most {sequence_length} in all", TOO_LONG)
         yield choice

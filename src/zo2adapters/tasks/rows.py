@@ -33,6 +33,8 @@ class _Tokens(Protocol):
     def input_ids(self) -> "array[int]": ...
 
 
+TOO_LONG = "shorten this row or remove it, or raise sequence_length, up to what the model takes"  # what to do
+
 Row = TypeVar("Row", bound=_Tokens)
 
 
@@ -108,15 +110,34 @@ def read_dataset(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBas
     for line, row in parsed_rows(path):
         try:
             ids, prompt = tokenized_row(row, tokenizer)
-            found = f"{len(ids)} tokens, {prompt} of them prompt, at a sequence length of {sequence_length}"
-            expected = "a token to predict, after the prompt and not the first"
-            remedy = "lengthen the text, shorten the prompt or raise the sequence length"
-            _require(min(len(ids), sequence_length) > max(prompt, 1), found, expected, remedy)
+            _require_prediction(len(ids), prompt, sequence_length)
         except DataError as error:  # about the row; only here its path and line are known
             raise _at_line(error, path, line) from error.__cause__
         truncated += len(ids) > sequence_length
         rows.append(TokenizedRow(array("i", ids[:sequence_length]), prompt, line))
     return Dataset(tuple(rows), truncated)
+
+
+def _require_prediction(tokens: int, prompt: int, sequence_length: int) -> None:
+    """Refuse a row that has no token to predict: one behind the prompt, and not the row's first, within the length."""
+    _require(
+        tokens > 1 or prompt > 0,
+        f"a text of {'1 token' if tokens else 'no tokens'}",
+        "at least 2 tokens, of which the first predicts the second",
+        "lengthen the text, or remove the row",
+    )
+    _require(
+        tokens > prompt,
+        f"a prompt of {prompt} tokens, and no token of a completion",
+        "at least one token behind the prompt",
+        "write a completion, or remove the row",
+    )
+    _require(
+        prompt < sequence_length,
+        f"a prompt of {prompt} tokens, which leaves none of the {sequence_length} that a row may have to its completion",
+        f"a prompt of at most {sequence_length - 1} tokens",
+        TOO_LONG,
+    )
 
 
 def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -105,6 +105,14 @@ def score(
         for name, tokens in given:
             if not tokens:
                 raise BatchError(f"{name}[{number}]", found="nothing", expected="at least one token", remedy="fill it in")
+        tokens_in_all, longest = len(prompt) + max(map(len, answers)), model.longest_row
+        if longest is not None and tokens_in_all > longest:
+            raise BatchError(
+                f"prompts[{number}]",
+                found=f"{len(prompt)} tokens, {tokens_in_all} with the longest candidate",
+                expected=f"at most {longest} in all, what the model takes",
+                remedy="shorten this prompt or its candidates",
+            )
         rows += [TokenizedRow(array("i", [*prompt, *answer]), len(prompt), 0) for answer in answers]
     if not rows:
         raise BatchError("prompts", found="none", expected="at least one", remedy="pass prompts to score")
