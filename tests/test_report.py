@@ -142,8 +142,9 @@ def changed_rows(name: str, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 WITHOUT = object()
+NO_NUMBERS: tuple[Any, ...] = ("0.1", None, [1.0], True)
 DAMAGED: list[tuple[str, Any]] = [
-    *((name, value) for name in ("seconds", "rss_bytes", "peak_rss_bytes") for value in ("0.1", None, [1.0], True)),
+    *((name, value) for name in ("seconds", "rss_bytes", "peak_rss_bytes") for value in NO_NUMBERS),
     *((name, WITHOUT) for name in ("seconds", "bound_seconds", "rss_bytes", "peak_rss_bytes")),
     *(
         ("lanes", value)

@@ -277,7 +277,8 @@ def test_a_completion_without_tokens_and_a_text_of_one_are_told_as_such(data_fil
     words = Tokenizer(models.WordLevel({"The": 0, "sky": 1}, unk_token="sky"))  # spaces are no tokens
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     row = {"prompt": "The sky", "completion": " "}
-    error = refusal(data_file, json.dumps(row).encode(), tokenizer=PreTrainedTokenizerFast(tokenizer_object=words))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)  # type: ignore[no-untyped-call]
+    error = refusal(data_file, json.dumps(row).encode(), tokenizer=tokenizer)
     assert error.found == "a prompt of 2 tokens, and no token of a completion"
     assert "completion" in error.remedy
     error = refusal(data_file, b'{"text": "The"}', tokenizer=WITHOUT_EOS)
