@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from zo2core import CheckpointError, OutputError, ParameterSpec
+from zo2core import CheckpointError, OutputError, ParameterSpec, new_directory
 from zo2core.checkpoint import SafetensorsReader, find_tensors, parse_header, write_checkpoint
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
@@ -264,3 +264,18 @@ def test_an_index_of_absurd_size_is_not_read(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(CheckpointError, match="more than"):
         find_tensors(tmp_path)
+
+
+def test_the_later_one_of_two_that_write_a_directory_is_told_what_happened(tmp_path: Path) -> None:
+    """And not to free space: there is enough of it."""
+
+    def write_both() -> None:
+        with new_directory(tmp_path / "out") as later, new_directory(tmp_path / "out") as earlier:
+            (later / "file").write_text("later")
+            (earlier / "file").write_text("earlier")
+
+    with pytest.raises(OutputError, match=r"another process put there in the meantime.*use what is there now") as info:
+        write_both()
+    assert "space" not in str(info.value)
+    assert (tmp_path / "out" / "file").read_text() == "earlier"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

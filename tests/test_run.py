@@ -308,3 +308,27 @@ def test_other_files_than_those_that_moved_are_refused_by_name(moved: TrainOptio
         line = refusal("train", "--resume", moved.output, *[part for name in given for part in (f"--{name}", given[name])])
         assert ("--model: found" if option == "model" else f"zo2: {tmp_path / path}: found another") in line
     assert (moved.output / "options.json").read_bytes() == before
+
+
+def test_a_run_killed_while_it_was_lengthened_can_be_lengthened(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = replace(options, optimization=Optimization(lr=1e-2))
+    finish(options)
+
+    def killed(_: RunDirectory) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "_write_record", killed)  # the former model has its new name by then
+        with pytest.raises(KeyboardInterrupt):
+            Trainer(RunDirectory.options(options.output).with_steps(STEPS + 1), resume=True, quiet=True)
+    assert run_here("train", "--resume", options.output).status == 0
+    assert (options.output / "model").is_dir()
+    assert (options.output / f"model-{STEPS}").is_dir()
+    ended = run_here("train", "--resume", options.output, "--steps", STEPS + 1)
+    assert ended.status == 0, ended
+    assert (options.output / f"model-{STEPS}-2").is_dir()
+    assert run_here("export", "--run", options.output, "--output", options.output.parent / "exported").status == 0
+    ours, theirs = (place / "model.safetensors" for place in (options.output / "model", options.output.parent / "exported"))
+    assert ours.read_bytes() == theirs.read_bytes()

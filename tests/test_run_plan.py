@@ -18,6 +18,7 @@ from zo2adapters.cli import main
 from zo2adapters.models.chunked_loss import KeptLosses
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
+from zo2adapters.trainers import run_plan
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.optimization import Optimization

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM at any moment of a command: no traceback, nothing torn, one line that says how to go on."""
+"""SIGINT, SIGTERM and SIGHUP at any moment of a command: no traceback, nothing torn, one line that says how to go on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zo2adapters.commands.signals import Interrupted
 from zo2core import Journal, OutputError
 
 STEPS = 60
-NUMBERS = (signal.SIGINT, signal.SIGTERM)
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 every_signal = pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
 
@@ -160,8 +160,62 @@ def test_a_signal_while_a_model_is_written_leaves_no_half_of_it(
         time.sleep(0.01)
     apart.send(number)
     apart.send(number)
-    assert_interrupted(apart.finish(), number)
+    ended = apart.finish()
+    assert_interrupted(ended, number)
+    assert f"{tmp_path / 'new'} was not written; the same command writes it" in ended.err
     assert not list(tmp_path.iterdir())
+
+
+TOO_LATE = """
+import os, signal
+import zo2core.checkpoint.writer as writer
+def interrupted(path, ignore_errors):
+    os.rmdir(path)
+    os.kill(os.getpid(), signal.SIGTERM)
+writer.shutil.rmtree = interrupted
+"""
+
+
+def test_a_signal_after_a_model_was_written_says_that_it_is_there(prepared: Path, tmp_path: Path, apart: Apart) -> None:
+    ended = apart.run("export", "--model", prepared / "base", "--output", tmp_path / "new", patch=TOO_LATE)
+    assert_interrupted(ended, signal.SIGTERM)
+    assert ended.line == f"{tmp_path / 'new'} is there, and whole"
+    assert run_here("evaluate", "--model", tmp_path / "new", "--data", prepared / "rows.jsonl").status == 0
+
+
+@every_signal
+def test_a_signal_in_tuning_says_how_to_go_on(prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals) -> None:
+    given = ["--model", prepared / "base", "--data", prepared / "rows.jsonl", "--batch-size", 3, "--forwards", 400]
+    arguments = ["tune", *given, "--learning-rates", "1e-4", "1e-3"]
+    apart.start(*arguments, "--output", tmp_path / "tuned")
+    wait_for_steps(tmp_path / "tuned" / "lr-0.0001-eps-0.001", 5)
+    apart.send(number)
+    ended = apart.finish()
+    assert_interrupted(ended, number)
+    assert ended.line.startswith(f"the same command goes on: what was done of the trials is in {tmp_path / 'tuned'}")
+    again, whole = (run_here(*arguments, "--output", tmp_path / name) for name in ("tuned", "whole"))
+    assert (again.status, again.err) == (whole.status, whole.err)
+
+
+ON_A_TERMINAL = """
+import fcntl, os, sys, termios
+os.setsid()
+terminal = os.open({!r}, os.O_RDWR)
+fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+os.dup2(terminal, 2)
+sys.stderr = open(2, "w", buffering=1, closefd=False)  # as a process has it that starts on a terminal
+"""
+
+
+def test_a_run_whose_terminal_is_closed_stops_as_after_sigterm(prepared: Path, tmp_path: Path, apart: Apart) -> None:
+    run = tmp_path / "run"
+    ours, terminal = os.openpty()
+    apart.start(*train(prepared, run), patch=ON_A_TERMINAL.format(os.ttyname(terminal)))
+    wait_for_steps(run, 5)
+    os.close(terminal)
+    os.close(ours)
+    assert apart.finish().status == 128 + signal.SIGHUP
+    assert 5 <= len(Journal(run / "journal.jsonl").updates) < STEPS
 
 
 def test_a_signal_that_was_ignored_stays_ignored(prepared: Path, tmp_path: Path, apart: Apart) -> None:
@@ -216,7 +270,7 @@ def test_signals_at_random_moments_tear_nothing(
         ended = apart.finish()
         if ended.status == 0 and interrupted >= wanted:
             break
-        assert ended.status in (0, 130, 143), ended
+        assert ended.status in (0, 129, 130, 143), ended
         assert "Traceback" not in ended.err, ended.err
         assert "Exception ignored" not in ended.err, ended.err
         interrupted += 1

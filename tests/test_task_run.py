@@ -10,6 +10,8 @@ import torch
 from command_lines import refusal, run_here
 from models import WORDS, save_model, save_tokenizer, small_config
 
+from zo2adapters.commands.evaluate import Evaluate
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -69,3 +71,27 @@ def test_a_task_is_refused_under_torchrun(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("RANK", "0")
     given = ["--model", folder / "base", "--data", folder / "sst2", "--output", folder / "run", "--task", "sst2"]
     assert "zo2 rows" in refusal("train", *given)
+
+
+def test_rows_that_a_killed_process_left_are_used_again_and_others_are_refused(folder: Path) -> None:
+    options = ["--model", folder / "base", "--steps", 1, "--lr", 1e-3, "--batch-size", 2]
+    given = ["train", "--task", "sst2", "--data", folder / "sst2", "--output", folder / "run", *options]
+    assert run_here("rows", "--task", "sst2", "--data", folder / "sst2", "--output", folder / "run.rows").status == 0
+    whole = (folder / "run.rows" / "test.jsonl").read_bytes()
+    (folder / "run.rows" / "test.jsonl").write_bytes(whole + b"\n")
+    assert "run.rows: found something at this path" in refusal(*given)
+    assert (folder / "run.rows").exists()
+    (folder / "run.rows" / "test.jsonl").write_bytes(whole)
+    ended = run_here(*given)
+    assert ended.status == 0, ended
+    assert f"{folder / 'run.rows'}: " in ended.out
+
+
+def test_an_interruption_before_the_run_began_leaves_no_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Evaluate, "run", interrupted)
+    given = ["--model", folder / "base", "--data", folder / "sst2", "--output", folder / "run"]
+    assert run_here("train", "--task", "sst2", *given).status == 130
+    assert not (folder / "run.rows").exists()

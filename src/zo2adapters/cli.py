@@ -45,6 +45,14 @@ class Resumable(Protocol):
         """The command with the options of the run to go on with; None if there is none."""
 
 
+@runtime_checkable
+class Interruptible(Protocol):
+    """A command that says how to go on once a signal has stopped it."""
+
+    def after_interruption(self) -> str:
+        """What there is now, or how to go on, in a line."""
+
+
 class Place(NamedTuple):
     """Where a command is, and what is said of it before it is imported."""
 
@@ -178,7 +186,7 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         command.run()
         sys.stdout.flush()  # here, where it can still be told that nobody takes it
     except BrokenPipeError:  # whoever reads has seen enough
-        _drop_output()
+        _drop_output(sys.stdout)
         return _BROKEN_PIPE
     except Exception as error:  # any: ``refusal_of`` knows those that are a user's or a machine's, others are raised again
         room_to_tell.close()
@@ -188,13 +196,26 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         if refusal is None and interruption is None:
             raise
         if isinstance(error, OSError):
-            _drop_output()
+            _drop_output(sys.stdout)
         said = "interrupted" if refusal is None else worded(refusal, command or COMMANDS[name])
-        print(f"{_speaker()}: {said}", file=sys.stderr)
-        return REFUSED if interruption is None else status_of(interruption)
+        if interruption is None:
+            print(f"{_speaker()}: {said}", file=sys.stderr)
+            return REFUSED
+        return _interrupted(interruption, command, f"{_speaker()}: {said}")
     except KeyboardInterrupt as stopped:
-        return status_of(stopped)
+        return _interrupted(stopped, command)
     return 0
+
+
+def _interrupted(interruption: KeyboardInterrupt, command: Any, *said: str) -> int:
+    """Say how to go on; return the exit status."""
+    if isinstance(command, Interruptible) and _speaker() == "zo2":
+        said = (*said, command.after_interruption())
+    try:
+        print(*said, sep="\n", end="\n" if said else "", file=sys.stderr, flush=True)
+    except OSError:  # the terminal is gone, of which SIGHUP tells
+        _drop_output(sys.stderr)
+    return status_of(interruption)
 
 
 def _speaker() -> str:
@@ -280,11 +301,11 @@ def _quieten_libraries() -> None:
         own_logging.disable_progress_bar()
 
 
-def _drop_output() -> None:
+def _drop_output(stream: TextIO) -> None:
     """Let go of what could not be written: Python would try again at its end, and complain."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
 
 

@@ -22,6 +22,12 @@ class Export(AtStep):
     as_adapter: bool = False
     """Of a run with --rank: write what it learned as a LoRA adapter of peft's, for the base, instead of a whole model."""
 
+    def after_interruption(self) -> str:
+        """What there is after an interruption. The directory appears whole or not at all."""
+        if self.output.is_dir() and any(self.output.iterdir()):
+            return f"{self.output} is there, and whole"
+        return f"{self.output} was not written; the same command writes it"
+
     def run(self) -> None:
         """Replay and write.
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zo2adapters.ranges import LARGEST, require_between
 from zo2core import new_directory, require_unused
+
+NEWLINE = b"\n"  # at each row's end, and nowhere else: JSON escapes it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,23 +38,38 @@ class WriteRows:
 
     def run(self) -> None:
         """Write the files, and say how many rows each has."""
+        require_unused(self.output)
+        files = self.files()
+        with new_directory(self.output) as partial:
+            for name, content in files.items():
+                (partial / name).write_bytes(content)
+        self.tell(files)
+
+    def tell(self, files: Mapping[str, bytes]) -> None:
+        """Print where the files are, and how many rows each has."""
+        counts = ", ".join(f"{content.count(NEWLINE)} rows in {name}" for name, content in files.items())
+        print(f"{self.output}: {counts}")
+
+    def files(self) -> dict[str, bytes]:
+        """The content of each file, by its name.
+
+        Raises:
+            OptionError: naming the option.
+            DataError: if a file of the benchmark is missing, or a row is malformed.
+        """
         from zo2adapters.tasks.benchmark_rows import Sizes, benchmark_of, benchmark_rows, with_demonstrations
 
         benchmark = benchmark_of(self.task)
         for name in ("train_rows", "dev_rows", "test_rows"):
             require_between(name, getattr(self, name), 1, LARGEST)
         require_between("seed", self.seed, -LARGEST, LARGEST)
-        require_unused(self.output)
         sizes = Sizes(self.train_rows, self.dev_rows, self.test_rows)
         parts = benchmark_rows(benchmark, self.data, sizes, seed=self.seed)
         files = {"train": parts.train, "dev": parts.dev, "test": parts.test}
         if self.shots is not None:
             files["in-context"] = with_demonstrations(parts.test, parts.train, self.shots)
-        with new_directory(self.output) as partial:
-            for name, rows in files.items():
-                (partial / f"{name}.jsonl").write_bytes(b"".join(map(_line, rows)))
-        print(f"{self.output}: {', '.join(f'{len(rows)} rows in {name}.jsonl' for name, rows in files.items())}")
+        return {f"{name}.jsonl": b"".join(map(_line, rows)) for name, rows in files.items()}
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(row, ensure_ascii=False).encode() + NEWLINE

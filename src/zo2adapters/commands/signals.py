@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM of a process that runs one command: no traceback, nothing torn, whenever they come.
+"""SIGINT, SIGTERM and SIGHUP of a process that runs one command: no traceback, nothing torn, whenever they come.
 
 While a command starts (imports, the command line) nothing was begun, so the process ends at once. While it runs, the first
 signal raises in the main thread: the step under way is dropped, files are closed, one line says how to go on. A second one
@@ -16,7 +16,7 @@ import sys
 from enum import Enum
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PATIENCE = 3  # signals after which the process ends at once
 
 
@@ -84,7 +84,7 @@ def interruption_behind(error: BaseException | None) -> KeyboardInterrupt | None
 
 
 def status_of(interruption: KeyboardInterrupt) -> int:
-    """The exit status of an interrupted command, as shells count it: 130 or 143."""
+    """The exit status of an interrupted command, as shells count it: 130, 143 or 129."""
     return 128 + (interruption.number if isinstance(interruption, Interrupted) else signal.SIGINT)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zo2adapters.commands.evaluate import Evaluate
 from zo2adapters.commands.rows import WriteRows
+from zo2adapters.tasks.regular_file import read_regular
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, require_new
 from zo2adapters.trainers.sharing import own_rank
 from zo2core import OptionError
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 def run_task(command: Train) -> None:
     """Do all of it.
 
-    The rows stand beside the run, in a directory of its name with ``.rows``.
+    The rows stand beside the run, in a directory of its name with ``.rows``. Rows that an earlier process wrote there, which
+    was killed before the run began, are used again if they are the same.
 
     Args:
         command: Names the task; its ``data`` is the benchmark's directory, or None for the hub.
@@ -35,18 +38,30 @@ def run_task(command: Train) -> None:
     assert command.model is not None
     rows = command.output.with_name(f"{command.output.name}.rows")
     require_new(command.output)
-    WriteRows(task=command.task, output=rows, data=command.data, shots=command.shots, seed=command.seed).run()
+    writer = WriteRows(task=command.task, output=rows, data=command.data, shots=command.shots, seed=command.seed)
+    is_there = rows.exists() and _holds(rows, writer.files())
+    if is_there:
+        writer.tell(writer.files())
+    else:
+        writer.run()
     try:
         _score(command, command.model, rows / "test.jsonl", "zero-shot")
         if command.shots is not None:
             _score(command, command.model, rows / "in-context.jsonl", f"with {command.shots} demonstrations")
         training = replace(command, task=None, shots=None, data=rows / "train.jsonl", evaluation=rows / "dev.jsonl")
         replace(training, keep_best=True).run()
-    except Exception:  # whatever it is, it is raised again
-        if not (command.output / OPTIONS).exists():
+    except BaseException:  # whatever it is, it is raised again
+        if not is_there and not (command.output / OPTIONS).exists():
             shutil.rmtree(rows)
         raise
     _score(command, str(command.output / MODEL), rows / "test.jsonl", "fine-tuned")
+
+
+def _holds(directory: Path, files: Mapping[str, bytes]) -> bool:
+    """Whether a directory holds these files, byte for byte, and nothing else."""
+    if not directory.is_dir() or {path.name for path in directory.iterdir()} != files.keys():
+        return False
+    return all(read_regular(directory / name) == content for name, content in files.items())
 
 
 def _require_consistent(command: Train) -> None:

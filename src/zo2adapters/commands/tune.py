@@ -49,6 +49,10 @@ class Tune(RunOptions):
     key_file: Path | None = None
     """File with a secret, the same for all workers that torchrun started, by which they know each other."""
 
+    def after_interruption(self) -> str:
+        """How to go on after an interruption."""
+        return f"the same command goes on: what was done of the trials is in {self.output}, and is not done again"
+
     def run(self) -> None:
         """Try, print a table after each round, and say how to go on with the best trial."""
         from zo2adapters.trainers.tuning import LEARNING_RATES, tune

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -137,7 +138,8 @@ class RunDirectory:
     def keep(self, options: TrainOptions) -> None:
         """Take down what a resumed run was told anew, so that the next one goes on with it.
 
-        A model that was exported at the end of fewer steps is kept beside the one to come, under a name with its step.
+        A model that was exported at the end of fewer steps is kept beside the one to come, under a name with its step. If
+        that name is taken, as it is if a process was killed right after it had done this, a number follows.
 
         Raises:
             OutputError: if that cannot be written.
@@ -148,9 +150,10 @@ class RunDirectory:
         model = self.path / MODEL
         is_another = now["steps"] != before["steps"] or now["keep_best"] != before.get("keep_best", False)
         if is_another and model.exists():
-            best = "-best" if before.get("keep_best", False) else ""
+            name = f"{MODEL}-{before['steps']}" + ("-best" if before.get("keep_best", False) else "")
+            names = chain([name], (f"{name}-{number}" for number in count(2)))
             try:
-                model.rename(self.path / f"{MODEL}-{before['steps']}{best}")
+                model.rename(next(path for path in map(self.path.joinpath, names) if not os.path.lexists(path)))
             except OSError as error:
                 raise _unwritable(model, error) from error
         self._record = {**self._record, "options": now, "checksums": self._checksums}
@@ -230,9 +233,9 @@ def require_new(path: Path) -> None:
         OutputError: naming the directory.
     """
     names = {file.name for file in path.iterdir()} if path.is_dir() else set()
-    if names and names <= {LOCK, "options.partial"}:
+    if names and names <= {LOCK, "options.partial", "tune.partial"}:
         with contextlib.suppress(OSError), _lock(path):  # refused where a process is about to begin: it is in use, then
-            for name in names:
+            for name in {*names, LOCK}:
                 (path / name).unlink(missing_ok=True)
     require_unused(path)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import struct
 import tempfile
@@ -204,7 +205,19 @@ def new_directory(directory: Path) -> Iterator[Path]:
             yield partial
             for path in [*partial.iterdir(), partial]:
                 sync_path(path)
-            partial.rename(directory)
+            try:
+                partial.rename(directory)
+            except OSError as error:
+                if directory.is_dir() and not any(directory.iterdir()):
+                    raise  # what stands there is not the reason
+                if os.path.lexists(directory):
+                    raise OutputError(
+                        directory,
+                        found="something at this path that another process put there in the meantime",
+                        expected="a path that stays free until the directory is written",
+                        remedy="use what is there now, or choose another output directory",
+                    ) from error
+                raise
             sync_path(directory.parent)
         finally:
             shutil.rmtree(enclosure, ignore_errors=True)
