@@ -123,13 +123,13 @@ def test_shared_buckets_keep_each_segments_version() -> None:
 
 
 def test_what_does_not_fit_is_left_out_with_a_reason(run: Run) -> None:
-    out, found = run("--sizes", "opt-1.3b", "--tables", "main", "--dtype", "float32", "--device-memory", "2MB")
+    out, found = run("--sizes", "opt-1.3b", "--tables", "main", "--dtype", "float32", "--device-memory", "1500KB")
     (row,) = found["tables"]["main"]
     assert "of the device's memory" in row["monolithic"]["reason"]
     assert row["variants"][Variant.FULL.value]["to_monolithic"] == {"memory": None, "speed": None}
     (line,) = (line for line in out.splitlines() if line.startswith("opt-1.3b"))
     assert line.split()[5] == "-"
-    _, found = run("--sizes", "opt-1.3b", "--tables", "ablation", "--dtype", "float32", "--device-memory", "2MB")
+    _, found = run("--sizes", "opt-1.3b", "--tables", "ablation", "--dtype", "float32", "--device-memory", "1500KB")
     variants = found["tables"]["ablation"][0]["variants"]
     assert "blocks fit into" in variants[Variant.RESIDENT.value]["reason"]
     assert variants[Variant.SERIAL.value]["to_full"]["speed"] > 0

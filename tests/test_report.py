@@ -143,13 +143,11 @@ def changed_rows(name: str, change: Callable[[dict[str, Any]], object]) -> None:
 
 WITHOUT = object()
 NO_NUMBERS: tuple[Any, ...] = ("0.1", None, [1.0], True)
+NO_LANES: tuple[Any, ...] = ("none", [], {"compute": 1}, {"compute": {"busy": 0.1}}, {"write": {"busy": 0, "bytes": "1"}})
 DAMAGED: list[tuple[str, Any]] = [
     *((name, value) for name in ("seconds", "rss_bytes", "peak_rss_bytes") for value in NO_NUMBERS),
     *((name, WITHOUT) for name in ("seconds", "bound_seconds", "rss_bytes", "peak_rss_bytes")),
-    *(
-        ("lanes", value)
-        for value in ("none", [], {"compute": 1}, {"compute": {"busy": 0.1}}, {"write": {"busy": 0, "bytes": "1"}})
-    ),
+    *(("lanes", value) for value in NO_LANES),
     ("seconds", 10**400),
     ("seconds", float("nan")),
 ]
