@@ -14,8 +14,8 @@ from models import small_config as declared_config
 from transformers import AutoModelForCausalLM
 
 from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
-from zo2adapters.models.checkpoint import LLAMA
 from zo2adapters.models.derivation import derive_architecture
+from zo2adapters.models.llama import LLAMA
 from zo2adapters.models.skeleton import build_skeleton
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.scoring import score

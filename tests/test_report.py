@@ -131,13 +131,11 @@ def changed_rows(name: str, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 WITHOUT = object()
+ODD_LANES: list[Any] = ["none", [], {"compute": 1}, {"compute": {"busy": 0.1}}, {"write": {"busy": 0, "bytes": "1"}}]
 DAMAGED: list[tuple[str, Any]] = [
     *((name, value) for name in ("seconds", "rss_bytes", "peak_rss_bytes") for value in ("0.1", None, [1.0], True)),
     *((name, WITHOUT) for name in ("seconds", "bound_seconds", "rss_bytes", "peak_rss_bytes")),
-    *(
-        ("lanes", value)
-        for value in ("none", [], {"compute": 1}, {"compute": {"busy": 0.1}}, {"write": {"busy": 0, "bytes": "1"}})
-    ),
+    *(("lanes", lanes) for lanes in ODD_LANES),
     ("seconds", 10**400),
     ("seconds", float("nan")),
 ]

@@ -113,7 +113,7 @@ def _numbers(row: Row) -> dict[str, Any]:
 
 
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) < _LARGEST  # type: ignore[operator]
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def page(runs: Sequence[Run]) -> str:

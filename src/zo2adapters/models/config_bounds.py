@@ -61,8 +61,9 @@ def refuse_oversized(path: Path) -> None:
 def _class_of(values: dict[str, Any], declared: Any) -> Any:
     """The class of a config's values: by its model type, or the one that the config around it declares."""
     model_type = values.get("model_type")
-    is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
-    return CONFIG_MAPPING[model_type] if is_known else declared
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model_type]
+    return declared
 
 
 def _largest(kind: Any) -> dict[str, int]:
