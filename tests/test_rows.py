@@ -276,9 +276,9 @@ def test_a_prompt_that_leaves_its_completion_no_room_is_named_with_what_would_fi
 def test_a_completion_without_tokens_and_a_text_of_one_are_told_as_such(data_file: Path) -> None:
     words = Tokenizer(models.WordLevel({"The": 0, "sky": 1}, unk_token="sky"))  # spaces are no tokens
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast: Any = PreTrainedTokenizerFast  # its constructor is untyped
     row = {"prompt": "The sky", "completion": " "}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)  # type: ignore[no-untyped-call]
-    error = refusal(data_file, json.dumps(row).encode(), tokenizer=tokenizer)
+    error = refusal(data_file, json.dumps(row).encode(), tokenizer=fast(tokenizer_object=words))
     assert error.found == "a prompt of 2 tokens, and no token of a completion"
     assert "completion" in error.remedy
     error = refusal(data_file, b'{"text": "The"}', tokenizer=WITHOUT_EOS)
