@@ -340,14 +340,14 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "shared tuples": (archive(as_value(SHARED)), "a tuple"),
     "shared tuples as key": (archive(as_key(SHARED)), "takes longer"),
     "a list in itself": (archive(as_value(LOOP)), "a list"),
-    "a note under a large number": (archive(as_value(b")" + FAR)), "more memory"),
+    "a note under a large number": (archive(as_value(b")" + FAR)), "a tuple"),
     "four bytes doubled 40 times": (archive(as_value(doubled(40))), "more memory"),
     "6 GB of nothing": (archive(as_value(b"X\xff\xff\xff\x7f")), "damaged|more memory"),
     "a storage of 6 GB": (archive(storage_of(1_500_000_000), storages={"0": b"\0" * 20}), "damaged|6000000000"),
     "a zip bomb": (archive(b"\0" * (1 << 28), compression=zipfile.ZIP_DEFLATED), "compressed"),
     "a compressed storage": (archive(FIVE, storages={"0": b"\0" * 20}, compression=zipfile.ZIP_DEFLATED), "compressed"),
-    "a short storage": (archive(FIVE, storages={"0": b"\0" * 12}), "a storage of 12 bytes; expected 20"),
-    "a long storage": (archive(FIVE, storages={"0": b"\0" * 24}), "a storage of 24 bytes; expected 20"),
+    "a short storage": (archive(FIVE, storages={"0": b"\0" * 12}), "sizes .12 bytes in all.; expected .* .20 bytes"),
+    "a long storage": (archive(FIVE, storages={"0": b"\0" * 24}), "sizes .24 bytes in all.; expected .* .20 bytes"),
     "no storage": (archive(FIVE), "damaged"),
 }
 
@@ -378,7 +378,7 @@ def test_a_flipped_bit_is_found_by_the_checksum(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(torch.ones(4).numpy().tobytes()) + 800] ^= 1
     path.write_bytes(content)
-    refusal(tmp_path / "base", match="CRC-32")
+    refusal(tmp_path / "base", match="data/0: found a damaged file; expected bytes that have the archive's checksum")
 
 
 def test_a_shard_that_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
