@@ -65,7 +65,7 @@ ADAPTERS = [path for path in MODULES if path.is_relative_to(SOURCE / "zo2adapter
 ADAPTER_ROOMS = (
     "ranges",
     "optional_package",
-    "confinement",
+    "limited_process",
     "models",
     "edge",
     "tasks",

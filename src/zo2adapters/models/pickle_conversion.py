@@ -1,8 +1,7 @@
 """Turn pickled PyTorch checkpoints into safetensors, one shard at a time and without running what a pickle may hold.
 
-A pickle is a program. torch's restricted reader (``weights_only``) builds tensors and plain containers and refuses every
-other instruction; but those few are enough to ask for any memory, to run for ever, or to crash the interpreter. So a child
-process reads, under limits that follow from the file's size. See ``unpickling`` for what it checks.
+``torch.load(weights_only=True, mmap=True)`` reads them. It runs no code, but a small file can still make it take any memory,
+run for ever or crash. So it reads in a child process, whose limits follow from the file's size (see ``limited_process``).
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-from zo2adapters.confinement.process import ConfinedProcess, ConfinementError
+from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
 from zo2adapters.models.companions import portable_companions, remote_code_note
 from zo2core import (
     CheckpointError,
@@ -35,25 +33,11 @@ _TASK = Path(__file__).with_name("unpickling.py")
 _LARGEST_INDEX = 100_000_000  # bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReadingLimits:
-    """What the reader of a file may take. Weights take about a second and twice their size for each gigabyte."""
-
-    seconds: float = 30.0  # of computing, for any file
-    seconds_per_gigabyte: float = 60.0
-    memory: int = 1 << 29  # bytes, for any file, beside what the reader has once it is started
-    memory_per_byte: int = 4
-
-    def __post_init__(self) -> None:
-        assert min(self.seconds, self.memory) > 0, "a reader needs time and memory"
-
-    def seconds_for(self, nbytes: int) -> float:
-        """Seconds for a file of so many bytes."""
-        return self.seconds + self.seconds_per_gigabyte * nbytes / 1e9
-
-    def memory_for(self, nbytes: int) -> int:
-        """Bytes of memory for a file of so many bytes."""
-        return self.memory + self.memory_per_byte * nbytes
+# Limits of the child: weights take about a second and twice their size for each gigabyte.
+SECONDS = 30.0  # of computing, for any file
+SECONDS_PER_BYTE = 60e-9
+MEMORY = 1 << 29  # bytes, for any file, beside what the child has once it is started
+MEMORY_PER_BYTE = 4
 
 
 def convert(
@@ -61,8 +45,7 @@ def convert(
     destination: Path,
     *,
     report: Callable[[str], None] | None = None,
-    limits: ReadingLimits | None = None,
-    reader: ConfinedProcess | None = None,
+    reader: LimitedProcess | None = None,
 ) -> Path:
     """Write a model directory with pickled weights anew, with safetensors. Memory: one shard, in a child process.
 
@@ -70,7 +53,6 @@ def convert(
         source: Holds ``pytorch_model.bin``, or shards and ``pytorch_model.bin.index.json``. It is only read.
         destination: Directory to write; must not exist, or be empty. It appears whole or not at all.
         report: Called with a line about each shard before it is read, and about what is left out.
-        limits: Of the child process.
         reader: A child process to use, of ``new_reader``, where several directories are converted. It stays the caller's.
 
     Returns:
@@ -96,7 +78,7 @@ def convert(
             report(remote_code_note(changed))
         for number, (shard, target) in enumerate(zip(expected, names, strict=True), start=1):
             report(f"{shard} ({number} of {len(expected)})")
-            sizes = _convert_shard(child, limits or ReadingLimits(), source / shard, partial / target, shard, assigned)
+            sizes = _convert_shard(child, source / shard, partial / target, shard, assigned)
             for name in sizes:
                 if name in weight_map:
                     raise _malformed(f"{source / shard}: {name}", "a tensor of another shard", "each tensor once")
@@ -111,9 +93,9 @@ def convert(
     return destination
 
 
-def new_reader() -> ConfinedProcess:
+def new_reader() -> LimitedProcess:
     """A child process that reads pickled files. Its start takes the seconds of an import of torch, at the first file."""
-    return ConfinedProcess(_TASK)
+    return LimitedProcess(_TASK)
 
 
 def _silent(line: str) -> None:
@@ -176,7 +158,7 @@ def _read_index(path: Path) -> dict[str, list[str]]:
 
 
 def _convert_shard(
-    reader: ConfinedProcess, limits: ReadingLimits, source: Path, target: Path, shard: str, assigned: Mapping[str, str]
+    reader: LimitedProcess, source: Path, target: Path, shard: str, assigned: Mapping[str, str]
 ) -> dict[str, int]:
     """Have one file converted. Returns the bytes of each tensor written."""
     try:
@@ -186,8 +168,9 @@ def _convert_shard(
         raise _unreadable(source, error) from error
     request = {"source": str(source), "target": str(target), "shard": shard, "assigned": assigned}
     try:
-        result = reader.ask(request, seconds=limits.seconds_for(nbytes), memory=limits.memory_for(nbytes))
-    except ConfinementError as error:
+        seconds, memory = SECONDS + SECONDS_PER_BYTE * nbytes, MEMORY + MEMORY_PER_BYTE * nbytes
+        result = reader.ask(request, seconds=seconds, memory=memory)
+    except LimitedProcessError as error:
         raise CheckpointError(
             source,
             found=f"a file that cannot be read within limits ({error})",

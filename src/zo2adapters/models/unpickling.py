@@ -1,15 +1,16 @@
-"""A task for a confined process: one pickled file of tensors becomes one safetensors file.
+"""A task for a limited process: one pickled file of tensors becomes one safetensors file.
 
-torch's restricted reader (``weights_only``) runs no code. It trusts all else: that the archive's bytes are what was written,
-that no entry is compressed, that a storage is as long as the pickle says. That is checked here, before a tensor is used.
+``torch.load(weights_only=True)`` runs no code. It does not check the archive's checksums, nor that a storage is as long as
+the pickle says; both are checked here, before a tensor is used.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
+import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 _ZIP = b"PK\x03\x04"  # how torch.save's files begin since PyTorch 1.6; older ones are bare pickles
-_PICKLE = "data.pkl"  # in the archive's one directory, beside data/KEY for each storage
+_STORAGE = re.compile(r"[^/]*/data/")  # names of entries that are storages, in the archive's one directory
 # What Python's reader of archives meets damaged ones with: bad structure and checksums, unknown methods of compression,
 # encryption, ends that come early, numbers out of range.
 _DAMAGED = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError)
-_PIECE = 1 << 20  # bytes read at a time
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
 _DTYPES |= {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8, torch.int8}
 _DTYPES |= {torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
 _AGAIN = "get the checkpoint's files again"
-
-
-# Bytes of an element, by the name of the storage's class in a pickle; what has no class of its own is stored untyped.
-_ITEM_SIZES = {"DoubleStorage": 8, "FloatStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2, "LongStorage": 8}
-_ITEM_SIZES |= {"IntStorage": 4, "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1, "BoolStorage": 1}
-_ITEM_SIZES |= {"ComplexFloatStorage": 8, "ComplexDoubleStorage": 16, "UntypedStorage": 1}
 
 
 class _RefusedError(Exception):
@@ -68,25 +62,22 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path, shard: str, assigned: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
+    state = _load(path)
+    for name, value in state.items():
+        _check(f"{path}: {name[:200]}" if isinstance(name, str) else str(path), name, value)
+    _check_storages(path, state.values())
     storages: set[int] = set()
-    for name, value in _load(path).items():
-        where = f"{path}: {name[:200]}" if isinstance(name, str) else str(path)
-        _check(where, name, value)
-        if assigned.get(name, shard) == shard:  # else a copy; the index says which one counts
-            tensors[name] = _own(value.detach(), storages)
-    return tensors
+    # A tensor that the index expects in another shard is a copy, and is left out.
+    mine = {name: value.detach() for name, value in state.items() if assigned.get(name, shard) == shard}
+    return {name: _own(tensor, storages) for name, tensor in mine.items()}
 
 
 def _load(path: Path) -> Mapping[Any, Any]:
-    with path.open("rb") as file:
-        is_archive = file.read(len(_ZIP)) == _ZIP
+    is_archive = _is_archive(path)
     if is_archive:
         _check_archive(path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
-        if is_archive:
-            _check_storages(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)  # older files cannot be mapped
     except pickle.UnpicklingError as error:
         # The error in the context is the reader's own; torch's text around it tells how to load the file unsafely.
         raise _RefusedError(
@@ -95,7 +86,7 @@ def _load(path: Path) -> Mapping[Any, Any]:
             "tensors by name",
             "get the file again in case it is damaged; else ask its author for safetensors, and do not load it",
         ) from error
-    except (MemoryError, _RefusedError):
+    except MemoryError:
         raise
     except Exception as error:  # any: damaged bytes lead torch's reader to KeyError, RuntimeError, AssertionError, ...
         text = " ".join(str(error).split())
@@ -108,74 +99,36 @@ def _load(path: Path) -> Mapping[Any, Any]:
     return state
 
 
+def _is_archive(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_ZIP)) == _ZIP
+
+
 def _check_archive(path: Path) -> None:
-    """Refuse an archive with compressed, repeated or overlapping entries, or with bytes that are not their checksums'."""
+    """Refuse an archive with compressed entries or wrong checksums, which ``torch.load(mmap=True)`` does not check."""
     try:
         with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-            for entry in entries:
-                if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-                    raise _RefusedError(
-                        f"{path}: {entry.filename[:200]}", "a compressed entry", "stored ones, as torch writes"
-                    )
-            if len({entry.filename.lower() for entry in entries}) < len(entries):  # torch's reader ignores their case
-                raise _RefusedError(path, "two entries of one name", "each name once")
-            nbytes, size = sum(entry.file_size for entry in entries), path.stat().st_size
-            if nbytes > size:
-                raise _RefusedError(path, f"entries of {nbytes} bytes in a file of {size}", "entries that do not overlap")
-            for entry in entries:
-                with archive.open(entry) as content:
-                    while content.read(_PIECE):  # at the end the checksum is compared
-                        pass
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise _RefusedError(path, "compressed entries", "stored ones, as torch writes")
+            damaged = archive.testzip()
     except _DAMAGED as error:
         found = f"a damaged file ({' '.join(str(error).split())[:200]})"
-        raise _RefusedError(path, found, "a file that torch.save wrote, with its checksums") from error
+        raise _RefusedError(path, found, "a file that torch.save wrote") from error
+    if damaged is not None:
+        raise _RefusedError(f"{path}: {damaged[:200]}", "a damaged file", "bytes that have the archive's checksum")
 
 
-def _check_storages(path: Path) -> None:
-    """Refuse an archive in which a storage is of another size than the pickle says: torch would read what lies behind it."""
+def _check_storages(path: Path, tensors: Iterable[torch.Tensor]) -> None:
+    """Refuse an archive whose storages have other sizes than the pickle says: torch would read what lies behind them."""
+    if not _is_archive(path):
+        return
     with zipfile.ZipFile(path) as archive:
-        entries = {entry.filename: entry for entry in archive.infolist()}
-        name = next(name for name in entries if name.endswith(f"/{_PICKLE}") and name.count("/") == 1)
-        with archive.open(name) as content:
-            inventory = _Inventory(content, encoding="utf-8", errors="surrogateescape")
-            inventory.load()
-    for key, nbytes in inventory.sizes:
-        entry = entries.get(f"{name.removesuffix(_PICKLE)}data/{key}")
-        size = 0 if entry is None else entry.file_size
-        if size != nbytes:
-            raise _RefusedError(f"{path}: data/{key[:200]}", f"a storage of {size} bytes", f"{nbytes}, as its tensors say")
-
-
-class _Inert:
-    """Stands for whatever a pickle builds, and does nothing."""
-
-    def __new__(cls, *_: object, **__: object) -> _Inert:
-        return super().__new__(cls)
-
-    def __setstate__(self, state: object) -> None: ...
-
-    def __setitem__(self, key: object, value: object) -> None: ...
-
-    def append(self, value: object) -> None: ...
-
-
-class _Inventory(pickle.Unpickler):
-    """Reads a pickle for the storages that it asks for, and calls nothing that it names."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.sizes: set[tuple[str, int]] = set()  # key and bytes of each storage
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Give the element size in place of a storage's class, and what does nothing in place of anything else."""
-        return _ITEM_SIZES.get(name, _Inert) if module in {"torch", "torch.storage"} else _Inert
-
-    def persistent_load(self, pid: Any) -> object:
-        """Note a storage."""
-        _, item_size, key, _, numel = pid
-        self.sizes.add((str(key), numel * item_size))
-        return _Inert()
+        stored = sorted(entry.file_size for entry in archive.infolist() if _STORAGE.match(entry.filename))
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    named = sorted(storages.values())
+    if [size for size in stored if size] != [size for size in named if size]:
+        found = f"storages of other sizes ({sum(stored)} bytes in all)"
+        raise _RefusedError(path, found, f"those that its tensors have ({sum(named)} bytes in all)")
 
 
 def _check(where: str, name: object, value: object) -> None:

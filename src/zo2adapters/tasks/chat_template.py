@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from zo2adapters.confinement.process import ConfinedProcess, ConfinementError
+from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
 from zo2core import DataError
 
 SECONDS = 5.0  # of computing for one conversation; templates take milliseconds
@@ -44,7 +44,7 @@ def render_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, *, repl
             "longest": _LONGEST + _LONGEST_PER_CHARACTER * len(plain),
         }
         return str(_renderer().ask(request, seconds=SECONDS, memory=_MEMORY))
-    except (ConfinementError, ValueError, RecursionError) as error:
+    except (LimitedProcessError, ValueError, RecursionError) as error:
         found = f"messages that the chat template refuses ({error})"
         raise DataError(
             "row", found=found, expected="messages it can render", remedy="check their roles and the template"
@@ -52,8 +52,8 @@ def render_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, *, repl
 
 
 @cache
-def _renderer() -> ConfinedProcess:
+def _renderer() -> LimitedProcess:
     """The one child that renders for this process: its start takes a second or two, and the template is in each request."""
-    process = ConfinedProcess(Path(__file__).with_name("template_rendering.py"))
+    process = LimitedProcess(Path(__file__).with_name("template_rendering.py"))
     atexit.register(process.close)
     return process
