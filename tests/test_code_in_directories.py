@@ -11,7 +11,7 @@ import pytest
 from command_lines import Ended, make_place, refusal, run_here
 
 from zo2adapters import open_checkpoint
-from zo2adapters.trainers.user_function import user_function
+from zo2adapters.tasks.function_task import user_function
 from zo2core import Journal, OptionError, UnsupportedModelError
 
 FUNCTION = "def calm(model, batch):\n    return model(**batch).logits.square().mean()\n"

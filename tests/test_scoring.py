@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.tasks.batches import collate
-from zo2adapters.tasks.candidates import holds_choices, read_choices
+from zo2adapters.tasks.candidates import read_choices
+from zo2adapters.tasks.row_files import format_of
+from zo2adapters.tasks.row_format import RowFormat
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.scoring import LogLikelihood, Scored, score
 from zo2adapters.tasks.tokenizer import load_tokenizer
@@ -138,7 +140,7 @@ def test_rows_that_are_no_choices_are_named_by_their_line(tmp_path: Path, row: d
     good = {"prompt": "the cat", "candidates": [" yes", " no"], "answer": " no"}
     path = tmp_path / "choices.jsonl"
     path.write_text(f"{json.dumps(good)}\n\n{json.dumps(row)}\n")
-    assert holds_choices(path)
+    assert format_of(path) is RowFormat.CANDIDATES
     with pytest.raises(DataError, match=r"choices\.jsonl, line 3"):
         read_choices(path, load_tokenizer(tmp_path), sequence_length=4)
     path.write_text(json.dumps(good))
@@ -149,7 +151,7 @@ def test_rows_that_are_no_choices_are_named_by_their_line(tmp_path: Path, row: d
 def test_files_without_candidates_are_no_choices(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "the cat"}\n')
-    assert not holds_choices(path)
+    assert format_of(path) is RowFormat.TEXT
     path.write_text("\n")
     with pytest.raises(DataError, match="no rows"):
-        holds_choices(path)
+        format_of(path)

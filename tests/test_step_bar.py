@@ -35,7 +35,7 @@ def lines_of(
     monkeypatch.setattr(tqdm.std, "time", clock)
     monkeypatch.setattr(trainer_module, "time", clock)
     with Trainer(replace(small_run(folder), **changes)) as trainer:
-        step, evaluate = trainer.engine.step, trainer._lesson.evaluate
+        step, evaluate = trainer.engine.step, trainer._task.evaluate
 
         def slow_step(*arguments: Any) -> object:
             clock.now += 2
@@ -46,7 +46,7 @@ def lines_of(
             return evaluate(*arguments)
 
         monkeypatch.setattr(trainer.engine, "step", slow_step)
-        monkeypatch.setattr(trainer._lesson, "evaluate", slow_evaluation)
+        monkeypatch.setattr(trainer._task, "evaluate", slow_evaluation)
         trainer.train()
     return [line for line in re.split(r"[\r\n]", capsys.readouterr().err) if "step/s" in line or "s/step" in line]
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.ranges import require_between
+from zo2adapters.tasks.row_format import RowFormat
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.sharing import Sharing, is_first
 from zo2core import NonFiniteLossError, OptionError, Replayer, Workers, parse_size
@@ -50,12 +51,12 @@ class Evaluate(AtStep):
             self._evaluate(workers)
 
     def _evaluate(self, workers: Workers | None) -> None:
-        from zo2adapters.tasks.answers import holds_answers, read_asked
-        from zo2adapters.tasks.candidates import holds_choices, read_choices
-        from zo2adapters.tasks.preferences import holds_preferences
+        from zo2adapters.tasks.answers import read_asked
+        from zo2adapters.tasks.candidates import read_choices
+        from zo2adapters.tasks.language_modelling_task import evaluate_dataset, perplexity
+        from zo2adapters.tasks.row_files import format_of
         from zo2adapters.tasks.rows import read_dataset
         from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
-        from zo2adapters.trainers.dataset_evaluation import evaluate_dataset, perplexity
 
         self.batching.require_valid()
         require_between("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
@@ -63,24 +64,25 @@ class Evaluate(AtStep):
         tokenizer = load_tokenizer(at.base())
         model = at.opened(loss_chunk=self.batching.loss_chunk)
         length = self.batching.length_for(model)
-        if self.batching.pack and (at.head != "causal-lm" or holds_choices(self.data) or holds_answers(self.data)):
+        rows = format_of(self.data) if at.head == "causal-lm" else RowFormat.LABELS
+        if self.batching.pack and rows in (RowFormat.CANDIDATES, RowFormat.ANSWERS, RowFormat.LABELS):
             found, expected = f"{self.data}, rows of another kind", "rows of text, by the model's own loss"
             raise OptionError("pack", found=found, expected=expected, remedy="leave it out")
-        if at.head != "causal-lm":
+        if rows is RowFormat.LABELS:
             self._classify(at, model, tokenizer, length, workers)
             return
-        if holds_choices(self.data):
+        if rows is RowFormat.CANDIDATES:
             choices = read_choices(self.data, tokenizer, sequence_length=length)
             self._choose(at, model, choices, pad_token_id(tokenizer), workers)
             return
-        if holds_preferences(self.data):
+        if rows is RowFormat.PREFERENCES:
             raise OptionError(
                 "data",
                 found=f"{self.data}, rows of preferences",
                 expected="other rows: what a run has gained on its base is evaluated as it trains",
                 remedy="name them as --evaluation of zo2 train",
             )
-        if holds_answers(self.data):
+        if rows is RowFormat.ANSWERS:
             if self.max_new_tokens >= length:
                 raise OptionError(
                     "max_new_tokens",
@@ -112,14 +114,14 @@ class Evaluate(AtStep):
         )
 
     def _classify(self, at: AtStep, model: HFBlockModel, tokenizer: Any, length: int, workers: Workers | None) -> None:
-        from zo2adapters.tasks.labelled import read_labelled_rows
-        from zo2adapters.trainers.lessons import LabelLesson
+        from zo2adapters.tasks.label_task import evaluate_labels
+        from zo2adapters.tasks.labelled import padding_of, read_labelled_rows
 
         rows = read_labelled_rows(self.data, tokenizer, model.config, sequence_length=length)
         rows_at_once = self.batching.micro_batch_size or self.batching.batch_size
-        lesson = LabelLesson(model, batch_size=rows_at_once)
+        pad = padding_of(model.config)
         with self._engine(at, model, rows.longest, workers) as engine:
-            values = lesson.evaluate(engine, rows)
+            values = evaluate_labels(engine, model, rows, batch_size=rows_at_once, pad=pad)
             _require_finite([values["loss"]], model, at)
         accuracy = f", accuracy {values['accuracy']:.1%}" if "accuracy" in values else ""
         _tell(f"loss {values['loss']:.6f}{accuracy}, {len(rows)} rows", workers)

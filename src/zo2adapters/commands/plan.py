@@ -179,9 +179,9 @@ class Plan:
 
     def _shapes(self, model: HFBlockModel, directory: Path) -> RowShapes:
         """The shapes of the run's batches, from its rows if they are named."""
+        from zo2adapters.tasks.row_files import read_rows
         from zo2adapters.tasks.tokenizer import load_tokenizer
         from zo2adapters.trainers.batch_shapes import RowShapes
-        from zo2adapters.trainers.lessons import read_rows
 
         length = self.batching.length_for(model)
         if self.data is None:

@@ -3,42 +3,46 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zo2adapters.commands.evaluate import Evaluate
 from zo2adapters.commands.rows import WriteRows
-from zo2adapters.tasks.regular_file import read_regular
+from zo2adapters.trainers.options import RunOptions
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, require_new
 from zo2adapters.trainers.sharing import own_rank
-from zo2core import OptionError
-
-if TYPE_CHECKING:
-    from zo2adapters.commands.train import Train
+from zo2core import OptionError, read_regular
 
 
-def run_task(command: Train) -> None:
-    """Do all of it.
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkRun:
+    """What a run on a benchmark needs."""
+
+    task: str  # name of the benchmark
+    model: str  # directory or hub id of the model
+    output: Path  # directory of the run
+    data: Path | None  # directory of the benchmark's files; None: the hub
+    shots: int | None  # demonstrations of the in-context score; None: no such score
+    options: RunOptions
+
+
+def run_task(command: BenchmarkRun, *, train: Callable[[Path, Path], object]) -> None:
+    """Write the benchmark's rows, score the model, train it, and score the result.
 
     The rows stand beside the run, in a directory of its name with ``.rows``. Rows that an earlier process wrote there, which
     was killed before the run began, are used again if they are the same.
 
     Args:
-        command: Names the task; its ``data`` is the benchmark's directory, or None for the hub.
+        command: The benchmark, the model and the options of the run.
+        train: Trains on a file of rows, with another one to evaluate on, and keeps the best step.
 
     Raises:
-        OptionError: if an option does not go with a task.
         ZO2Error: as the commands raise it that this one consists of; a run that was refused leaves no rows.
     """
-    assert command.task is not None, "asked for"
-    _require_consistent(command)
-    assert command.output is not None, "just required"
-    assert command.model is not None
     rows = command.output.with_name(f"{command.output.name}.rows")
     require_new(command.output)
-    writer = WriteRows(task=command.task, output=rows, data=command.data, shots=command.shots, seed=command.seed)
+    writer = WriteRows(task=command.task, output=rows, data=command.data, shots=command.shots, seed=command.options.seed)
     is_there = rows.exists() and _holds(rows, writer.files())
     if is_there:
         writer.tell(writer.files())
@@ -48,8 +52,7 @@ def run_task(command: Train) -> None:
         _score(command, command.model, rows / "test.jsonl", "zero-shot")
         if command.shots is not None:
             _score(command, command.model, rows / "in-context.jsonl", f"with {command.shots} demonstrations")
-        training = replace(command, task=None, shots=None, data=rows / "train.jsonl", evaluation=rows / "dev.jsonl")
-        replace(training, keep_best=True).run()
+        train(rows / "train.jsonl", rows / "dev.jsonl")
     except BaseException:  # whatever it is, it is raised again
         if not is_there and not (command.output / OPTIONS).exists():
             shutil.rmtree(rows)
@@ -64,39 +67,44 @@ def _holds(directory: Path, files: Mapping[str, bytes]) -> bool:
     return all(read_regular(directory / name) == content for name, content in files.items())
 
 
-def _require_consistent(command: Train) -> None:
+def require_consistent(task: str, options: RunOptions) -> None:
+    """Refuse options that do not go with a benchmark.
+
+    Args:
+        task: Name of the benchmark.
+        options: The run's options.
+
+    Raises:
+        OptionError: naming the option.
+    """
     for option, found, expected in (
-        ("resume", command.resume, "none: --resume alone goes on, with the rows that are there"),
-        ("evaluation", command.evaluation, "none: the task has its own rows to choose a step by"),
-        ("head", command.head if command.takes_labels else None, "none: the task's rows have candidates"),
-        ("beta", command.beta, "none: the task's rows have candidates"),
-        ("adapter", command.adapter, "none: write the rows with zo2 rows, and train on them"),
+        ("evaluation", options.evaluation, "none: the task has its own rows to choose a step by"),
+        ("head", options.head if options.takes_labels else None, "none: the task's rows have candidates"),
+        ("beta", options.beta, "none: the task's rows have candidates"),
+        ("adapter", options.adapter, "none: write the rows with zo2 rows, and train on them"),
     ):
         if found is not None:
             raise OptionError(option, found=f"{found} beside --task", expected=expected, remedy="leave it out")
     if own_rank() is not None:
         raise OptionError(
             "task",
-            found=f"{command.task} under torchrun",
+            found=f"{task} under torchrun",
             expected="rows that are there when workers start",
             remedy="write them with zo2 rows, and train on those",
         )
-    for option in ("model", "output"):
-        if getattr(command, option) is None:
-            raise OptionError(f"--{option}", found="nothing", expected="a value", remedy="see zo2 train --help")
 
 
-def _score(command: Train, model: str, rows: Path, name: str) -> None:
+def _score(command: BenchmarkRun, model: str, rows: Path, name: str) -> None:
     """Print what a model scores on rows."""
-    storage = command.storage
+    options, storage = command.options, command.options.storage
     exported = model != command.model
     print(f"{name}: ", end="", flush=True)
     Evaluate(
         model=model,
         data=rows,
-        batching=command.batching,
-        architecture=command.architecture,
-        dtype="auto" if exported or command.precision == "mixed" else command.dtype,
+        batching=options.batching,
+        architecture=options.architecture,
+        dtype="auto" if exported or options.precision == "mixed" else options.dtype,
         memory=storage.memory,
         device=storage.device,
         device_memory=storage.device_memory,

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from zo2adapters.commands.task_run import BenchmarkRun, require_consistent, run_task
+from zo2adapters.tasks.registry import function_file
 from zo2adapters.trainers.allocator import keep_freed_memory, keeps_memory
 from zo2adapters.trainers.branching import branched_run
-from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions, function_file
+from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
 from zo2adapters.trainers.provenance import distrust
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory, header_of
 from zo2adapters.trainers.sharing import Sharing, directory_to_resume, holds_run, is_first, own_directory, own_rank
@@ -172,14 +174,28 @@ class Train(RunOptions):
     def run(self) -> None:
         """Train and say where the result is."""
         if self.task is not None:
-            from zo2adapters.commands.task_run import run_task
-
-            run_task(self)
+            self._train_on_benchmark(self.task)
             return
         if self.shots is not None:
             raise OptionError("shots", found=str(self.shots), expected="none without --task", remedy="leave it out")
         with self.sharing.workers() as workers:
             self._train(workers)
+
+    def _train_on_benchmark(self, task: str) -> None:
+        if self.resume is not None:
+            expected = "none: --resume alone goes on, with the rows that are there"
+            raise OptionError("resume", found=f"{self.resume} beside --task", expected=expected, remedy="leave it out")
+        require_consistent(task, self)
+        for option in ("model", "output"):
+            if getattr(self, option) is None:
+                raise OptionError(f"--{option}", found="nothing", expected="a value", remedy="see zo2 train --help")
+        assert self.model is not None
+        assert self.output is not None
+        own = replace(self, task=None, shots=None, keep_best=True)
+        run_task(
+            BenchmarkRun(task=task, model=self.model, output=self.output, data=self.data, shots=self.shots, options=self),
+            train=lambda rows, evaluation: replace(own, data=rows, evaluation=evaluation).run(),
+        )
 
     def _train(self, workers: Workers | None) -> None:
         from zo2adapters.trainers.trainer import Trainer

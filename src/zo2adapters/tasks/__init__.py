@@ -1,1 +1,1 @@
-"""Rows of data, prompts and candidates, scores and generated text."""
+"""What a run learns: rows of data, objectives, and evaluations. ``registry`` lists all tasks by name."""

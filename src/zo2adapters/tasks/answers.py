@@ -39,15 +39,6 @@ class Answered:
     exact_match: float  # the share of answers that are one of the right ones
 
 
-def holds_answers(path: Path) -> bool:
-    """Whether a file's first row has answers.
-
-    Raises:
-        DataError: if the file cannot be read, or its first row is no JSON object.
-    """
-    return "answers" in next((row for _, row in parsed_rows(path)), {})
-
-
 def read_asked(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_tokens: int) -> list[Asked]:
     """Read a file of rows with ``prompt`` and ``answers``.
 

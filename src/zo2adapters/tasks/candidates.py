@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
+from zo2adapters.tasks.row_format import RowFormat
 from zo2adapters.tasks.rows import TOO_LONG, completion_ids, parsed_rows
 from zo2core import DataError
 
@@ -24,6 +25,11 @@ class Choice:
     answer: int  # the right candidate's place, from 0; of several the first
     also: tuple[int, ...] = ()  # places of others that are right
 
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """The sequences of the row: tokens of each, and for how many of these the loss needs logits."""
+        return [(len(self.prompt) + len(candidate), len(candidate)) for candidate in self.candidates]
+
     def is_right(self, place: int) -> bool:
         """Whether the candidate at this place is right."""
         return place == self.answer or place in self.also
@@ -32,6 +38,8 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class Choices:
     """The rows of a file of choices, in file order."""
+
+    format: ClassVar = RowFormat.CANDIDATES
 
     rows: tuple[Choice, ...]  # at least one
     truncated: int = 0  # rows that lost their end: none, what is too long is refused
@@ -66,15 +74,6 @@ class Choices:
         for row in self.rows:
             digest.update(json.dumps([row.prompt, row.candidates, row.answer, row.also]).encode())
         return digest.hexdigest()
-
-
-def holds_choices(path: Path) -> bool:
-    """Whether a file's first row has candidates.
-
-    Raises:
-        DataError: if the file cannot be read, or its first row is no JSON object.
-    """
-    return "candidates" in next((row for _, row in parsed_rows(path)), {})
 
 
 def read_choices(path: Path, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int) -> Choices:

@@ -9,12 +9,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from zo2adapters.tasks.row_format import RowFormat
 from zo2adapters.tasks.rows import TokenRows, parsed_rows
 from zo2core import DataError, OptionError
 
@@ -29,10 +30,17 @@ class LabelledRow:
     token_type_ids: array[int]  # the same, of a tokenizer that tells two texts apart so; else empty
     label: Label
 
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """The sequences of the row: tokens of each, and for how many of these the loss needs logits."""
+        return [(len(self.input_ids), 1)]
+
 
 @dataclass(frozen=True, slots=True)
 class LabelledRows(TokenRows[LabelledRow]):
     """Texts with labels."""
+
+    format: ClassVar = RowFormat.LABELS
 
     def digest(self) -> str:
         """SHA-256 over tokens and labels."""

@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.tasks.candidates import Choice, Choices
+from zo2adapters.tasks.row_format import RowFormat
 from zo2adapters.tasks.rows import TOO_LONG, parsed_rows, tokenized_row
 from zo2core import DataError
 
@@ -20,14 +22,7 @@ _KEYS = ("prompt", "chosen", "rejected")
 class Preferences(Choices):
     """The rows of a file of preferences, in file order: the first candidate is the one that was chosen."""
 
-
-def holds_preferences(path: Path) -> bool:
-    """Whether a file's first row has something that was chosen.
-
-    Raises:
-        DataError: if the file cannot be read, or its first row is no JSON object.
-    """
-    return "chosen" in next((row for _, row in parsed_rows(path)), {})
+    format: ClassVar = RowFormat.PREFERENCES
 
 
 def read_preferences(path: Path, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int) -> Preferences:

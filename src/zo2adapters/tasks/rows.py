@@ -10,12 +10,13 @@ import os
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.ranges import require_at_least
 from zo2adapters.tasks.chat_template import render_chat
+from zo2adapters.tasks.row_format import RowFormat
 from zo2core import DataError, open_regular, reason
 
 
@@ -26,6 +27,11 @@ class TokenizedRow:
     input_ids: "array[int]"  # (length,), int32
     prompt_length: int  # leading tokens without loss
     line: int  # of the file, from 1
+
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """The sequences of the row: tokens of each, and for how many of these the loss needs logits."""
+        return [(len(self.input_ids), len(self.input_ids) - max(self.prompt_length, 1))]
 
 
 class _Tokens(Protocol):
@@ -76,6 +82,8 @@ class TokenRows(Generic[Row]):
 @dataclass(frozen=True, slots=True)
 class Dataset(TokenRows[TokenizedRow]):
     """Rows to predict the next tokens of."""
+
+    format: ClassVar = RowFormat.TEXT
 
     def digest(self) -> str:
         """SHA-256 over what the rows become as batches: tokens, and which of them are without loss."""

@@ -8,10 +8,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from zo2adapters.tasks.batches import training_batches
-from zo2adapters.tasks.candidates import Choice
-from zo2adapters.tasks.labelled import LabelledRow
+from zo2adapters.tasks.row_files import Rows
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.lessons import Rows
 
 _SAMPLED = 200  # batches: more do not change their mean
 
@@ -66,7 +64,7 @@ class RowShapes(NamedTuple):
 
 
 def _shape(rows: Sequence[Any], *, pack: bool) -> BatchShape:
-    lengths = [length for row in rows for length in _lengths(row)]
+    lengths = [length for row in rows for length in row.sequences]
     tokens, predictions = [length for length, _ in lengths], sum(predicted for _, predicted in lengths)
     if pack:
         return BatchShape(1, sum(tokens), predictions)
@@ -79,12 +77,3 @@ def _mean(shapes: Iterable[BatchShape]) -> BatchShape:
     rows = max(shape.rows for shape in listed)
     tokens = fmean(shape.rows * shape.tokens for shape in listed) / rows
     return BatchShape(rows, tokens, fmean(shape.predictions for shape in listed))
-
-
-def _lengths(row: Any) -> list[tuple[int, int]]:
-    """The sequences of a row: tokens of each, and for how many the loss needs logits."""
-    if isinstance(row, Choice):
-        return [(len(row.prompt) + len(candidate), len(candidate)) for candidate in row.candidates]
-    if isinstance(row, LabelledRow):
-        return [(len(row.input_ids), 1)]
-    return [(len(row.input_ids), len(row.input_ids) - max(row.prompt_length, 1))]

@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import psutil
 
 from zo2adapters.trainers.allocator import peak_memory
 from zo2adapters.trainers.evaluations import Results, row_of_evaluation
-from zo2core import Batch, Journal, StepResult, Update, shown_bytes
+from zo2core import Batch, Journal, OutputError, StepResult, Update, reason, shown_bytes
 
 Row = Mapping[str, Any]
 
@@ -145,3 +145,26 @@ def progress(record: dict[str, Any]) -> str:
     """What the progress line says about a step."""
     memory, peak = shown_bytes(record["rss_bytes"]), shown_bytes(record["peak_rss_bytes"])
     return f"loss {record['loss']:.4f}, {record['tokens_per_second']:.0f} tokens/s, {memory} (peak {peak})"
+
+
+def write_row(file: IO[bytes], record: Row) -> None:
+    """Append a row to the file.
+
+    Args:
+        file: ``metrics.jsonl``, opened without a buffer.
+        record: The row, as JSON values.
+
+    Raises:
+        OutputError: if it cannot be written.
+    """
+    line = json.dumps(record).encode() + b"\n"
+    try:
+        while line:
+            line = line[file.write(line) :]
+    except OSError as error:
+        raise OutputError(
+            file.name,
+            found=reason(error),
+            expected="a file that can be written",
+            remedy="free space and resume the run; nothing is lost, the journal is whole",
+        ) from error

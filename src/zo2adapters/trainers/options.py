@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
+from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, function_file, names_model_loss
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.field_types import require_field_types
@@ -131,7 +132,7 @@ class RunOptions:
     """JSONL file to evaluate on, before the first step and after the last one."""
     evaluate_every: int | None = None
     """Steps after which to evaluate again."""
-    objective: str = "auto"
+    objective: str = AUTO
     """What steps make smaller. loss: the model's own. Of rows with candidates: choice-loss, MeZO's loss over them, or
     accuracy or f1, which have no gradient. Of rows with chosen and rejected completions: dpo, against the base. exact-match:
     the share of completions that the model does not write by itself. FILE.py:function: a function of the model and a batch.
@@ -194,10 +195,10 @@ class RunOptions:
                 expected="--evaluation",
                 remedy="name them, or leave it out",
             )
-        if self.optimization.per_row and self.objective not in ("auto", "loss"):
+        if self.optimization.per_row and not names_model_loss(self.objective):
             raise _in_vain("per_row", f"--objective {self.objective}", "loss, which is each row's own")
         if self.takes_labels:
-            if self.objective not in ("auto", "loss"):
+            if not names_model_loss(self.objective):
                 raise _in_vain("objective", f"{self.objective} with --head {self.head}", "the model's own loss")
             if self.beta is not None:
                 raise _in_vain("beta", f"{self.beta} with --head {self.head}", "the model's own loss")
@@ -318,7 +319,7 @@ class TrainOptions(RunOptions):
         optimization["decay"] = Decay(optimization["decay"])
         optimization["noise"] = Noise(optimization["noise"])
         values.setdefault("precision", "exact")  # that of runs of earlier versions
-        values.setdefault("objective", "loss")
+        values.setdefault("objective", MODEL_LOSS)
         optimization["estimator"] = EstimatorName(optimization.get("estimator", "mezo"))  # earlier runs had no other one
         optimization.setdefault("guard", False)  # runs of earlier versions have none
         evaluation, architecture, adapter = (values.pop(key, None) for key in ("evaluation", "architecture", "adapter"))
@@ -351,8 +352,3 @@ _LATER = {
 
 def _in_vain(option: str, found: str, expected: str) -> OptionError:
     return OptionError(option, found=found, expected=expected, remedy="leave one of the two out")
-
-
-def function_file(objective: str) -> Path | None:
-    """The file of an objective that is a function of the user's own."""
-    return Path(objective.rpartition(":")[0]) if ".py:" in objective else None

@@ -8,7 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from zo2adapters.trainers.options import TrainOptions, function_file
+from zo2adapters.tasks.registry import function_file, names_model_loss
+from zo2adapters.trainers.options import TrainOptions
 from zo2core import DataError, OptionError, open_regular, reason
 
 _TOKENIZER_FILES = (
@@ -31,7 +32,7 @@ def provenance(
     *,
     sequence_length: int,
     devices: str,
-    learned: Mapping[str, Any] = MappingProxyType({}),
+    task: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """What a run's steps depend on, as JSON values.
 
@@ -43,7 +44,7 @@ def provenance(
         tokens: What the data became by the tokenizer, as ``RunDirectory`` takes it.
         sequence_length: Of the longest row that is not cut.
         devices: The kinds of devices that it is computed on.
-        learned: What is learned from the rows, where the options leave it open.
+        task: What the task adds, where the options leave it open.
 
     Raises:
         DataError: if a file cannot be read.
@@ -53,7 +54,7 @@ def provenance(
     declared: dict[str, Any] = (
         {} if options.architecture is None else {"architecture sha256": file_sha256(options.architecture)}
     )
-    if options.objective not in ("auto", "loss"):
+    if not names_model_loss(options.objective):
         declared["objective"] = options.objective
         if (function := function_file(options.objective)) is not None:
             declared |= {"objective": options.objective.rpartition(":")[2], "objective sha256": file_sha256(function)}
@@ -63,7 +64,7 @@ def provenance(
         declared["head"] = options.head
     return {
         **declared,
-        **learned,
+        **task,
         "data sha256": file_sha256(options.data),
         "tokens": trained_on,
         "tokenizer sha256": tokenizer_sha256(base),

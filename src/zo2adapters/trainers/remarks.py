@@ -8,7 +8,7 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
-from zo2adapters.trainers.lessons import Rows
+from zo2adapters.tasks.row_files import Rows
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import BlockLayout, HostPlan, ZOEngine, kept_bytes_a_step, shown_bytes, terabytes_written
 

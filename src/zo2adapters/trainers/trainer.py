@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
@@ -16,15 +15,17 @@ from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
 from zo2adapters.models.exported import holds_model
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import training_batches
+from zo2adapters.tasks.registry import make_task
+from zo2adapters.tasks.row_files import Rows, read_rows
+from zo2adapters.tasks.task import TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.base_check import verify_with_progress
 from zo2adapters.trainers.evaluations import best_step, due_steps, is_due, losses_of, row_of_evaluation, shown_steps, told
 from zo2adapters.trainers.finite_base import require_finite_base
 from zo2adapters.trainers.health import Watch, diverged, ruined
-from zo2adapters.trainers.lessons import PreferenceLesson, Rows, lesson_of, read_rows
 from zo2adapters.trainers.live_metrics import LiveMetrics
-from zo2adapters.trainers.metrics import progress, step_record
+from zo2adapters.trainers.metrics import progress, step_record, write_row
 from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_due
 from zo2adapters.trainers.provenance import provenance, require_same_files
 from zo2adapters.trainers.remarks import remarks, storage
@@ -44,7 +45,6 @@ from zo2core import (
     ScratchError,
     Workers,
     open_no_follow,
-    reason,
 )
 
 _RESUMABLE = (CheckpointError, JournalError, OutputError, ScratchError)  # of a disk: once it is mended, the run goes on
@@ -97,22 +97,18 @@ class Trainer:
         read_file = partial(read_rows, tokenizer=tokenizer, sequence_length=length, labelled_for=labelled_for)
         self._data = read_file(options.data)
         self._evaluation = None if options.evaluation is None else read_file(options.evaluation)
-        self._lesson = lesson_of(
-            options.objective,
-            model,
-            self._data,
+        task_options = TaskOptions(
+            objective=options.objective,
             pad=self._pad,
             batch_size=options.batching.batch_size,
             micro_batch_size=options.batching.micro_batch_size,
             beta=options.beta,
-            packed=options.batching.pack,
+            pack=options.batching.pack,
+            per_row=options.optimization.per_row,
         )
-        if options.optimization.per_row and self._lesson.forward is not None:
-            raise OptionError(
-                "per_row", found="rows with candidates or preferences", expected="rows of text", remedy="leave it out"
-            )
+        self._task = make_task(model, self._data, task_options)
         read = [self._data, *([] if self._evaluation is None else [self._evaluation])]
-        if len({type(rows) for rows in read}) > 1:
+        if len({rows.format for rows in read}) > 1:
             raise OptionError(
                 "evaluation",
                 found="rows of another kind than those to train on",
@@ -125,10 +121,7 @@ class Trainer:
         try:
             if resume:
                 self._run.require_same_base(options, model)
-            if isinstance(self._lesson, PreferenceLesson):
-                rows = self._rows_to_come()
-                with replayer(options, model, activations, workers) as base:
-                    self._lesson.look_at_base(base, rows)
+            self._task.prepare(partial(replayer, options, model, activations, workers), self._rows_to_come)
             self._layouts = model.layouts
             decides = provenance(
                 options,
@@ -136,7 +129,7 @@ class Trainer:
                 self._tokens(),
                 sequence_length=length,
                 devices=device_kinds(options.storage.device, workers),
-                learned=self._lesson.decides,
+                task=self._task.provenance,
             )
             self.engine = build_engine(
                 options, model, estimator, activations, least, decides, execution=execution, workers=workers
@@ -262,12 +255,12 @@ class Trainer:
                 if engine.version >= options.steps:
                     break
                 rows = next(batches)
-                batch = self._lesson.batch(rows)
-                result = self._lesson.step(engine, rows, batch)
+                batch = self._task.batch(rows)
+                result = self._task.step(engine, rows, batch)
                 for line in self._watch.lines(result, engine.journal.updates, options):
                     self._say(bar, line)
                 record = step_record(result, batch)
-                _write(metrics, record)
+                write_row(metrics, record)
                 live.row(record)
                 bar.set_postfix_str(progress(record), refresh=False)
                 bar.update()
@@ -308,7 +301,7 @@ class Trainer:
         """Evaluate a step that was evaluated before, and note the result in the journal."""
         assert self._evaluation is not None, "evaluations were asked for"
         with self._at_step(step) as at_step:
-            results = self._lesson.evaluate(at_step, self._evaluation)
+            results = self._task.evaluate(at_step, self._evaluation)
         self.engine.journal.note_evaluation(step, results)
         self.engine.journal.close()  # the engine, which is closed, does not do it any more
         print(f"step {step}: evaluated again, since {JOURNAL} lacks the result: {told(results)}", file=sys.stderr)
@@ -356,12 +349,12 @@ class Trainer:
 
     def _evaluate(self, rows: Rows, metrics: IO[bytes], live: LiveMetrics, bar: StepBar) -> None:
         began = time.perf_counter()
-        results = self._lesson.evaluate(self.engine, rows)
+        results = self._task.evaluate(self.engine, rows)
         seconds = time.perf_counter() - began
         self.engine.journal.note_evaluation(self.engine.version, results)
         bar.count_evaluation(seconds, left=self._evaluations_to_come(self.engine.version + 1))
         record = {**row_of_evaluation(self.engine.version, results), "evaluation_seconds": seconds}
-        _write(metrics, record)
+        write_row(metrics, record)
         live.row(record)
         self._say(bar, f"step {self.engine.version}: evaluation {told(results)}, {seconds:.1f} s")
 
@@ -392,17 +385,3 @@ def _require_steps_to_come(options: TrainOptions, taken: int) -> None:
             expected=f"at least {taken}, which the run has taken already",
             remedy=f"zo2 export --run {options.output} --at {options.steps} writes the model of that step",
         )
-
-
-def _write(file: IO[bytes], record: dict[str, Any]) -> None:
-    line = json.dumps(record).encode() + b"\n"
-    try:
-        while line:
-            line = line[file.write(line) :]
-    except OSError as error:
-        raise OutputError(
-            file.name,
-            found=reason(error),
-            expected="a file that can be written",
-            remedy="free space and resume the run; nothing is lost, the journal is whole",
-        ) from error

@@ -1,14 +1,51 @@
-"""A function of the user's own, in a file of theirs: ``--objective FILE.py:function``."""
+"""Rows of text, trained on a function of the user's own, in a file of theirs: ``--objective FILE.py:function``."""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from zo2core import OptionError, open_regular
+from zo2adapters.models.called_forward import CalledForward
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.dealing import in_order, is_own
+from zo2adapters.tasks.language_modelling_task import LanguageModelling
+from zo2adapters.tasks.rows import Dataset, TokenizedRow
+from zo2adapters.tasks.task import TaskOptions
+from zo2core import Batch, OptionError, Runner, StepResult, ZOEngine, open_regular
+
+
+class FunctionTask(LanguageModelling):
+    """Rows of text, by a function of model and batch. See ``Task``.
+
+    Raises:
+        OptionError: if the function cannot be imported.
+    """
+
+    def __init__(self, model: HFBlockModel, rows: Dataset, options: TaskOptions) -> None:
+        super().__init__(model, rows, options)
+        self._forward = CalledForward(model, user_function(options.objective))
+
+    def step(self, engine: ZOEngine, rows: Sequence[TokenizedRow], batch: Batch) -> StepResult:
+        """Take a step on the function, run in segments."""
+        return engine.step(batch, self._forward)
+
+    def evaluate(self, engine: Runner, rows: Dataset) -> dict[str, float]:
+        """The mean of the function over batches, and the model's own loss."""
+        starts = range(0, len(rows), self._options.batch_size)
+
+        def batches() -> Iterator[Batch]:
+            for number, start in enumerate(starts):
+                if is_own(engine, number):
+                    yield self.batch(rows.rows[start : start + self._options.batch_size])
+
+        own = [float(value) for outputs in engine.forwards(batches(), self._forward) for value in outputs]
+        values = in_order(engine, own, [1] * len(starts), rows.rows)
+        return {"loss": math.fsum(values) / len(values), "model_loss": super().evaluate(engine, rows)["loss"]}
 
 
 def user_function(name: str) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,10 @@ from zo2adapters import HFBlockModel, MonolithicMeZO
 from zo2adapters.cli import main
 from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.objectives import choice_batch
-from zo2adapters.trainers.lessons import PreferenceLesson, read_rows
+from zo2adapters.tasks.preference_task import PreferenceTask
+from zo2adapters.tasks.registry import TASKS
+from zo2adapters.tasks.row_files import read_rows
+from zo2adapters.tasks.task import Task
 from zo2core import Journal
 
 NOUNS = WORDS[3:]
@@ -210,13 +215,14 @@ def test_references_take_no_more_rows_at_a_time_than_steps(here: Path, monkeypat
 def test_a_resumed_run_looks_at_the_base_for_what_is_to_come_alone(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train("preferences", "dpo")
     looked: list[int] = []
-    look = PreferenceLesson.look_at_base
+    prepare = PreferenceTask.prepare
 
-    def noted(lesson: PreferenceLesson, base: Any, rows: Any) -> None:
+    def noted(task: PreferenceTask, open_base: Any, rows_to_come: Any) -> None:
+        rows = rows_to_come()
         looked.append(len(rows))
-        look(lesson, base, rows)
+        prepare(task, open_base, lambda: rows)
 
-    monkeypatch.setattr(PreferenceLesson, "look_at_base", noted)
+    monkeypatch.setattr(PreferenceTask, "prepare", noted)
     main(["train", "--resume", "run", "--steps", "5"])
     assert looked == [4]
     assert "at least 5" in refusal("train", "--resume", "run", "--steps", 2)
@@ -258,11 +264,11 @@ def test_preferences_are_evaluated_by_their_run_alone(here: Path) -> None:
     ("arguments", "said"),
     [
         (("--data", "pairs.jsonl", "--objective", "dpo"), "rows with prompt, chosen and rejected"),
-        (("--data", "pairs.jsonl", "--beta", "0.5"), "--beta: found 0.5 for loss"),
+        (("--data", "pairs.jsonl", "--beta", "0.5"), "--beta: found loss as objective; expected dpo"),
         (("--data", "preferences.jsonl", "--beta", "0"), "--beta: found 0.0"),
-        (("--data", "preferences.jsonl", "--objective", "exact-match"), "rows with candidates"),
-        (("--data", "preferences.jsonl", "--rank", "2", "--per-row"), "--per-row: found rows with candidates"),
-        (("--data", "choices.jsonl", "--rank", "2", "--per-row"), "--per-row: found rows with candidates"),
+        (("--data", "preferences.jsonl", "--objective", "exact-match"), "rows with prompt, chosen and rejected"),
+        (("--data", "preferences.jsonl", "--rank", "2", "--per-row"), "--per-row: found dpo as objective; expected loss"),
+        (("--data", "choices.jsonl", "--rank", "2", "--per-row"), "--per-row: found choice-loss as objective"),
         (("--data", "choices.jsonl", "--evaluation", "preferences.jsonl"), "rows of one kind"),
     ],
     ids=str,
@@ -356,9 +362,9 @@ def test_evaluations_say_what_the_rows_are_about_and_the_best_is_kept(
 
 
 REFUSED = [
-    ("choices", "loss", "found loss for rows with candidates"),
-    ("choices", "exact-match", "found exact-match for rows with candidates"),
-    ("pairs", "accuracy", "found accuracy for rows without candidates"),
+    ("choices", "loss", "found loss for rows with prompt, candidates"),
+    ("choices", "exact-match", "found exact-match for rows with prompt, candidates"),
+    ("pairs", "accuracy", "found accuracy for rows with text, or prompt and completion"),
     ("pairs", "f2", "found 'f2'; expected one of auto, loss, choice-loss"),
     ("pairs", "own.py:gone", "found own.py:gone, which cannot be imported (AttributeError"),
     ("pairs", "gone.py:calm", "which cannot be imported (FileNotFoundError"),
@@ -440,3 +446,19 @@ def test_a_functions_file_may_have_classes_of_its_own(here: Path, capsys: pytest
     with pytest.raises(SystemExit):
         train("pairs", "own.py:SCALE", output="other")
     assert "SCALE is a Scale, no function" in capsys.readouterr().err
+
+
+def test_every_task_of_the_registry_is_a_task_and_stands_on_its_page_and_in_the_help() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "tasks.md").read_text()
+    told = run_here("train", "--help").out
+    for entry in TASKS:
+        loaded: Any = entry.load()
+        assert Task in loaded.__mro__
+        assert f"`{entry.name}`" in page
+        assert entry.name in told
+    assert len({(entry.name, entry.rows) for entry in TASKS}) == len(TASKS)
+
+
+def test_names_of_tasks_are_read_without_transformers() -> None:
+    code = "import sys; sys.modules['transformers'] = None; import zo2adapters.tasks.registry, zo2adapters.trainers.options"
+    subprocess.run([sys.executable, "-c", code], check=True)

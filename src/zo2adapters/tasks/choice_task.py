@@ -1,0 +1,85 @@
+"""Rows with candidates, trained on MeZO's loss over them, or on how often the likeliest one is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.candidates import Choice, Choices
+from zo2adapters.tasks.objectives import ChoiceError, ChoiceF1Error, ChoiceLoss, ChoiceObjective, Rated, choice_batch
+from zo2adapters.tasks.scoring import score
+from zo2adapters.tasks.task import Task, TaskOptions
+from zo2core import Batch, OptionError, Runner, StepResult, ZOEngine
+
+
+class ChoiceTask(Task):
+    """Rows with candidates, by the objective that a subclass names. See ``Task``."""
+
+    objective: ClassVar[type[ChoiceObjective]]
+
+    def __init__(self, model: HFBlockModel, rows: Choices, options: TaskOptions) -> None:
+        self._model, self._options = model, options
+        self._forward = self.objective(model)
+
+    def batch(self, rows: Sequence[Choice]) -> Batch:
+        """A row a candidate."""
+        given = [row.candidates for row in rows]
+        answers = [(row.answer, *row.also) for row in rows]
+        return choice_batch([row.prompt for row in rows], given, answers, pad_token_id=self._options.pad)
+
+    def step(self, engine: ZOEngine, rows: Sequence[Choice], batch: Batch) -> StepResult:
+        """Take a step on the objective."""
+        return engine.step(batch, self._forward)
+
+    def evaluate(self, engine: Runner, rows: Choices) -> dict[str, float]:
+        """The objective's number, and accuracy; candidates are compared by mean log-probability, as in MeZO's program."""
+        scored = score(
+            engine,
+            self._model,
+            [row.prompt for row in rows],
+            [row.candidates for row in rows],
+            batch_size=self._options.micro_batch_size or self._options.batch_size * rows.most_sequences,
+            pad_token_id=self._options.pad,
+        )
+        right = sum(row.is_right(place) for row, place in zip(rows, scored.choices(by_length=True), strict=True))
+        means = [
+            torch.tensor([value / count for value, count in zip(values, counts, strict=True)], dtype=torch.float64)
+            for values, counts in zip(scored.log_likelihoods, scored.tokens, strict=True)
+        ]
+        rated = [Rated(scores, (row.answer, *row.also)) for scores, row in zip(means, rows, strict=True)]
+        return {"loss": float(self._forward.number(rated)), "accuracy": right / len(rows)}
+
+
+class ChoiceLossTask(ChoiceTask):
+    """Rows with candidates, by cross entropy over the candidates' scores."""
+
+    objective = ChoiceLoss
+
+
+class AccuracyTask(ChoiceTask):
+    """Rows with candidates, by the share of rows whose likeliest candidate is wrong."""
+
+    objective = ChoiceError
+
+
+class F1Task(ChoiceTask):
+    """Rows with candidates, by 1 less the F1 of the second candidate.
+
+    Raises:
+        OptionError: if rows have different numbers of candidates.
+    """
+
+    objective = ChoiceF1Error
+
+    def __init__(self, model: HFBlockModel, rows: Choices, options: TaskOptions) -> None:
+        super().__init__(model, rows, options)
+        if len({len(row.candidates) for row in rows}) > 1:
+            raise OptionError(
+                "objective",
+                found="f1 for rows of different numbers of candidates",
+                expected="the same candidates in each row",
+                remedy="choose another objective, or other rows",
+            )

@@ -1,0 +1,71 @@
+"""Texts with labels, trained on the loss of a model that classifies or rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zo2adapters.models.called_forward import CalledForward
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.dealing import in_order, is_own
+from zo2adapters.tasks.labelled import LabelledRow, LabelledRows, classifies, labelled_batch, padding_of
+from zo2adapters.tasks.task import Task, TaskOptions
+from zo2core import Batch, Runner, StepResult, ZOEngine
+
+
+class LabelTask(Task):
+    """Texts with labels, by the model's own loss; padded as the model's config says, not as the options do. See ``Task``.
+
+    Raises:
+        OptionError: if the config names no padding.
+    """
+
+    def __init__(self, model: HFBlockModel, rows: LabelledRows, options: TaskOptions) -> None:
+        self._model, self._pad = model, padding_of(model.config)
+        self._rows_at_once = options.micro_batch_size or options.batch_size
+
+    def batch(self, rows: Sequence[LabelledRow]) -> Batch:
+        """Pad the rows."""
+        return labelled_batch(rows, pad_token_id=self._pad)
+
+    def step(self, engine: ZOEngine, rows: Sequence[LabelledRow], batch: Batch) -> StepResult:
+        """Take a step on the model's own loss."""
+        return engine.step(batch)
+
+    def evaluate(self, engine: Runner, rows: LabelledRows) -> dict[str, float]:
+        """The mean loss over rows and, of classes, how often the likeliest one is right."""
+        return evaluate_labels(engine, self._model, rows, batch_size=self._rows_at_once, pad=self._pad)
+
+
+def evaluate_labels(
+    engine: Runner, model: HFBlockModel, rows: LabelledRows, *, batch_size: int, pad: int
+) -> dict[str, float]:
+    """Evaluate the current weights on texts with labels.
+
+    Args:
+        engine: Runner whose current weights are evaluated.
+        model: The model that the runner was made with.
+        rows: The rows to evaluate on.
+        batch_size: Rows of a batch.
+        pad: Token id at padded positions, as ``padding_of`` gives it.
+
+    Returns:
+        ``loss``, the mean over rows; where rows have a class also ``accuracy``, the share whose likeliest class is right.
+    """
+    groups = [rows.rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    batches = (labelled_batch(group, pad_token_id=pad) for number, group in enumerate(groups) if is_own(engine, number))
+    outputs = engine.forwards(batches, CalledForward(model, _loss_and_right))
+    own = [value for outputs_of_sweep in outputs for output in outputs_of_sweep for value in output.tolist()]
+    values = in_order(engine, own, [2] * len(groups), rows.rows)
+    means = [math.fsum(values[place::2]) / len(rows) for place in (0, 1)]
+    return dict(zip(("loss", "accuracy"), means, strict=True)) if classifies(model.config) else {"loss": means[0]}
+
+
+def _loss_and_right(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """Of a batch: its loss times its rows, and how many rows' likeliest class is the right one."""
+    output, labels = model(**batch), batch["labels"]
+    right = (output.logits.argmax(-1) == labels).sum() if labels.dim() == 1 else labels.new_zeros(())
+    return torch.stack([output.loss.double() * len(labels), right.double()])
