@@ -99,6 +99,11 @@ from zo2core.planning.memory_plan import MemoryPart as MemoryPart
 from zo2core.planning.memory_plan import MemoryPlan as MemoryPlan
 from zo2core.planning.policies import MemoryPolicy as MemoryPolicy
 from zo2core.planning.policies import WriteBackPolicy as WriteBackPolicy
+from zo2core.planning.run_spec import Machine as Machine
+from zo2core.planning.run_spec import RunRequest as RunRequest
+from zo2core.planning.run_spec import RunSpec as RunSpec
+from zo2core.planning.run_spec import plan as plan
+from zo2core.planning.speeds import MeasuredSpeeds as MeasuredSpeeds
 from zo2core.planning.write_interval import choose_interval as choose_interval
 from zo2core.planning.write_interval import interval_within as interval_within
 from zo2core.planning.write_interval import require_within as require_within

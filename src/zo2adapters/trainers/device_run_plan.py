@@ -15,21 +15,21 @@ from zo2core import (
     DevicePlan,
     HostPlan,
     InWeights,
+    Machine,
+    MeasuredSpeeds,
+    MemoryPolicy,
     NoiseGenerator,
     Perturbation,
     Replay,
+    RunRequest,
     SequentialNoise,
     carried_layout,
-    choose_carrying,
-    factor_bytes,
     interval_within,
     kept_bytes_a_step,
     laid_out_as_on_disk,
     parse_size,
-    plan_device_memory,
-    plan_host,
+    plan,
     shown_bytes,
-    staging_bytes,
     streams_that_stay,
     terabytes_written,
 )
@@ -123,30 +123,29 @@ def plan_device_run(
     batch: dict[str, Any] = {"micro_rows": micro_rows, "loss_chunk": chunk, "stacked": stacked}
     needed = activation_bytes(config, rows, tokens, streams=evaluations, **batch)
     drawn = SequentialNoise(layouts, "cuda") if noise is None else noise
-    carrying = choose_carrying(replay, layouts, drawn, in_place=False)
-    device_plan = plan_device_memory(
-        layouts,
-        drawn,
-        memory=parse_size(device_memory, option="device_memory"),
-        free=0,
-        activation_bytes=needed,
-        least_activation_bytes=least_activation_bytes(config, running * stacked, tokens, loss_chunk=chunk),
-        walks=not isinstance(drawn, CounterNoise),
-        probes=queries,
-        carries=carrying is not None,
-        factors=factor_bytes(perturbation, layouts),
+    request = RunRequest(
+        layouts=layouts,
+        on_disk=laid_out_as_on_disk(layouts, model.weights),
+        noise=drawn,
+        perturbation=perturbation,
+        perturb_in_place=not isinstance(drawn, CounterNoise),
+        directions=queries,
+        memory=MemoryPolicy(
+            host=memory,
+            device=parse_size(device_memory, option="device_memory"),
+            activations=needed,
+            least_activations=least_activation_bytes(config, running * stacked, tokens, loss_chunk=chunk),
+        ),
+        replay=replay,
     )
+    spec = plan(request, Machine(in_place=False, on_host=False), MeasuredSpeeds(model.weights))
+    device_plan, host_plan, carrying, used = spec.device_plan, spec.host_plan, spec.carrying, spec.layouts
+    assert device_plan is not None, "a device of its own has a plan"
     own, streams = expected_held_bytes(config, running * stacked, tokens), -(-evaluations // stacked) * -(-rows // running)
     left = device_plan.activation_bytes - forward_bytes(
         config, running * stacked, tokens, loss_chunk=chunk, loss_rows=running
     )
     waiting = own * (streams - streams_that_stay(streams, own, left, rooms=ROOMS * own))
-    # As the engine does: it sets aside what all streams take if any of them has to wait.
-    on_disk = laid_out_as_on_disk(layouts, model.weights)
-    reserved = needed if waiting else 0
-    staging = 0 if carrying is None else staging_bytes(layouts)
-    host_plan = plan_host(layouts, on_disk, memory=memory, activation_bytes=reserved, compute_on_host=False, staging=staging)
-    used = layouts if host_plan.buckets is None else on_disk  # as they will lie in buckets
     blocks = [layout.nbytes for layout in used if not layout.resident]
     read = 0
     if host_plan.buckets is not None:

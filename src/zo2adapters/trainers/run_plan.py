@@ -23,24 +23,23 @@ from zo2core import (
     CounterNoise,
     HostDevice,
     HostPlan,
+    Machine,
+    MeasuredSpeeds,
+    MemoryPolicy,
+    RunRequest,
     SequentialNoise,
+    WriteBackPolicy,
     aligned,
     decoded,
     evaluation_seconds,
-    factor_bytes,
     flat_views,
-    interval_within,
     kept_bytes_a_step,
     laid_out_as_on_disk,
-    plan_host,
-    read_bytes_per_second,
-    replay_seconds,
+    plan,
     scratch_bytes,
     shown_bytes,
     streamed_bytes,
     terabytes_written,
-    write_back_interval,
-    write_bytes_per_second,
 )
 
 _PROBED_PRODUCTS = 100_000_000_000  # in a block's matrices, of the forward probe
@@ -156,44 +155,38 @@ def plan_run(
     activations = reserved_for(model, shapes.longest, optimization, micro_rows)
     noise = optimization.generator(model.layouts)
     drawn = SequentialNoise(model.layouts) if noise is None else noise
-    on_disk = laid_out_as_on_disk(model.layouts, model.weights)
-    host_plan = plan_host(
-        model.layouts,
-        on_disk,
-        memory=memory,
-        activation_bytes=activations,
-        may_keep_noise=not isinstance(drawn, CounterNoise),
-        walks=not isinstance(drawn, CounterNoise),
-        factors=factor_bytes(perturbation, model.layouts),
-        neighbours=workers,
-        sharers=workers,
+    in_place, speeds = optimization.estimator_of(1).perturb_in_place, MeasuredSpeeds(model.weights)
+    request = RunRequest(
+        layouts=model.layouts,
+        on_disk=laid_out_as_on_disk(model.layouts, model.weights),
+        noise=drawn,
+        perturbation=perturbation,
+        perturb_in_place=in_place,
+        directions=queries,
+        memory=MemoryPolicy(host=memory, activations=activations),
+        write_back=WriteBackPolicy(directory=scratch, terabytes_per_1000_steps=write_limit_tb),
     )
-    host_plan = with_kept_memory(host_plan, activations)
-    layouts = model.layouts if host_plan.buckets is None else on_disk  # as they will lie in buckets
-    model_bytes = sum(layout.nbytes for layout in layouts)
-    streamed = host_plan.buckets is not None
-    replay = replay_seconds(drawn, layouts, in_place=not isinstance(drawn, CounterNoise))
+    spec = plan(request, Machine(neighbours=workers, shares=workers > 1), speeds)
+    if workers > 1 and spec.host_plan.buckets is not None:  # what streams is not shared
+        spec = plan(request, Machine(neighbours=workers), speeds)
+    host_plan, layouts = with_kept_memory(spec.host_plan, activations), spec.layouts
+    streamed, every = host_plan.buckets is not None, spec.write_back_every
+    replay = speeds.replay(drawn, layouts, in_place=in_place)
     read = streamed_bytes(layouts, host_plan.buckets)
-    read_seconds = read / read_bytes_per_second(model.weights, layouts) if read else 0.0
+    read_seconds = read / speeds.reading(layouts) if read else 0.0
     forward_seconds = _step_forward_seconds(model, shapes.step, optimization, micro_rows)
     decoding = decoding_seconds(layouts)
+    model_bytes = sum(layout.nbytes for layout in layouts)
+    written: float = 0 if every is None else model_bytes // every
+    scratch_size, written_tb = 0 if every is None else scratch_bytes(layouts), terabytes_written(layouts, every)
+    disk_seconds = read_seconds + (written / speeds.writing(scratch) if streamed and written else 0.0)
     if isinstance(perturbation, BesideActivations):
         # Weights are only read: factors are drawn, once for the evaluations and once for the update.
         update = replay * _factor_share(layouts, perturbation.rank) * (forwards + queries) + decoding
         written = kept_bytes_a_step(perturbation, layouts, None if write_limit_tb is None else write_limit_tb * 1e9)
-        every, scratch_size, written_tb, lag = None, 0, written / 1e9, 0.0
-        disk_seconds = read_seconds
+        written_tb, lag = written / 1e9, 0.0
     else:
-        write_rate = write_bytes_per_second(scratch)
-        # As the engine chooses, which does not know what forwards take.
-        write_seconds = terabytes_written(layouts, 1, steps=1) * 1e12 / write_rate
-        every = write_back_interval(replay, write_seconds, step=max(read_seconds, replay), resident=not streamed)
-        if write_limit_tb is not None:
-            every = max(every, interval_within(layouts, write_limit_tb))
-        written = model_bytes // every
-        scratch_size, written_tb = scratch_bytes(layouts), terabytes_written(layouts, every)
-        disk_seconds = read_seconds + written / write_rate if streamed else 0.0
-        lag = (every + 1) / 2 if streamed else 1.0
+        lag = (every + 1) / 2 if streamed and every is not None else 1.0
         if isinstance(drawn, CounterNoise):
             first, other = evaluation_seconds(drawn, layouts)
             update = replay * (queries * lag - 1) + first + other * (forwards - 1)
