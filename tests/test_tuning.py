@@ -147,8 +147,6 @@ def test_options_that_would_not_be_heeded_are_refused(
         (Optimization(lr=1e-9), True),
         (Optimization(lr=1e-3), False),
         (Optimization(lr=1e-3, clip_grad=1e-6), True),
-        (Optimization(lr=1e-9, estimator=EstimatorName.MEAZO), True),
-        (Optimization(lr=2.8e-3, estimator=EstimatorName.MEAZO), False),  # its g are of size 1, where slopes are larger
         (Optimization(lr=1e-9, estimator=EstimatorName.FZOO, queries=2), False),
     ],
 )

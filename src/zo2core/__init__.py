@@ -51,7 +51,6 @@ from zo2core.errors import ZO2Error as ZO2Error
 from zo2core.errors import ZO2Warning as ZO2Warning
 from zo2core.errors import reason as reason
 from zo2core.estimators import FZOO as FZOO
-from zo2core.estimators import MEAZO as MEAZO
 from zo2core.estimators import Clipped as Clipped
 from zo2core.estimators import Guarded as Guarded
 from zo2core.estimators import GuardPolicy as GuardPolicy

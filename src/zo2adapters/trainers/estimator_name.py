@@ -12,7 +12,6 @@ class EstimatorName(Enum):
 
     MEZO = "mezo"
     FZOO = "fzoo"
-    MEAZO = "meazo"
 
     def evaluations(self, queries: int) -> int:
         """Forwards of a step along so many directions: both sides of each, or one side and the weights as they are."""

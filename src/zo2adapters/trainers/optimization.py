@@ -12,7 +12,6 @@ from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2adapters.trainers.step_size import require_sane_step
 from zo2core import (
     FZOO,
-    MEAZO,
     BesideActivations,
     BlockLayout,
     Clipped,
@@ -55,8 +54,7 @@ class Optimization:
     """Perturbation scale: evaluations are made at the weights plus and minus zo_eps times a random direction."""
     estimator: EstimatorName = EstimatorName.MEZO
     """What turns losses into steps. fzoo takes one side of each of several --queries, and divides by how far their losses
-    spread; meazo divides by how large projected gradients have been. Their --lr is about how far a step moves a weight,
-    such as 1e-5: another scale than MeZO's."""
+    spread. Its --lr is about how far a step moves a weight, such as 1e-5: another scale than MeZO's."""
     weight_decay: float = 0.0
     """Weight decay of MeZO's update; biases and layer norms do not decay."""
     noise: Noise = Noise.RADEMACHER
@@ -167,8 +165,6 @@ class Optimization:
         estimator = replace(estimator, lr=lr)
         if self.per_row:
             return PerRowRGE(**vars(estimator), q=rows if self.queries == 1 else self.queries)
-        if self.estimator is EstimatorName.MEAZO:
-            return MEAZO(**vars(estimator), q=self.queries)
         return estimator if self.queries == 1 else MultiQueryRGE(**vars(estimator), q=self.queries)
 
     def guarded(self, estimator: ZOEstimator) -> ZOEstimator:

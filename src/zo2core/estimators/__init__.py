@@ -7,7 +7,6 @@ from zo2core.estimators.fzoo import FZOO as FZOO
 from zo2core.estimators.guard import Guarded as Guarded
 from zo2core.estimators.guard import GuardPolicy as GuardPolicy
 from zo2core.estimators.learning_rate import learning_rate as learning_rate
-from zo2core.estimators.meazo import MEAZO as MEAZO
 from zo2core.estimators.mezo import MeZOSGD as MeZOSGD
 from zo2core.estimators.per_row import PerRowRGE as PerRowRGE
 from zo2core.estimators.rge import MultiQueryRGE as MultiQueryRGE
