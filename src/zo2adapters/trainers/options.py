@@ -138,7 +138,7 @@ class RunOptions:
     """What the model ends in. sequence-classification is trained on rows with text, perhaps text_pair, and label: a class,
     or a number where the model rates."""
     adapter: Path | None = None
-    """Train an adapter of peft's (LoRA, DoRA, VeRA, a prefix) instead of the weights, which are then only read:
+    """Train an adapter of peft's (LoRA, DoRA, a prefix) instead of the weights, which are then only read:
     adapter_config.json as peft writes it, or a directory with an adapter to go on from. Exports are adapters."""
     adapter_frozen: tuple[str, ...] = ()
     """With --adapter: parts of parameters' names that stay as they are, such as lora_A for LoRA-FA."""
