@@ -57,9 +57,9 @@ from zo2core.estimators import GuardPolicy as GuardPolicy
 from zo2core.estimators import MeZOSGD as MeZOSGD
 from zo2core.estimators import MultiQueryRGE as MultiQueryRGE
 from zo2core.estimators import PerRowRGE as PerRowRGE
-from zo2core.estimators.course import best_step as best_step
-from zo2core.estimators.ranges import require_positive as require_positive
-from zo2core.estimators.running_range import is_refused as is_refused
+from zo2core.estimators.inputs import require_positive as require_positive
+from zo2core.estimators.run_health import best_step as best_step
+from zo2core.estimators.run_health import is_refused as is_refused
 from zo2core.io.durable import create_file as create_file
 from zo2core.io.durable import make_directory as make_directory
 from zo2core.io.durable import open_regular as open_regular

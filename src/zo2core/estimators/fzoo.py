@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from zo2core.estimators.direction_seeds import distinct
-from zo2core.estimators.learning_rate import describe_lr
-from zo2core.estimators.ranges import require_positive, require_query_count, require_weight_decay
+from zo2core.estimators.inputs import describe_lr, distinct, require_positive, require_query_count, require_weight_decay
 from zo2core.types import Distribution, Evaluation, Update
 
 # Note: Text and code. The paper's text, as far as a summary of its equations shows, divides by zo_eps as well, as a gradient

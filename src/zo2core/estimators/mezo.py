@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from zo2core.estimators.learning_rate import describe_lr
-from zo2core.estimators.ranges import require_positive, require_weight_decay
+from zo2core.estimators.inputs import describe_lr, require_positive, require_weight_decay
 from zo2core.types import Distribution, Evaluation, Update
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from zo2core.estimators.direction_seeds import distinct
+from zo2core.estimators.inputs import distinct, require_query_count
 from zo2core.estimators.mezo import MeZOSGD
-from zo2core.estimators.ranges import require_query_count
 from zo2core.types import Evaluation, Update
 
 
