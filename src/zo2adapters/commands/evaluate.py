@@ -194,7 +194,7 @@ def _tell(line: str, workers: Workers | None) -> None:
 
 def _require_finite(values: Sequence[float], model: HFBlockModel, at: AtStep) -> None:
     """Refuse what a model of broken weights makes of rows, and say whose weights are broken."""
-    from zo2adapters.trainers.finite_base import require_finite_base
+    from zo2adapters.trainers.base_check import require_finite_base
 
     wrong = [value for value in values if not math.isfinite(value)]
     if wrong:

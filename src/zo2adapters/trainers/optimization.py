@@ -9,7 +9,6 @@ from enum import Enum
 from zo2adapters.ranges import require_between
 from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
-from zo2adapters.trainers.step_size import require_sane_step
 from zo2core import (
     FZOO,
     BesideActivations,
@@ -29,6 +28,12 @@ from zo2core import (
 )
 
 MOST_QUERIES = 1 << 16
+
+# Note: Largest steps. An update moves a weight by lr times the projected gradient, which for a pre-trained model is between
+# 0.1 and 1000, and weights are below 1. What is used lies between 1e-8 and 1e-2. Beyond 1 one step leaves nothing of a
+# model, however its loss turns out; the same holds of a perturbation by more than the weights themselves.
+LARGEST_LR = 1.0
+LARGEST_EPS = 1.0
 
 
 class Noise(Enum):
@@ -176,3 +181,18 @@ class Optimization:
         if self.clip_grad is not None or self.clip_median is not None:
             estimator = Clipped(estimator=estimator, value=self.clip_grad, medians=self.clip_median)
         return Guarded(estimator=estimator) if self.guard else estimator
+
+
+def require_sane_step(lr: float, zo_eps: float, weight_decay: float) -> None:
+    """Refuse numbers with which a single step leaves nothing of a model.
+
+    Raises:
+        OptionError: naming the option, and why.
+    """
+    for option, value, most, why in (
+        ("lr", lr, LARGEST_LR, "an update moves each weight by lr times the projected gradient"),
+        ("zo_eps", zo_eps, LARGEST_EPS, "weights are perturbed by this much, and are mostly smaller"),
+        ("weight_decay", weight_decay, 1 / lr, "a step takes lr times weight_decay of a weight away"),
+    ):
+        if value > most:
+            raise OptionError(option, found=repr(value), expected=f"at most {most:g}: {why}", remedy=f"lower {option}")

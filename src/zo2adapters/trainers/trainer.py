@@ -16,13 +16,11 @@ from typing import IO, Any
 from tqdm import tqdm
 
 from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
-from zo2adapters.models.exported import holds_model
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import with_kept_memory
-from zo2adapters.trainers.base_check import verify_with_progress
-from zo2adapters.trainers.finite_base import require_finite_base
+from zo2adapters.trainers.base_check import require_finite_base, verify_with_progress
 from zo2adapters.trainers.health import Watch, diverged, ruined
 from zo2adapters.trainers.lessons import PreferenceLesson, Rows, lesson_of, read_rows
 from zo2adapters.trainers.live_metrics import LiveMetrics
@@ -30,7 +28,7 @@ from zo2adapters.trainers.metrics import progress, step_record
 from zo2adapters.trainers.options import Execution, TrainOptions
 from zo2adapters.trainers.provenance import provenance
 from zo2adapters.trainers.remarks import remarks, storage
-from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, holds_model, require_new
 from zo2adapters.trainers.run_engine import base_replayer, build_engine, reserved_bytes
 from zo2adapters.trainers.sharing import device_kinds, is_first, require_same_steps, settled_alike
 from zo2core import (
