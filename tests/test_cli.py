@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import zo2core.build
 from zo2adapters.cli import COMMANDS, main
-from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import Journal, OptionError
+from zo2core import EstimatorName, Journal, OptionError
 
 ROWS = [
     {"text": "the cat sat"},
@@ -153,6 +152,17 @@ def test_a_run_begun_before_there_were_estimators_goes_on(base: Path, rows: Path
     (old / "journal.jsonl").write_bytes(b"".join(lines[:4]))
     run("train", "--resume", old)
     assert (old / "journal.jsonl").read_bytes() == (whole / "journal.jsonl").read_bytes()
+
+
+def test_a_run_with_an_estimator_that_this_version_does_not_have_is_refused_by_name(
+    base: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    run("train", "--model", base, "--data", rows, "--output", out, *TRAIN)
+    text = (out / "options.json").read_text()
+    (out / "options.json").write_text(text.replace('"estimator": "mezo"', '"estimator": "meazo"'))
+    message = refused(capsys, "train", "--resume", out)
+    assert "found the estimator 'meazo'; expected one of mezo, fzoo: this version has no other" in message
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from zo2core import (
     FZOO,
     Clipped,
     Distribution,
+    EstimatorName,
     Guarded,
     MeZOSGD,
     MultiQueryRGE,
@@ -20,6 +21,7 @@ from zo2core import (
     OptionError,
     Update,
 )
+from zo2core.estimators import ESTIMATORS as REGISTRY
 from zo2core.protocols import ZOEstimator
 
 ESTIMATORS: dict[str, Callable[[], ZOEstimator]] = {
@@ -159,6 +161,21 @@ def test_equal_options_are_equal_estimators_and_others_are_not() -> None:
     made = [make().options for make in ESTIMATORS.values()]
     assert len({repr(sorted(options.items())) for options in made}) == len(made)
     assert made == [make().options for make in ESTIMATORS.values()]
+
+
+def test_every_registered_class_has_a_name_of_its_own_which_the_journal_knows_it_by() -> None:
+    classes = [kind for of_name in REGISTRY.values() for kind in of_name if kind is not None]
+    assert len({kind.name for kind in classes}) == len(classes)
+    made = {make().options["name"] for make in ESTIMATORS.values()}
+    assert made <= {kind.name for kind in classes}
+    assert set(REGISTRY) == set(EstimatorName)
+
+
+@pytest.mark.parametrize("queries", [2, 5])
+def test_the_registry_counts_the_forwards_that_a_step_takes(queries: int) -> None:
+    for name, classes in REGISTRY.items():
+        estimator = classes.several(lr=1.0, zo_eps=1.0, q=queries)
+        assert name.evaluations(queries) == len(estimator.evaluations(0, seeds()))
 
 
 @pytest.mark.parametrize("q", [0, -1, 1.5])

@@ -12,13 +12,12 @@ from runs import small_run
 
 from zo2adapters.cli import main
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import TABLE, Trial, planned_rounds, tune
-from zo2core import CheckpointError, DivergenceError, Journal, OptionError, OutputError
+from zo2core import CheckpointError, DivergenceError, EstimatorName, Journal, OptionError, OutputError
 
 RATES = (1e-7, 1e-3, 0.9)
 

@@ -34,12 +34,12 @@ from zo2adapters.tasks.demo_task import read_rows
 from zo2adapters.tasks.rows import read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.demo_base import RECIPE, DemoTask, prepare
-from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.lr_schedules import LearningRate
 from zo2core import (
     FZOO,
     BesideActivations,
     Distribution,
+    EstimatorName,
     InWeights,
     MeZOSGD,
     MultiQueryRGE,

@@ -52,6 +52,7 @@ from zo2core.errors import ZO2Warning as ZO2Warning
 from zo2core.errors import reason as reason
 from zo2core.estimators import FZOO as FZOO
 from zo2core.estimators import Clipped as Clipped
+from zo2core.estimators import EstimatorName as EstimatorName
 from zo2core.estimators import Guarded as Guarded
 from zo2core.estimators import GuardPolicy as GuardPolicy
 from zo2core.estimators import MeZOSGD as MeZOSGD

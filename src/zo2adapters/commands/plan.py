@@ -7,10 +7,17 @@ from pathlib import Path
 
 from zo2adapters.ranges import require_between
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.optimization import MOST_QUERIES, Noise, Optimization
 from zo2adapters.trainers.options import CarriedName, DtypeName, HeadName, PrecisionName, precision_of_run
-from zo2core import OptionError, Replay, SequentialNoise, WriteBackPolicy, choose_carrying, require_perturbation
+from zo2core import (
+    EstimatorName,
+    OptionError,
+    Replay,
+    SequentialNoise,
+    WriteBackPolicy,
+    choose_carrying,
+    require_perturbation,
+)
 
 MOST_WORKERS = 1024  # of a host
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.field_types import require_field_types
 from zo2adapters.trainers.live_metrics import TrackerName
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2core import (
+    EstimatorName,
     OptionError,
     Replay,
     ZOEstimator,

@@ -27,6 +27,7 @@ from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.provenance import file_sha256
 from zo2core import (
     DataError,
+    EstimatorName,
     Journal,
     OptionError,
     OutputError,
@@ -106,11 +107,20 @@ class RunDirectory:
         """How a run was begun.
 
         Raises:
-            OptionError: if the directory is none of a run.
+            OptionError: if the directory is none of a run, or its estimator is one that this version does not have.
         """
+        known = [name.value for name in EstimatorName]
         with _refusing_damage(path):
-            values = json.loads(read_regular(path / OPTIONS))
-            return TrainOptions.from_json(values["options"], path)
+            values = json.loads(read_regular(path / OPTIONS))["options"]
+            estimator = values["optimization"].get("estimator", "mezo")
+            if estimator in known:
+                return TrainOptions.from_json(values, path)
+        raise OptionError(
+            path / OPTIONS,
+            found=f"the estimator {str(estimator)[:40]!r}",
+            expected=f"one of {', '.join(known)}: this version has no other",
+            remedy="continue the run with the version of zo2core that began it",
+        )
 
     def keep(self, options: TrainOptions) -> None:
         """Take down what a resumed run was told anew, so that the next one goes on with it.

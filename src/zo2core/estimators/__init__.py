@@ -9,4 +9,6 @@ from zo2core.estimators.inputs import learning_rate as learning_rate
 from zo2core.estimators.inputs import require_distribution as require_distribution
 from zo2core.estimators.mezo import MeZOSGD as MeZOSGD
 from zo2core.estimators.per_row import PerRowRGE as PerRowRGE
+from zo2core.estimators.registry import ESTIMATORS as ESTIMATORS
+from zo2core.estimators.registry import EstimatorName as EstimatorName
 from zo2core.estimators.rge import MultiQueryRGE as MultiQueryRGE
