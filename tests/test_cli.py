@@ -326,11 +326,11 @@ def test_help_texts_fill_their_lines(
             word = following.split()[0]
             assert len(f"{line.rstrip()} {word}") > len(line) - 2, f"a break before the line's end: {line}"
             breaks += 1
-    assert breaks > 0 or command in {"demo", "export", "journal", "timeline", "convert"}
+    assert breaks > 0 or command in {"demo", "export", "journal", "convert"}
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run("--help")
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("demo", "train", "evaluate", "export", "verify", "timeline"))
+    assert all(command in shown for command in ("demo", "train", "evaluate", "export", "verify"))

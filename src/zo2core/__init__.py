@@ -44,7 +44,6 @@ from zo2core.errors import OptionError as OptionError
 from zo2core.errors import OutputError as OutputError
 from zo2core.errors import OutrunError as OutrunError
 from zo2core.errors import ScratchError as ScratchError
-from zo2core.errors import TraceError as TraceError
 from zo2core.errors import UnsupportedModelError as UnsupportedModelError
 from zo2core.errors import WorkerError as WorkerError
 from zo2core.errors import ZO2Error as ZO2Error
@@ -98,14 +97,8 @@ from zo2core.planning.write_interval import require_within as require_within
 from zo2core.planning.write_interval import streamed_bytes as streamed_bytes
 from zo2core.planning.write_interval import terabytes_written as terabytes_written
 from zo2core.planning.write_interval import write_back_interval as write_back_interval
-from zo2core.profiling.chrome_trace import Recording as Recording
-from zo2core.profiling.chrome_trace import Sweep as Sweep
 from zo2core.profiling.chrome_trace import Trace as Trace
-from zo2core.profiling.chrome_trace import read_trace as read_trace
-from zo2core.profiling.chrome_trace import row_name as row_name
-from zo2core.profiling.timeline import Span as Span
 from zo2core.profiling.timeline import Timeline as Timeline
-from zo2core.profiling.timeline import lane_uses as lane_uses
 from zo2core.protocols import BlockModel as BlockModel
 from zo2core.protocols import BlockSource as BlockSource
 from zo2core.protocols import CounterNoise as CounterNoise
@@ -129,7 +122,6 @@ from zo2core.sweep.activation_offload import streams_that_stay as streams_that_s
 from zo2core.sweep.microbatch import IGNORE_INDEX as IGNORE_INDEX
 from zo2core.sweep.microbatch import labelled_tokens as labelled_tokens
 from zo2core.sweep.microbatch import predicted as predicted
-from zo2core.types import COMPUTE as COMPUTE
 from zo2core.types import Batch as Batch
 from zo2core.types import BlockLayout as BlockLayout
 from zo2core.types import Bucket as Bucket
@@ -148,6 +140,5 @@ from zo2core.types import SegmentKind as SegmentKind
 from zo2core.types import StepResult as StepResult
 from zo2core.types import Update as Update
 from zo2core.types import aligned as aligned
-from zo2core.types import bound_seconds as bound_seconds
 from zo2core.types import flat_views as flat_views
 from zo2core.workers import Workers as Workers

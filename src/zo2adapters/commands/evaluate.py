@@ -42,7 +42,7 @@ class Evaluate(AtStep):
     key_file: Path | None = None
     """File with a secret, the same for all workers that torchrun started, by which they know each other."""
     trace: Path | None = None
-    """File to write each sweep to, for ui.perfetto.dev and zo2 timeline; it must not exist."""
+    """File to write each sweep to, for ui.perfetto.dev; it must not exist."""
 
     def run(self) -> None:
         """Print loss and perplexity; of candidates how often the likeliest one is right; of answers F1 and exact match."""

@@ -98,7 +98,7 @@ class Execution:
     """How this process works on a run. No bit of the result depends on it, so a resumed run may choose anew."""
 
     trace: Path | None = None
-    """File to write each sweep to, for ui.perfetto.dev and zo2 timeline: what every lane did when, and how many bytes
+    """File to write each sweep to, for ui.perfetto.dev: what every lane did when, and how many bytes
     it moved. It must not exist."""
     verify_base: bool = False
     """Read every byte of the base before the first step, and compare it with what the journal keeps of it."""
