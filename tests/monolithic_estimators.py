@@ -43,50 +43,13 @@ class MonolithicFZOO(MonolithicMeZO):
         return MonolithicStep(losses, projected_grads)
 
 
-class MonolithicMEAZO(MonolithicMeZO):
-    """MEAZO (arXiv 2605.03869): MeZO along each direction, divided by the root of a running scalar.
-
-    Args:
-        model: As for ``MonolithicMeZO``, which takes the other options, too.
-        beta: Of the scalar.
-        delta: Added to the root.
-    """
-
-    def __init__(self, model: nn.Module, *, beta: float, delta: float, **options: Any) -> None:
-        super().__init__(model, **options)
-        self.beta, self.delta = beta, delta
-        self.v, self.t = 0.0, 0
-
-    def step(self, batch: Mapping[str, torch.Tensor], *seeds: int) -> MonolithicStep:
-        """Evaluate both sides of each direction; update along all of them."""
-        losses: list[float] = []
-        grads: list[float] = []
-        for seed in seeds:
-            plus, minus = (loss.item() for loss in self._probe(batch, seed))
-            losses += [plus, minus]
-            grads.append((plus - minus) / (2 * self.zo_eps))
-        g = sum(grads) / len(grads)
-        self.t += 1
-        self.v = self.beta * self.v + (1 - self.beta) * (g * g)
-        divisor = math.sqrt(self.v / (1 - self.beta**self.t)) + self.delta
-        projected_grads = tuple(grad / divisor for grad in grads)
-        if all(map(math.isfinite, projected_grads)):
-            for seed, projected_grad in zip(seeds, projected_grads, strict=True):
-                self._update(seed, projected_grad, self.lr / len(seeds))
-        return MonolithicStep(tuple(losses), projected_grads)
-
-
-def monolithic(name: str, model: nn.Module, *, beta: float, delta: float, **options: Any) -> MonolithicMeZO:
+def monolithic(name: str, model: nn.Module, **options: Any) -> MonolithicMeZO:
     """The reference of an estimator by its name.
 
     Args:
-        name: "mezo", "fzoo" or "meazo".
+        name: "mezo" or "fzoo".
         model: Changed in place.
-        beta: Of MEAZO's scalar.
-        delta: Added to its root.
         options: As ``MonolithicMeZO`` takes them.
     """
     kinds: dict[str, Callable[..., MonolithicMeZO]] = {"mezo": MonolithicMeZO, "fzoo": MonolithicFZOO}
-    if name == "meazo":
-        return MonolithicMEAZO(model, beta=beta, delta=delta, **options)
     return kinds[name](model, **options)

@@ -17,7 +17,6 @@ from torch import nn
 
 from zo2core import (
     FZOO,
-    MEAZO,
     Distribution,
     HostDevice,
     MemoryPolicy,
@@ -50,8 +49,6 @@ class Plan(NamedTuple):
     queries: int = 0  # directions a step; 0 is MeZO's own estimator
     distribution: Distribution | None = None  # of counter-based noise; None is MeZO's noise
     name: str = "mezo"  # of the estimator, among those of ``monolithic``
-    beta: float = 0.9  # of MEAZO
-    delta: float = 1e-8  # of MEAZO
     autocast: torch.dtype | None = None  # of mixed precision; None is exact precision
 
     def estimator(self) -> ZOEstimator:
@@ -60,8 +57,6 @@ class Plan(NamedTuple):
         plain = MeZOSGD(
             lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=self.perturb_in_place
         )
-        if self.name == "meazo":
-            return MEAZO(**vars(plain), q=self.queries, beta=self.beta, delta=self.delta)
         return plain if self.queries == 0 else MultiQueryRGE(**vars(plain), q=self.queries)
 
     def directions(self, step: int) -> tuple[int, ...]:
@@ -86,14 +81,11 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @st.composite
-def adaptive_plans(draw: st.DrawFn, name: str) -> Plan:
-    """Plans of an estimator whose step is divided by what the losses were."""
-    plan = draw(plans())
-    if name == "fzoo":
-        q = draw(st.integers(2, 4))
-        return plan._replace(name=name, queries=q, perturb_in_place=False, distribution=Distribution.RADEMACHER)
-    beta, delta = draw(st.sampled_from([0.0, 0.5, 0.99])), draw(st.sampled_from([1e-8, 1.0]))
-    return plan._replace(name=name, queries=draw(st.integers(1, 3)), beta=beta, delta=delta)
+def fzoo_plans(draw: st.DrawFn) -> Plan:
+    """Plans of FZOO, whose step is divided by how far its losses spread."""
+    q = draw(st.integers(2, 4))
+    rademacher = Distribution.RADEMACHER
+    return draw(plans())._replace(name="fzoo", queries=q, perturb_in_place=False, distribution=rademacher)
 
 
 def assert_same_bits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -185,8 +177,6 @@ def assert_parity(make: Callable[[], ZOEngine], whole: nn.Module, plan: Plan, ba
     mono = monolithic(
         plan.name,
         whole,
-        beta=plan.beta,
-        delta=plan.delta,
         lr=plan.lr,
         zo_eps=plan.zo_eps,
         weight_decay=plan.weight_decay,

@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
 
 from zo2core import (
     FZOO,
-    MEAZO,
     Clipped,
     Distribution,
+    EstimatorName,
     Guarded,
     MeZOSGD,
     MultiQueryRGE,
@@ -22,6 +21,7 @@ from zo2core import (
     OptionError,
     Update,
 )
+from zo2core.estimators import ESTIMATORS as REGISTRY
 from zo2core.protocols import ZOEstimator
 
 ESTIMATORS: dict[str, Callable[[], ZOEstimator]] = {
@@ -32,12 +32,9 @@ ESTIMATORS: dict[str, Callable[[], ZOEstimator]] = {
     "four queries, not in place": lambda: MultiQueryRGE(lr=1e-3, zo_eps=1e-3, q=4, perturb_in_place=False),
     "fzoo": lambda: FZOO(lr=1e-3, zo_eps=1e-3, q=4),
     "fzoo, eight directions": lambda: FZOO(lr=1e-3, zo_eps=1e-3),
-    "meazo": lambda: MEAZO(lr=1e-3, zo_eps=1e-3),
-    "meazo, shorter memory": lambda: MEAZO(lr=1e-3, zo_eps=1e-3, beta=0.5),
-    "meazo, four queries": lambda: MEAZO(lr=1e-3, zo_eps=1e-3, q=4),
     "clipped": lambda: Clipped(estimator=MeZOSGD(lr=1e-3, zo_eps=1e-3), medians=1.5),
     "guarded": lambda: Guarded(estimator=MeZOSGD(lr=1e-3, zo_eps=2.0)),
-    "guarded and clipped meazo": lambda: Guarded(estimator=Clipped(estimator=MEAZO(lr=1e-3, zo_eps=2.0), value=0.2)),
+    "guarded and clipped": lambda: Guarded(estimator=Clipped(estimator=MeZOSGD(lr=1e-3, zo_eps=2.0), value=0.2)),
 }
 
 every_estimator = pytest.mark.parametrize("make", ESTIMATORS.values(), ids=ESTIMATORS)
@@ -166,9 +163,24 @@ def test_equal_options_are_equal_estimators_and_others_are_not() -> None:
     assert made == [make().options for make in ESTIMATORS.values()]
 
 
+def test_every_registered_class_has_a_name_of_its_own_which_the_journal_knows_it_by() -> None:
+    classes = [kind for of_name in REGISTRY.values() for kind in of_name if kind is not None]
+    assert len({kind.name for kind in classes}) == len(classes)
+    made = {make().options["name"] for make in ESTIMATORS.values()}
+    assert made <= {kind.name for kind in classes}
+    assert set(REGISTRY) == set(EstimatorName)
+
+
+@pytest.mark.parametrize("queries", [2, 5])
+def test_the_registry_counts_the_forwards_that_a_step_takes(queries: int) -> None:
+    for name, classes in REGISTRY.items():
+        estimator = classes.several(lr=1.0, zo_eps=1.0, q=queries)
+        assert name.evaluations(queries) == len(estimator.evaluations(0, seeds()))
+
+
 @pytest.mark.parametrize("q", [0, -1, 1.5])
 def test_a_number_of_queries_out_of_range_is_refused(q: int) -> None:
-    for estimator in (MultiQueryRGE, FZOO, MEAZO):
+    for estimator in (MultiQueryRGE, FZOO):
         with pytest.raises(OptionError, match="q"):
             estimator(lr=1.0, zo_eps=1.0, q=q)
 
@@ -213,62 +225,3 @@ def test_fzoo_needs_two_directions_and_rademacher_noise() -> None:
         FZOO(lr=1.0, zo_eps=1.0, q=1)
     assert FZOO(lr=1.0, zo_eps=1.0).distribution is Distribution.RADEMACHER
     assert not FZOO(lr=1.0, zo_eps=1.0).perturb_in_place
-
-
-def test_meazo_divides_by_the_running_root_mean_square() -> None:
-    estimator = MEAZO(lr=1.0, zo_eps=0.5, beta=0.75, delta=2.0)
-    past: list[Update] = []
-    for gradient in (4.0, -2.0, 8.0):
-        past.append(take(estimator, past, [1.0 + gradient, 1.0]))
-    v = [0.25 * 16, 0.75 * 4 + 0.25 * 4, 0.75 * 4 + 0.25 * 64]
-    corrected = [v[0] / 0.25, v[1] / (1 - 0.75**2), v[2] / (1 - 0.75**3)]
-    expected = [4 / (corrected[0] ** 0.5 + 2), -2 / (corrected[1] ** 0.5 + 2), 8 / (corrected[2] ** 0.5 + 2)]
-    assert [update.projected_grads[0] for update in past] == expected
-
-
-def test_meazo_squares_the_mean_over_its_directions() -> None:
-    update = take(MEAZO(lr=1.0, zo_eps=0.5, q=2, delta=1.0), (), [1.0, 5.0, 10.0, 2.0])
-    assert update.projected_grads == pytest.approx((-4.0 / 3.0, 8.0 / 3.0), rel=1e-14)  # their mean is 2
-    assert update.lr == 0.125
-
-
-def test_the_first_step_of_meazo_is_of_length_one_whatever_its_gradient() -> None:
-    for gradient in (1e-3, 1.0, -1e6):
-        update = take(MEAZO(lr=1.0, zo_eps=0.5), (), [gradient, 0.0])
-        assert abs(update.projected_grads[0]) == pytest.approx(1.0, rel=1e-4)
-
-
-def test_a_step_that_was_not_applied_does_not_count_for_meazo() -> None:
-    estimator = MEAZO(lr=1.0, zo_eps=1e-3)
-    past = run_of(estimator, 3)
-    outlier = replace(take(estimator, past, [1e6, 0.0]), projected_grads=(0.0,))
-    expected = take(estimator, past, [1.5, 1.0])
-    found = take(MEAZO(lr=1.0, zo_eps=1e-3), [*past, outlier], [1.5, 1.0])
-    assert found.projected_grads == expected.projected_grads
-    without = take(estimator, past, [1.0, 1.0])  # a step that moves nothing, because its losses are equal, does count
-    assert take(estimator, [*past, without], [1.5, 1.0]).projected_grads != expected.projected_grads
-
-
-def test_meazo_keeps_to_the_losses_where_gradients_were_clipped() -> None:
-    whole = run_of(MEAZO(lr=1.0, zo_eps=1e-3), 4)
-    clipped = [replace(update, projected_grads=(1e-3,)) for update in whole[:3]]
-    assert take(MEAZO(lr=1.0, zo_eps=1e-3), clipped) == whole[3]
-
-
-def test_meazo_refuses_a_past_of_other_evaluations() -> None:
-    past = run_of(FZOO(lr=1.0, zo_eps=1e-3), 1)
-    with pytest.raises(OptionError, match="past, step 0"):
-        take(MEAZO(lr=1.0, zo_eps=1e-3), past)
-
-
-def test_meazo_refuses_a_square_that_is_infinite() -> None:
-    estimator = MEAZO(lr=1.0, zo_eps=1e-3)
-    losses = [torch.tensor(value, dtype=torch.float64) for value in (1e200, 0.0)]
-    with pytest.raises(NonFiniteLossError, match="step 0"):
-        estimator.update(0, estimator.evaluations(0, seeds()), losses, 1.0, ())
-
-
-@pytest.mark.parametrize(("option", "value"), [("beta", 1.0), ("beta", -0.1), ("beta", math.nan), ("delta", 0.0)])
-def test_meazo_refuses_numbers_out_of_their_range(option: str, value: float) -> None:
-    with pytest.raises(OptionError, match=option):
-        MEAZO(lr=1.0, zo_eps=1.0, **{option: value})  # type: ignore[arg-type]

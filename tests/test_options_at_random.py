@@ -76,7 +76,7 @@ OPTIONS: dict[str, Choices] = {
         "exact-mezo": FLAG,
         "perturb-in-place": FLAG,
         "decay": ["constant", "linear", "cosine", "steep"],
-        "estimator": ["mezo", "fzoo", "meazo", "adam"],
+        "estimator": ["mezo", "fzoo", "adam"],
         "queries": [1, 2, 3, 0, -1, 2**63, "x"],
         "warmup-steps": WHOLE,
         "memory": SIZES,
@@ -121,11 +121,10 @@ OPTIONS: dict[str, Choices] = {
         "json": FLAG,
         "noise": ["mezo", "gaussian", "rademacher", "white"],
         "exact-mezo": FLAG,
-        "estimator": ["mezo", "fzoo", "meazo", "adam"],
+        "estimator": ["mezo", "fzoo", "adam"],
         "queries": WHOLE,
     },
     "journal": {"last": WHOLE, "": ["{place}/run", *PATHS]},
-    "timeline": {"": ["{place}/trace.json", *PATHS], "output": ["{place}/picture.png", *OUTPUTS], "step": WHOLE},
     "convert": {"model": MODELS, "output": OUTPUTS},
     "demo": {"keep": ["{place}/base", "/dev/full"], "seed": ["x"]},
 }
@@ -139,7 +138,6 @@ DEFAULTS: dict[str, dict[str, str]] = {
     "verify": {"model": "{place}/base", "tokens": "5", "steps": "1"},
     "plan": {"model": "{place}/base", "batch-size": "3"},
     "journal": {"": "{place}/run"},
-    "timeline": {"": "{place}/trace.json", "output": "{place}/picture.png"},
     "convert": {"model": "{place}/base", "output": "{place}/new"},
     "demo": {"keep": "{place}/base"},
 }
@@ -201,7 +199,7 @@ def restore(place: Path) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_at_random_give_a_result_or_one_typed_line(place: Path, name: str, request: pytest.FixtureRequest) -> None:
     is_long = request.config.getoption("--long")
-    most = {"train": 20, "demo": 2, "journal": 5, "timeline": 4, "convert": 4}.get(name, 9)
+    most = {"train": 20, "demo": 2, "journal": 5, "convert": 4}.get(name, 9)
 
     @settings(max_examples=LONG // 4 if is_long and name != "demo" else most)
     @given(line=command_lines(name))

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, DTYPES, batches, make_batch, save_model, small_config
-from parity import Plan, Storage, adaptive_plans, assert_parity, assert_same_bits, assert_same_parameters, plans, storages
+from parity import Plan, Storage, assert_parity, assert_same_bits, assert_same_parameters, fzoo_plans, plans, storages
 from toy import ToyBlockModel, make_toy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -102,15 +102,12 @@ def test_mixed_precision_is_monolithic_mezo_in_float32_under_autocast(
         assert_parity(make, load_whole(base, torch.float32), plan, batch).close()
 
 
-@pytest.mark.parametrize("name", ["fzoo", "meazo"])
 @pytest.mark.parametrize("model_type", CONFIGS)
-def test_trajectory_of_another_estimator_is_its_papers_loop(
-    model_type: str, name: str, request: pytest.FixtureRequest
-) -> None:
+def test_trajectory_of_fzoo_is_its_papers_loop(model_type: str, request: pytest.FixtureRequest) -> None:
     @settings(max_examples=300 if request.config.getoption("--long") else 8)
     @given(data=st.data(), dtype=st.sampled_from(DTYPES), storage=storages, threads_from=THREADS_FROM)
     def check(data: st.DataObject, dtype: torch.dtype, storage: Storage, threads_from: int) -> None:
-        config, plan = data.draw(CONFIGS[model_type]), data.draw(adaptive_plans(name))
+        config, plan = data.draw(CONFIGS[model_type]), data.draw(fzoo_plans())
         batch = data.draw(batches(config.vocab_size))
         with tempfile.TemporaryDirectory() as folder, patch.object(zo2core.sweep.perturber, "PARALLEL_FROM", threads_from):
             base, run = save_model(Path(folder, "base"), config, dtype), Path(folder, "run")
@@ -120,11 +117,10 @@ def test_trajectory_of_another_estimator_is_its_papers_loop(
     check()
 
 
-@pytest.mark.parametrize("name", ["fzoo", "meazo"])
-def test_another_estimator_resumed_after_every_step_is_its_papers_loop(name: str, tmp_path: Path) -> None:
+def test_fzoo_resumed_after_every_step_is_its_papers_loop(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
     noise = Distribution.RADEMACHER
-    plan = Plan(1e-3, 1e-3, 0.1, False, list(range(9)), ["reopen"] * 9, 2, noise, name, 0.75)
+    plan = Plan(1e-3, 1e-3, 0.1, False, list(range(9)), ["reopen"] * 9, 2, noise, "fzoo")
     storage = Storage(buckets=2, write_back_every=3, keep_noise=False)
     whole = load_whole(base)
     batch = make_batch(40, [12, 7])

@@ -1,41 +1,35 @@
-"""Seeing it: what a trace and a step's numbers say of who did what when, and its picture."""
+"""Seeing it: what a trace and a step's numbers say of who did what when."""
 
 from __future__ import annotations
 
 import io
 import json
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from matplotlib.image import imread
 from models import WORDS, make_batch, save_model, save_tokenizer, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
+from traces import Recording, read_trace
 
 from zo2adapters import HFBlockModel, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.commands.trace_picture import WIDTH, draw, make_panel, picture_height
 from zo2core import (
     HostDevice,
     Lane,
     MemoryPolicy,
     MeZOSGD,
-    MissingPackageError,
-    OptionError,
     OutputError,
     StepResult,
     Trace,
-    TraceError,
     WriteBackPolicy,
     ZOEngine,
 )
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_plan import HostPlan
-from zo2core.profiling.chrome_trace import Recording, Sweep, read_trace
+from zo2core.profiling.chrome_trace import Sweep
 from zo2core.profiling.timeline import Gathered, Passed, Span, Timeline, lane_uses
 from zo2core.protocols import Device
 from zo2core.sources.loader import laid_out_as_on_disk
@@ -118,14 +112,14 @@ def test_every_step_has_its_lanes_in_order(
     _, results, recording = traced_run(base, tmp_path / "t.json", order, device, streamed=streamed)
     assert [sweep.name for sweep in recording.sweeps] == [f"step {result.step}" for result in results]
     for result in results:
-        spans = recording.within(recording.sweep(result.step))
+        spans = recording.within(recording.of_step(result.step))
         replays, first, second = of(spans, Lane.REPLAY), of(spans, Lane.EVALUATE), of(spans, Lane.EVALUATE, 1)
         for visits in (replays, first, second):
             assert [span.name for span in visits] == SEGMENTS
         for replay, plus, minus in zip(replays, first, second, strict=True):
             assert replay.done.seconds <= plus.begun.seconds
             assert plus.done.seconds <= minus.begun.seconds
-    steps = [recording.within(recording.sweep(result.step)) for result in results]
+    steps = [recording.within(recording.of_step(result.step)) for result in results]
     uploads, offloads = ([of(spans, lane) for spans in steps] for lane in (Lane.UPLOAD, Lane.OFFLOAD))
     if device.in_place:
         assert not any([*uploads, *offloads])
@@ -175,7 +169,7 @@ def test_no_lane_is_busier_than_the_step_and_the_slowest_is_the_bound(
         compute = result.lanes[Lane.REPLAY].busy_seconds + result.lanes[Lane.EVALUATE].busy_seconds
         assert 0 < compute <= result.bound_seconds <= result.seconds
         assert result.bound_seconds in (compute, *(use.busy_seconds for use in result.lanes.values()))
-        sweep = recording.sweep(result.step)
+        sweep = recording.of_step(result.step)
         assert sweep.done - sweep.begun == pytest.approx(result.seconds, abs=1e-6)
 
 
@@ -203,11 +197,10 @@ def test_what_happened_outside_a_sweep_is_in_the_trace_but_in_no_step(base: Path
     recording = read_trace(tmp_path / "t.json")
     assert [sweep.name for sweep in recording.sweeps] == ["step 0", "step 1", "evaluation", "flush"]
     assert len([each for each in recording.spans if each.lane is Lane.REPLAY]) == 6 * len(SEGMENTS)
-    within = recording.within(recording.sweep(1))
+    within = recording.within(recording.of_step(1))
     assert after.lanes[Lane.REPLAY].busy_seconds == pytest.approx(
         sum(each.done.seconds - each.begun.seconds for each in of(within, Lane.REPLAY)), abs=1e-5
     )
-    assert recording.sweep().name == "step 1"
 
 
 def test_a_trace_is_what_chrome_expects(base: Path, tmp_path: Path) -> None:
@@ -251,45 +244,6 @@ def test_a_trace_cut_anywhere_still_gives_its_whole_lines(tmp_path: Path) -> Non
         assert len(found.spans) + len(found.sweeps) == whole, size
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[1",
-        "words",
-        "{}",
-        "\xff",
-        '{"traceEvents": []}',
-        '["words"]',
-        '[{"name": "block 0"}]',
-        '[{"ph": "X", "cat": "read", "name": "block 0", "tid": 1000, "ts": "soon", "dur": 1}]',
-        '[{"ph": "X", "cat": "read", "name": "block 0", "tid": 1000, "ts": 1, "dur": -1}]',
-        '[{"ph": "X", "cat": "read", "name": "block 0", "tid": 1000, "ts": 1, "dur": NaN}]',
-        '[{"ph": "X", "cat": "sweep", "name": "step 0", "tid": 0, "ts": 1, "dur": 0}]',
-        '[{"ph": "X", "cat": "kernels", "name": "block 0", "tid": 1000, "ts": 1, "dur": 1}]',
-        '[{"ph": "X", "cat": "read", "name": "block 0", "tid": 1000, "ts": 1, "dur": 1, "args": 3}]',
-    ],
-)
-def test_a_file_that_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / "t.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(TraceError, match=r"t\.json: found something else .* expected a trace"):
-        read_trace(tmp_path / "t.json")
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="No such file"):
-        read_trace(tmp_path / "t.json")
-
-
-def test_a_step_that_is_not_in_the_trace_is_refused(tmp_path: Path) -> None:
-    recording = read_trace(written(tmp_path / "t.json"))
-    with pytest.raises(TraceError, match="found step 0 to step 1; expected step 2"):
-        recording.sweep(2)
-    (tmp_path / "none.json").write_text("[]")
-    with pytest.raises(TraceError, match="0 sweeps, none of a step"):
-        read_trace(tmp_path / "none.json").sweep()
-
-
 def test_a_trace_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
     with pytest.raises(OutputError, match="something at this path"):
@@ -323,68 +277,6 @@ def test_parts_are_one_span() -> None:
     assert (found.name, found.nbytes) == ("block 0", 7)
 
 
-def picture(path: Path) -> torch.Tensor:
-    return torch.from_numpy(imread(path).copy())[:, :, :3]
-
-
-def test_a_picture_has_a_panel_a_trace_on_one_scale(base: Path, tmp_path: Path) -> None:
-    recordings = [
-        traced_run(base, tmp_path / f"{name}.json", order, DEVICES["behind copies"](), streamed=True)[2]
-        for name, order in (("serial", Order(overlap=False)), ("overlapped", Order(overlap=True)))
-    ]
-    panels = [make_panel(recording) for recording in recordings]
-    for panel, recording in zip(panels, recordings, strict=True):
-        assert list(panel.rows) == ["read", "upload", "replay", "evaluation 1", "evaluation 2", "offload"]
-        ended = [each for each in panel.rows["offload"] if each.done.seconds <= panel.sweep.done]
-        assert panel.captions["offload"].startswith(f"{sum(each.nbytes for each in ended) / 1e3:.3g} kB, ")
-        assert sum(map(len, panel.rows.values())) == len(recording.within(recording.sweep()))
-        assert "step 2" in panel.title
-        assert 0 < panel.bound <= panel.seconds
-    assert draw(recordings, tmp_path / "both.png") == [panel.title for panel in panels]
-    draw(recordings[:1], tmp_path / "one.png", step=1)
-    both, one = (picture(tmp_path / name) for name in ("both.png", "one.png"))
-    assert both.shape == (picture_height(panels), WIDTH, 3)
-    assert one.shape == (picture_height(panels[:1]), WIDTH, 3)
-    colours = {tuple(pixel) for pixel in both.flatten(0, 1).tolist()}
-    assert len(colours) > 50
-    middle = len(both) // 2
-    assert not torch.equal(both[:middle], both[middle:])
-
-
-def test_bars_lie_where_the_work_was(tmp_path: Path) -> None:
-    """A lane busy in the first half of the sweep, and one in the second."""
-    with Trace(tmp_path / "t.json") as trace:
-        trace.add([span(Lane.READ, 9, 11, 7), span(Lane.WRITE, 11, 13, 7)], Sweep.of_step(0, 10, 12))
-    (title,) = draw([read_trace(tmp_path / "t.json")], tmp_path / "t.png")
-    assert title == "t.json, step 0: 2 s; the slowest lane alone takes 1 s"
-    image = picture(tmp_path / "t.png")
-    bar = torch.tensor([0x4C, 0x72, 0xB0]) / 255  # block 0's
-    places = ((image - bar).abs().amax(dim=2) < 0.01).nonzero()
-    middle = places[:, 0].float().mean()
-    above, below = places[places[:, 0] < middle][:, 1], places[places[:, 0] > middle][:, 1]
-    assert above.max() < below.min() + 4, "one ends where the other begins"
-    widths = [int(side.max() - side.min()) for side in (above, below)]
-    assert abs(widths[0] - widths[1]) < 8
-
-
-def test_a_picture_that_cannot_be_drawn_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recordings = [read_trace(written(tmp_path / "t.json"))]
-    with pytest.raises(OptionError, match=r"a name that ends in \.png"):
-        draw(recordings, tmp_path / "t.jpg")
-    with pytest.raises(OutputError, match="No such file"):
-        draw(recordings, tmp_path / "nowhere" / "t.png")
-    with Trace(tmp_path / "empty.json") as trace:
-        trace.add([span(Lane.READ, 0, 1)], Sweep.of_step(0, 2, 3))
-    with pytest.raises(TraceError, match="nothing in step 0"):
-        draw([read_trace(tmp_path / "empty.json")], tmp_path / "t.png")
-    with pytest.raises(TraceError, match="expected step 7"):
-        draw(recordings, tmp_path / "t.png", step=7)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingPackageError, match=r"pip install 'zo2core\[plot\]'"):
-        draw(recordings, tmp_path / "t.png")
-    assert not (tmp_path / "t.png").exists()
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     directory = save_model(tmp_path / "model", small_config("llama", vocab_size=len(WORDS)))
@@ -397,7 +289,7 @@ def run(*arguments: object) -> None:
     main([str(argument) for argument in arguments])
 
 
-def test_the_commands_trace_resume_and_draw(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_trace_and_resume(model: Path, tmp_path: Path) -> None:
     rows, out = tmp_path / "rows.jsonl", tmp_path / "run"
     train = ["train", "--model", model, "--data", rows, "--batch-size", 2, "--steps", 3, "--evaluation", rows]
     run(*train, "--output", out, "--trace", tmp_path / "a.json")
@@ -417,12 +309,6 @@ def test_the_commands_trace_resume_and_draw(model: Path, tmp_path: Path, capsys:
 
     run("evaluate", "--model", model, "--data", rows, "--trace", tmp_path / "d.json")
     assert [sweep.name for sweep in read_trace(tmp_path / "d.json").sweeps] == ["evaluation"]
-    capsys.readouterr()
-    run("timeline", tmp_path / "a.json", "--against", tmp_path / "b.json", "-o", tmp_path / "t.png", "--step", 1)
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in told[:2]] == ["b.json, step 1", "a.json, step 1"]
-    assert told[2:] == [str(tmp_path / "t.png")]
-    assert picture(tmp_path / "t.png").shape[1] == WIDTH
 
 
 def test_metrics_tell_lanes_bytes_and_the_bound(model: Path, tmp_path: Path) -> None:
@@ -462,8 +348,6 @@ def test_an_interrupted_run_leaves_a_whole_trace(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["timeline", "rows.jsonl", "-o", "t.png"], "expected a trace"),
-        (["timeline", "nowhere", "-o", "t.png"], "No such file"),
         (["train", "--trace", "rows.jsonl"], "something at this path"),
         (["evaluate", "--trace", "rows.jsonl"], "something at this path"),
     ],
@@ -478,8 +362,7 @@ def test_what_the_commands_cannot_do_they_say(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     before = (tmp_path / "rows.jsonl").read_bytes()
-    if arguments[0] != "timeline":
-        arguments = [*arguments, "--model", str(model), "--data", "rows.jsonl"]
+    arguments = [*arguments, "--model", str(model), "--data", "rows.jsonl"]
     if arguments[0] == "train":
         arguments = [*arguments, "--output", "run"]
     with pytest.raises(SystemExit) as info:

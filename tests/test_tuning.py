@@ -12,13 +12,12 @@ from runs import small_run
 
 from zo2adapters.cli import main
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import TABLE, Trial, planned_rounds, tune
-from zo2core import CheckpointError, DivergenceError, Journal, OptionError, OutputError
+from zo2core import CheckpointError, DivergenceError, EstimatorName, Journal, OptionError, OutputError
 
 RATES = (1e-7, 1e-3, 0.9)
 
@@ -147,8 +146,6 @@ def test_options_that_would_not_be_heeded_are_refused(
         (Optimization(lr=1e-9), True),
         (Optimization(lr=1e-3), False),
         (Optimization(lr=1e-3, clip_grad=1e-6), True),
-        (Optimization(lr=1e-9, estimator=EstimatorName.MEAZO), True),
-        (Optimization(lr=2.8e-3, estimator=EstimatorName.MEAZO), False),  # its g are of size 1, where slopes are larger
         (Optimization(lr=1e-9, estimator=EstimatorName.FZOO, queries=2), False),
     ],
 )

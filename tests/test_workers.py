@@ -31,7 +31,6 @@ from toy import ToyBlockModel
 from zo2adapters import open_checkpoint
 from zo2core import (
     FZOO,
-    MEAZO,
     BatchError,
     BesideActivations,
     ClosedError,
@@ -76,7 +75,6 @@ ESTIMATORS: dict[str, ZOEstimator] = {
     "mezo": MeZOSGD(lr=1e-2, zo_eps=1e-2),
     "rge": RGE,
     "rge from the weights": replace(RGE, perturb_in_place=False),
-    "meazo": MEAZO(lr=1e-2, zo_eps=1e-2, q=2),
     "fzoo": FZOO(lr=1e-2, zo_eps=1e-2, q=3),
     "a row each": PerRowRGE(lr=1e-2, zo_eps=1e-2, q=4, perturb_in_place=False),
     "guarded": Guarded(estimator=RGE),

@@ -34,13 +34,12 @@ from zo2adapters.tasks.demo_task import read_rows
 from zo2adapters.tasks.rows import read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.demo_base import RECIPE, DemoTask, prepare
-from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.lr_schedules import LearningRate
 from zo2core import (
     FZOO,
-    MEAZO,
     BesideActivations,
     Distribution,
+    EstimatorName,
     InWeights,
     MeZOSGD,
     MultiQueryRGE,
@@ -80,8 +79,6 @@ class EstimatorVariant:
         lr = LearningRate(peak=peak, decay=recipe.decay, warmup_steps=0, steps=steps)
         if self.name_of_estimator is EstimatorName.FZOO:
             return FZOO(q=self.queries, lr=lr, zo_eps=recipe.zo_eps)
-        if self.name_of_estimator is EstimatorName.MEAZO:
-            return MEAZO(q=self.queries, lr=lr, zo_eps=recipe.zo_eps, perturb_in_place=self.perturb_in_place)
         if self.per_row:
             q = RECIPE.batching.batch_size if self.queries == 1 else self.queries
             return PerRowRGE(q=q, lr=lr, zo_eps=recipe.zo_eps, perturb_in_place=False)
@@ -134,9 +131,6 @@ VARIANTS = [
     EstimatorVariant("q = 4, Philox Rademacher", rademacher, perturb_in_place=False, queries=4),
     EstimatorVariant(
         "FZOO, q = 8", rademacher, perturb_in_place=False, queries=8, name_of_estimator=EstimatorName.FZOO, lr=2.4e-2
-    ),
-    EstimatorVariant(
-        "MEAZO, Philox Rademacher", rademacher, perturb_in_place=False, name_of_estimator=EstimatorName.MEAZO, lr=8e-3
     ),
     EstimatorVariant("rank 8", gaussian, perturb_in_place=False, rank=8),
     *(

@@ -24,7 +24,6 @@ from zo2adapters.tasks.scoring import LogLikelihood
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2core import (
     FZOO,
-    MEAZO,
     Batch,
     BesideActivations,
     DataError,
@@ -297,11 +296,6 @@ def fzoo(lr: float) -> ZOEstimator:
     return FZOO(lr=lr, zo_eps=ZO_EPS, q=8)
 
 
-def meazo(lr: float) -> ZOEstimator:
-    """Two-point steps, divided by the running root mean square of their projected gradients."""
-    return MEAZO(lr=lr, zo_eps=ZO_EPS, perturb_in_place=False)
-
-
 def queries(q: int, lr: float) -> ZOEstimator:
     """Two-point steps along several directions, each judged by the same rows (P-RGE, equation 1)."""
     return MultiQueryRGE(q=q, lr=lr, zo_eps=LORA_EPS, perturb_in_place=False)
@@ -313,7 +307,7 @@ def per_row(lr: float) -> ZOEstimator:
 
 
 RADEMACHER, GAUSSIAN = Distribution.RADEMACHER, Distribution.GAUSSIAN
-FZOO_LRS, MEAZO_LRS = (1e-3, 3e-3, 6e-3, 1.2e-2), (3e-4, 1e-3, 2e-3, 4e-3)
+FZOO_LRS = (1e-3, 3e-3, 6e-3, 1.2e-2)
 PER_ROW_LRS = (1e-5, 2e-5, 4e-5, 8e-5)
 IN_FLOAT32 = {"dtype": "float32", "loss_chunk": 64}
 IN_BFLOAT16 = {"dtype": "bfloat16", "loss_chunk": 64}
@@ -357,10 +351,9 @@ VARIANTS: tuple[Variant, ...] = (
     ZerothOrder(
         name="per-row-rank-8-bfloat16", opening=IN_BFLOAT16, noise=GAUSSIAN, estimator=per_row, rank=8, lrs=PER_ROW_LRS
     ),
-    # The steps of these are divided, so that learning rates are lengths: a weight moves by lr, in FZOO by lr / sqrt(8).
+    # The steps of FZOO are divided, so that learning rates are lengths: a weight moves by lr / sqrt(8).
     ZerothOrder(name="fzoo-mixed", opening=IN_MIXED, noise=RADEMACHER, estimator=fzoo, lrs=FZOO_LRS, forwards=9),
     ZerothOrder(name="fzoo-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=fzoo, lrs=FZOO_LRS, forwards=9),
-    ZerothOrder(name="meazo-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=meazo, lrs=MEAZO_LRS),
     AdamW(name="adamw-float32"),
 )
 

@@ -114,11 +114,6 @@ COMMANDS: dict[str, Place] = {
         "Write a page with the curves, the cost and the options of one run, or of several side by side.",
         ("zo2adapters.commands.report_page",),
     ),
-    "timeline": Place(
-        "zo2adapters.commands.timeline",
-        "ShowTimeline",
-        "Draw what the lanes did in one sweep, from a trace; two traces one above the other on one time scale.",
-    ),
     "rows": Place(
         "zo2adapters.commands.rows",
         "WriteRows",

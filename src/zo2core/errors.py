@@ -70,10 +70,6 @@ class OutrunError(WorkerError):
     """Other workers have taken steps on the weights that this one shares with them, and works on."""
 
 
-class TraceError(ZO2Error):
-    """A trace cannot be read, is none, or does not hold the sweep that was asked for."""
-
-
 class MissingPackageError(ZO2Error, ImportError):
     """An optional package is needed that is not installed."""
 

@@ -43,7 +43,7 @@ class Evaluate(AtStep):
     key_file: Path | None = None
     """File with a secret, the same for all workers that torchrun started, by which they know each other."""
     trace: Path | None = None
-    """File to write each sweep to, for ui.perfetto.dev and zo2 timeline; it must not exist."""
+    """File to write each sweep to, for ui.perfetto.dev; it must not exist."""
 
     def run(self) -> None:
         """Print loss and perplexity; of candidates how often the likeliest one is right; of answers F1 and exact match."""
@@ -203,7 +203,7 @@ def _tell(line: str, workers: Workers | None) -> None:
 
 def _require_finite(values: Sequence[float], model: HFBlockModel, at: AtStep) -> None:
     """Refuse what a model of broken weights makes of rows, and say whose weights are broken."""
-    from zo2adapters.trainers.finite_base import require_finite_base
+    from zo2adapters.trainers.base_check import require_finite_base
 
     wrong = [value for value in values if not math.isfinite(value)]
     if wrong:

@@ -32,7 +32,7 @@ class Generate(AtStep):
         from zo2adapters.models.footprint import activation_bytes, cache_bytes
         from zo2adapters.tasks.generation import Sampling, generate, require_lengths
         from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
-        from zo2adapters.trainers.finite_base import require_finite_base
+        from zo2adapters.trainers.base_check import require_finite_base
 
         require_between("seed", self.seed, -LARGEST, LARGEST)
         drawn = Sampling(temperature=self.temperature, top_p=self.top_p, seed=self.seed) if self.temperature else None

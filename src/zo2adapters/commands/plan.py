@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from zo2adapters.ranges import require_at_least, require_between
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.optimization import MOST_QUERIES, Noise, Optimization
 from zo2adapters.trainers.options import (
     CarriedName,
@@ -18,7 +17,15 @@ from zo2adapters.trainers.options import (
     evaluations_due,
     precision_of_run,
 )
-from zo2core import OptionError, Replay, SequentialNoise, WriteBackPolicy, choose_carrying, require_perturbation
+from zo2core import (
+    EstimatorName,
+    OptionError,
+    Replay,
+    SequentialNoise,
+    WriteBackPolicy,
+    choose_carrying,
+    require_perturbation,
+)
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers

@@ -9,8 +9,8 @@ from typing import Literal
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.trainers.batching import MOST_ROWS
+from zo2adapters.trainers.optimization import require_sane_step
 from zo2adapters.trainers.options import DtypeName, HeadName
-from zo2adapters.trainers.step_size import require_sane_step
 from zo2core import MeZOSGD
 
 

@@ -25,12 +25,11 @@ from zo2adapters.models.peft_kinds.kind import NEUTRAL, AdapterKind, OpenBase, O
 from zo2adapters.models.peft_kinds.lora import LoRAKind
 from zo2adapters.models.peft_kinds.prefix import PrefixKind
 from zo2adapters.models.peft_kinds.reader import read_values
-from zo2adapters.models.peft_kinds.vera import VeRAKind
 from zo2adapters.models.peft_kinds.wrapped_layers import WRAPPED, put_value
 from zo2adapters.optional_package import optional_package
 from zo2core import CheckpointError, OptionError, open_regular, reason, require_own_file
 
-KINDS: Mapping[str, AdapterKind] = {kind.peft_type: kind for kind in (LoRAKind(), VeRAKind(), PrefixKind())}
+KINDS: Mapping[str, AdapterKind] = {kind.peft_type: kind for kind in (LoRAKind(), PrefixKind())}
 
 _LARGEST_CONFIG = 1 << 20  # bytes
 

@@ -8,8 +8,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from zo2adapters.optional_package import optional_package
-from zo2adapters.tasks.benchmarks import BENCHMARKS
-from zo2adapters.tasks.benchmarks.benchmark import Benchmark
+from zo2adapters.tasks.benchmarks import BENCHMARKS, Benchmark
 from zo2adapters.tasks.rows import parsed_rows
 from zo2core import DataError, OptionError
 

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import Enum
+from typing import Any
 
 from zo2adapters.ranges import require_between
-from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
-from zo2adapters.trainers.step_size import require_sane_step
 from zo2core import (
-    FZOO,
-    MEAZO,
     BesideActivations,
     BlockLayout,
     Clipped,
     Distribution,
+    EstimatorName,
     Guarded,
     InWeights,
-    MeZOSGD,
-    MultiQueryRGE,
     NoiseGenerator,
     OptionError,
-    PerRowRGE,
     Perturbation,
     PhiloxNoise,
     ZOEstimator,
 )
 
 MOST_QUERIES = 1 << 16
+
+# Note: Largest steps. An update moves a weight by lr times the projected gradient, which for a pre-trained model is between
+# 0.1 and 1000, and weights are below 1. What is used lies between 1e-8 and 1e-2. Beyond 1 one step leaves nothing of a
+# model, however its loss turns out; the same holds of a perturbation by more than the weights themselves.
+LARGEST_LR = 1.0
+LARGEST_EPS = 1.0
 
 
 class Noise(Enum):
@@ -55,8 +56,7 @@ class Optimization:
     """Perturbation scale: evaluations are made at the weights plus and minus zo_eps times a random direction."""
     estimator: EstimatorName = EstimatorName.MEZO
     """What turns losses into steps. fzoo takes one side of each of several --queries, and divides by how far their losses
-    spread; meazo divides by how large projected gradients have been. Their --lr is about how far a step moves a weight,
-    such as 1e-5: another scale than MeZO's."""
+    spread. Its --lr is about how far a step moves a weight, such as 1e-5: another scale than MeZO's."""
     weight_decay: float = 0.0
     """Weight decay of MeZO's update; biases and layer norms do not decay."""
     noise: Noise = Noise.RADEMACHER
@@ -116,12 +116,38 @@ class Optimization:
         Raises:
             OptionError: naming the option.
         """
-        self.estimator.require_consistent(
-            exact_mezo=self.exact_mezo,
-            noise=self.noise.value,
-            perturb_in_place=self.perturb_in_place,
-            queries=self.queries,
-        )
+        name, several = self.estimator.value, self.estimator.classes.several
+        if self.estimator is not EstimatorName.MEZO and self.exact_mezo:
+            raise OptionError(
+                "exact_mezo",
+                found=f"it beside the estimator {name}",
+                expected="MeZO's own estimator, whose bits it asks for",
+                remedy="leave out one of the two",
+            )
+        if several.distribution not in (None, self.noise.distribution):
+            needed = several.distribution.value
+            raise OptionError(
+                "noise",
+                found=repr(self.noise.value),
+                expected=f"{needed!r}, which {name} is made for",
+                remedy="leave it out",
+            )
+        if self.perturb_in_place and not _takes(several, "perturb_in_place"):
+            raise OptionError(
+                "perturb_in_place",
+                found=f"it beside the estimator {name}",
+                expected=f"evaluations that each start from the weights, as those of {name} do",
+                remedy="leave it out",
+            )
+        if self.queries < several.least_queries:
+            raise OptionError(
+                "queries",
+                found=str(self.queries),
+                expected=f"at least {several.least_queries} with {name}",
+                remedy="pass 8, as the authors of FZOO do",
+            )
+        if self.per_row and self.estimator.classes.per_row is None:
+            raise OptionError("per_row", found=f"--estimator {name}", expected="mezo", remedy="leave one of the two out")
         if self.rank is None:
             for option in ("period", "stack"):
                 if (value := getattr(self, option)) != getattr(Optimization, option):
@@ -162,24 +188,20 @@ class Optimization:
         """
         require_between("queries", self.queries, 1, MOST_QUERIES)
         self.require_consistent()
-        if self.per_row and self.estimator is not EstimatorName.MEZO:
-            raise OptionError(
-                "per_row", found=f"--estimator {self.estimator.value}", expected="mezo", remedy="leave one of the two out"
-            )
-        in_place = self.perturb_in_place or self.exact_mezo
-        estimator = MeZOSGD(  # refuses a bad peak before it is scheduled
-            lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, perturb_in_place=in_place
-        )
+        classes, q = self.estimator.classes, self.queries
+        kind: Callable[..., Any] = classes.several  # a dataclass
+        if self.per_row and classes.per_row is not None:
+            kind, q = classes.per_row, rows if q == 1 else q
+        elif q == 1 and classes.one is not None:
+            kind = classes.one
+        options = {"q": q, "perturb_in_place": self.perturb_in_place or self.exact_mezo}
+        options = {name: value for name, value in options.items() if _takes(kind, name)}
+        # A bad peak is refused here, before it is scheduled.
+        estimator = kind(lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, **options)
         require_sane_step(self.lr, self.zo_eps, self.weight_decay)
         lr = LearningRate(peak=self.lr, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
-        if self.estimator is EstimatorName.FZOO:
-            return FZOO(lr=lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, q=self.queries)
-        estimator = replace(estimator, lr=lr)
-        if self.per_row:
-            return PerRowRGE(**vars(estimator), q=rows if self.queries == 1 else self.queries)
-        if self.estimator is EstimatorName.MEAZO:
-            return MEAZO(**vars(estimator), q=self.queries)
-        return estimator if self.queries == 1 else MultiQueryRGE(**vars(estimator), q=self.queries)
+        scheduled: ZOEstimator = replace(estimator, lr=lr)
+        return scheduled
 
     def guarded(self, estimator: ZOEstimator) -> ZOEstimator:
         """An estimator with the clipping and the guard that were asked for.
@@ -190,3 +212,23 @@ class Optimization:
         if self.clip_grad is not None or self.clip_median is not None:
             estimator = Clipped(estimator=estimator, value=self.clip_grad, medians=self.clip_median)
         return Guarded(estimator=estimator) if self.guard else estimator
+
+
+def require_sane_step(lr: float, zo_eps: float, weight_decay: float) -> None:
+    """Refuse numbers with which a single step leaves nothing of a model.
+
+    Raises:
+        OptionError: naming the option, and why.
+    """
+    for option, value, most, why in (
+        ("lr", lr, LARGEST_LR, "an update moves each weight by lr times the projected gradient"),
+        ("zo_eps", zo_eps, LARGEST_EPS, "weights are perturbed by this much, and are mostly smaller"),
+        ("weight_decay", weight_decay, 1 / lr, "a step takes lr times weight_decay of a weight away"),
+    ):
+        if value > most:
+            raise OptionError(option, found=repr(value), expected=f"at most {most:g}: {why}", remedy=f"lower {option}")
+
+
+def _takes(kind: Any, option: str) -> bool:
+    """Whether an estimator's class, a dataclass, has such a field."""
+    return any(field.name == option for field in fields(kind))

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, function_file, names_model_loss
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.estimator_name import EstimatorName
 from zo2adapters.trainers.field_types import require_field_types
 from zo2adapters.trainers.live_metrics import TrackerName
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2core import (
+    EstimatorName,
     OptionError,
     Replay,
     ZOEstimator,
@@ -113,7 +113,7 @@ class Execution:
     """How this process works on a run. No bit of the result depends on it, so a resumed run may choose anew."""
 
     trace: Path | None = None
-    """File to write each sweep to, for ui.perfetto.dev and zo2 timeline: what every lane did when, and how many bytes
+    """File to write each sweep to, for ui.perfetto.dev: what every lane did when, and how many bytes
     it moved. It must not exist."""
     verify_base: bool = False
     """Read every byte of the base before the first step, and compare it with what the journal keeps of it."""
@@ -153,7 +153,7 @@ class RunOptions:
     """What the model ends in. sequence-classification is trained on rows with text, perhaps text_pair, and label: a class,
     or a number where the model rates."""
     adapter: Path | None = None
-    """Train an adapter of peft's (LoRA, DoRA, VeRA, a prefix) instead of the weights, which are then only read:
+    """Train an adapter of peft's (LoRA, DoRA, a prefix) instead of the weights, which are then only read:
     adapter_config.json as peft writes it, or a directory with an adapter to go on from. Exports are adapters."""
     adapter_frozen: tuple[str, ...] = ()
     """With --adapter: parts of parameters' names that stay as they are, such as lora_A for LoRA-FA."""

@@ -28,6 +28,7 @@ from zo2adapters.trainers.provenance import file_sha256
 from zo2core import (
     BlockModel,
     DataError,
+    EstimatorName,
     Journal,
     OptionError,
     OutputError,
@@ -108,11 +109,20 @@ class RunDirectory:
         """How a run was begun.
 
         Raises:
-            OptionError: if the directory is none of a run.
+            OptionError: if the directory is none of a run, or its estimator is one that this version does not have.
         """
+        known = [name.value for name in EstimatorName]
         with _refusing_damage(path):
-            values = json.loads(read_regular(path / OPTIONS))
-            return TrainOptions.from_json(values["options"], path)
+            values = json.loads(read_regular(path / OPTIONS))["options"]
+            estimator = values["optimization"].get("estimator", "mezo")
+            if estimator in known:
+                return TrainOptions.from_json(values, path)
+        raise OptionError(
+            path / OPTIONS,
+            found=f"the estimator {str(estimator)[:40]!r}",
+            expected=f"one of {', '.join(known)}: this version has no other",
+            remedy="continue the run with the version of zo2core that began it",
+        )
 
     def require_same_base(self, options: TrainOptions, model: BlockModel) -> None:
         """Refuse another base, or adapter, at a path that a resumed run was told anew.
@@ -330,4 +340,22 @@ def _unwritable(path: Path, error: OSError) -> OutputError:
         found=reason(error),
         expected="a directory that can be written",
         remedy="free space or choose another directory",
+    )
+
+
+def holds_model(directory: Path) -> bool:
+    """Whether a model was exported to a directory already; an empty one holds none.
+
+    Raises:
+        OutputError: if there is something else.
+    """
+    if not (directory.exists() or directory.is_symlink()) or (directory.is_dir() and not any(directory.iterdir())):
+        return False
+    if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
+        return True
+    raise OutputError(
+        directory,
+        found="something that is no whole model",
+        expected="the exported model, an empty directory, or nothing",
+        remedy="move it away and give the command again: the model is written anew",
     )

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
-from zo2adapters.models.exported import holds_model
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.registry import make_task
@@ -20,16 +19,15 @@ from zo2adapters.tasks.row_files import Rows, read_rows
 from zo2adapters.tasks.task import TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import with_kept_memory
-from zo2adapters.trainers.base_check import verify_with_progress
+from zo2adapters.trainers.base_check import require_finite_base, verify_with_progress
 from zo2adapters.trainers.evaluations import best_step, due_steps, is_due, losses_of, row_of_evaluation, shown_steps, told
-from zo2adapters.trainers.finite_base import require_finite_base
 from zo2adapters.trainers.health import Watch, diverged, ruined
 from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.metrics import progress, step_record, write_row
 from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_due
 from zo2adapters.trainers.provenance import provenance, require_same_files
 from zo2adapters.trainers.remarks import remarks, storage
-from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, header_of, require_new
+from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, header_of, holds_model, require_new
 from zo2adapters.trainers.run_engine import build_engine, replayer, reserved_bytes
 from zo2adapters.trainers.sharing import device_kinds, is_first, require_same_steps, settled_alike
 from zo2adapters.trainers.step_bar import StepBar

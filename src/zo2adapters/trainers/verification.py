@@ -17,7 +17,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.monolithic import MonolithicMeZO
 from zo2adapters.models.precision import Precision
 from zo2adapters.tasks.labelled import classifies, padding_of, rates_once
-from zo2adapters.trainers.finite_base import require_finite_base
+from zo2adapters.trainers.base_check import require_finite_base
 from zo2core import (
     IGNORE_INDEX,
     Batch,

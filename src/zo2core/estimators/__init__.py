@@ -1,13 +1,14 @@
 """Zeroth-order gradient estimators."""
 
 from zo2core.estimators.clipping import Clipped as Clipped
-from zo2core.estimators.direction_seeds import direction_seeds as direction_seeds
-from zo2core.estimators.directions import require_distribution as require_distribution
 from zo2core.estimators.fzoo import FZOO as FZOO
 from zo2core.estimators.guard import Guarded as Guarded
 from zo2core.estimators.guard import GuardPolicy as GuardPolicy
-from zo2core.estimators.learning_rate import learning_rate as learning_rate
-from zo2core.estimators.meazo import MEAZO as MEAZO
+from zo2core.estimators.inputs import direction_seeds as direction_seeds
+from zo2core.estimators.inputs import learning_rate as learning_rate
+from zo2core.estimators.inputs import require_distribution as require_distribution
 from zo2core.estimators.mezo import MeZOSGD as MeZOSGD
 from zo2core.estimators.per_row import PerRowRGE as PerRowRGE
+from zo2core.estimators.registry import ESTIMATORS as ESTIMATORS
+from zo2core.estimators.registry import EstimatorName as EstimatorName
 from zo2core.estimators.rge import MultiQueryRGE as MultiQueryRGE

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zo2core.errors import OptionError
-from zo2core.estimators.ranges import require_positive
+from zo2core.estimators.inputs import require_positive
 from zo2core.estimators.wrapper import EstimatorWrapper
 from zo2core.types import Evaluation, Update
 

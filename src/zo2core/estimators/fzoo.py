@@ -5,13 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from zo2core.estimators.direction_seeds import distinct
-from zo2core.estimators.learning_rate import describe_lr
-from zo2core.estimators.ranges import require_positive, require_query_count, require_weight_decay
+from zo2core.estimators.inputs import describe_lr, distinct, require_positive, require_query_count, require_weight_decay
 from zo2core.types import Distribution, Evaluation, Update
 
 # Note: Text and code. The paper's text, as far as a summary of its equations shows, divides by zo_eps as well, as a gradient
@@ -45,6 +43,11 @@ class FZOO:
         OptionError: if a number is out of its range; q is at least 2.
     """
 
+    name: ClassVar[str] = "fzoo"
+    perturb_in_place: ClassVar[bool] = False  # each evaluation starts from the weights
+    distribution: ClassVar[Distribution | None] = Distribution.RADEMACHER  # an evaluation moves every weight by zo_eps
+    least_queries: ClassVar[int] = 2  # it divides by how far the losses of its directions spread
+
     lr: float | Callable[[int], float]
     zo_eps: float
     weight_decay: float = 0.0
@@ -55,23 +58,18 @@ class FZOO:
             require_positive("lr", self.lr)
         require_positive("zo_eps", self.zo_eps)
         require_weight_decay(self.weight_decay)
-        require_query_count(self.q, least=2)
+        require_query_count(self.q, least=self.least_queries)
 
-    @property
-    def perturb_in_place(self) -> bool:
-        """False: each evaluation starts from the weights."""
-        return False
-
-    @property
-    def distribution(self) -> Distribution | None:
-        """Rademacher, as the paper has it: an evaluation moves every weight by zo_eps."""
-        return Distribution.RADEMACHER
+    @staticmethod
+    def forwards(queries: int) -> int:
+        """Evaluations of a step along ``queries`` directions: the weights as they are, and one side of each."""
+        return queries + 1
 
     @property
     def options(self) -> Mapping[str, Any]:
         """Name and numbers; of a schedule as ``MeZOSGD`` has it."""
         return {
-            "name": "fzoo",
+            "name": self.name,
             "lr": describe_lr(self.lr),
             "zo_eps": self.zo_eps,
             "weight_decay": self.weight_decay,

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from zo2core.errors import DivergenceError, OptionError, ZO2Warning
-from zo2core.estimators.course import MOST_MOVED, Course, best_step, drift, squared_move
-from zo2core.estimators.running_range import RECENT, is_refused, outlier
+from zo2core.estimators.run_health import MOST_MOVED, RECENT, RunHealth, best_step, drift, is_refused, outlier, squared_move
 from zo2core.estimators.wrapper import EstimatorWrapper
 from zo2core.types import Evaluation, Update
 
@@ -50,10 +49,10 @@ class Guarded(EstimatorWrapper):
     A step whose losses lie far outside the range that they have been in, or whose update is larger than weights are, is *not
     applied*, which a warning says. Its record has its losses and projected gradients of 0, no weight decay and no walk, so
     that replaying it leaves every weight as it is. As long as the guard does not act, updates are the wrapped estimator's,
-    bit for bit. ``running_range.py`` has the numbers.
+    bit for bit. ``run_health.py`` has the numbers.
 
-    The run ends in a ``DivergenceError`` if too many of the last ten steps are not applied, or if its course, as
-    ``course.py`` judges it, has got worse for good. The error names the best step so far, from which to branch the run.
+    The run ends in a ``DivergenceError`` if too many of the last ten steps are not applied, or if the run, as
+    ``run_health.py`` judges it, has got worse for good. The error names the best step so far, from which to branch the run.
 
     All this follows from the journal, so a resumed run is bitwise the undisturbed one, and ends in the same error.
 
@@ -64,7 +63,7 @@ class Guarded(EstimatorWrapper):
 
     policy: GuardPolicy = field(default_factory=GuardPolicy)
     # What was computed last, so that a step does not begin with the first one again: no state, it follows from ``past``.
-    _known: list[Course] = field(default_factory=list, init=False, repr=False, compare=False)
+    _known: list[RunHealth] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -87,7 +86,7 @@ class Guarded(EstimatorWrapper):
             DivergenceError: if the run has got worse for good.
         """
         past, policy = past[:step], self.policy
-        drifted = drift(self._course(past), past, window=policy.window)
+        drifted = drift(self._health(past), past, window=policy.window)
         if drifted is not None:
             raise _diverged(step, past, *drifted)
         update = self.estimator.update(step, evaluations, losses, lr, past)
@@ -104,10 +103,10 @@ class Guarded(EstimatorWrapper):
         unchanged = (0.0,) * len(update.projected_grads)
         return replace(update, projected_grads=unchanged, weight_decay=0.0, perturb_in_place=False)
 
-    def _course(self, past: Sequence[Update]) -> Course:
-        course = (self._known.pop() if self._known else Course()).extended(past)
-        self._known.append(course)
-        return course
+    def _health(self, past: Sequence[Update]) -> RunHealth:
+        health = (self._known.pop() if self._known else RunHealth()).extended(past)
+        self._known.append(health)
+        return health
 
 
 def _diverged(step: int, past: Sequence[Update], found: str, expected: str) -> DivergenceError:

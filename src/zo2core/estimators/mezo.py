@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from zo2core.estimators.learning_rate import describe_lr
-from zo2core.estimators.ranges import require_positive, require_weight_decay
+from zo2core.estimators.inputs import describe_lr, require_positive, require_weight_decay
 from zo2core.types import Distribution, Evaluation, Update
 
 
@@ -28,6 +27,10 @@ class MeZOSGD:
         OptionError: if a number is not finite or has the wrong sign.
     """
 
+    name: ClassVar[str] = "mezo-sgd"
+    distribution: ClassVar[Distribution | None] = None  # directions of any distribution will do
+    least_queries: ClassVar[int] = 1
+
     lr: float | Callable[[int], float]
     zo_eps: float
     weight_decay: float = 0.0
@@ -39,16 +42,16 @@ class MeZOSGD:
         require_positive("zo_eps", self.zo_eps)
         require_weight_decay(self.weight_decay)
 
-    @property
-    def distribution(self) -> Distribution | None:
-        """None: directions of any distribution will do."""
-        return None
+    @staticmethod
+    def forwards(queries: int) -> int:
+        """Evaluations of a step along ``queries`` directions: both sides of each."""
+        return 2 * queries
 
     @property
     def options(self) -> Mapping[str, Any]:
         """Name and numbers. A schedule is known by its ``repr`` if it is a dataclass; other functions are not told apart."""
         return {
-            "name": "mezo-sgd",
+            "name": self.name,
             "lr": describe_lr(self.lr),
             "zo_eps": self.zo_eps,
             "weight_decay": self.weight_decay,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 
@@ -29,10 +29,7 @@ class PerRowRGE(MultiQueryRGE):
         q: Directions a step; the number of rows must be a multiple of it.
     """
 
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """As of ``MultiQueryRGE``, by another name."""
-        return {**super().options, "name": "per-row-rge"}
+    name: ClassVar[str] = "per-row-rge"
 
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
         """Both sides of each direction in turn, each pair for its group of the rows."""

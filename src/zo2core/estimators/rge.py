@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from zo2core.estimators.direction_seeds import distinct
+from zo2core.estimators.inputs import distinct, require_query_count
 from zo2core.estimators.mezo import MeZOSGD
-from zo2core.estimators.ranges import require_query_count
 from zo2core.types import Evaluation, Update
 
 
@@ -33,16 +32,18 @@ class MultiQueryRGE(MeZOSGD):
         OptionError: if a number is out of its range.
     """
 
+    name: ClassVar[str] = "multi-query-rge"
+
     q: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_query_count(self.q, least=1)
+        require_query_count(self.q, least=self.least_queries)
 
     @property
     def options(self) -> Mapping[str, Any]:
         """As of ``MeZOSGD``, and q."""
-        return {**super().options, "name": "multi-query-rge", "q": self.q}
+        return {**super().options, "q": self.q}
 
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
         """Both sides of each direction in turn."""

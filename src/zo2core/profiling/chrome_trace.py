@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
-from zo2core.errors import OutputError, TraceError, reason
-from zo2core.io.durable import create_file, read_regular
-from zo2core.profiling.timeline import Passed, Span, Timeline, lane_uses
+from zo2core.errors import OutputError, reason
+from zo2core.io.durable import create_file
+from zo2core.profiling.timeline import Span, Timeline, lane_uses
 from zo2core.types import Lane, LaneUse
 
 _SWEEP = "sweep"
@@ -181,102 +179,9 @@ class TraceRecorder:
             self._trace.add(spans)
 
 
-@dataclass(frozen=True)
-class Recording:
-    """What a trace holds."""
-
-    path: Path
-    spans: tuple[Span, ...]
-    sweeps: tuple[Sweep, ...]  # in the order in which they ended
-
-    def sweep(self, step: int | None = None) -> Sweep:
-        """Return the sweep of a step.
-
-        Args:
-            step: The step's number. None: the last step, or the last sweep of all where no step was recorded.
-
-        Raises:
-            TraceError: if there is no such sweep.
-        """
-        steps = [sweep for sweep in self.sweeps if sweep.name.startswith(_STEP)]
-        of_step = [sweep for sweep in steps if sweep.name == f"{_STEP}{step}"]
-        candidates = steps or list(self.sweeps) if step is None else of_step
-        if not candidates:
-            held = f"{steps[0].name} to {steps[-1].name}" if steps else f"{len(self.sweeps)} sweeps, none of a step"
-            raise TraceError(
-                self.path,
-                found=held,
-                expected="a sweep" if step is None else f"{_STEP}{step}",
-                remedy="choose another step, or leave it out to see the last one",
-            )
-        return candidates[-1]
-
-    def within(self, sweep: Sweep) -> list[Span]:
-        """The spans that a sweep's time has a part of, in order."""
-        spans = [span for span in self.spans if span.begun.seconds < sweep.done and span.done.seconds > sweep.begun]
-        return sorted(spans, key=lambda span: span.begun.seconds)
-
-
-def read_trace(path: Path) -> Recording:
-    """Read a trace back. A last line that is torn does not count, nor do events of other kinds.
-
-    Raises:
-        TraceError: if the file cannot be read, or is no trace.
-    """
-    try:
-        events = _parse(read_regular(path).decode())
-        spans: list[Span] = []
-        sweeps: list[Sweep] = []
-        for event in events:
-            if event["ph"] != "X":
-                continue
-            begun, done = _seconds(event["ts"]), _seconds(event["ts"] + event["dur"])
-            if not (math.isfinite(begun) and begun <= done < math.inf):
-                raise ValueError(f"ts {event['ts']} and dur {event['dur']}")
-            kind, name = event["cat"], str(event["name"])
-            if kind == _SWEEP:
-                if begun == done:
-                    raise ValueError(f"a sweep that took no time: {name}")
-                sweeps.append(Sweep(name, begun, done))
-            else:
-                track, nbytes = int(event["tid"]) % _TRACKS, int(event.get("args", {}).get("bytes", 0))
-                spans.append(Span(Lane(kind), name, Passed(begun), Passed(done), nbytes, track))
-    except OSError as error:
-        raise TraceError(path, found=reason(error), expected="a readable file", remedy="check the path") from error
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise TraceError(
-            path,
-            found=f"something else ({type(error).__name__}: {error})",
-            expected="a trace as `zo2 train --trace FILE` writes it",
-            remedy="name such a file",
-        ) from error
-    return Recording(path, tuple(spans), tuple(sweeps))
-
-
 def row_name(span: Span) -> str:
     """Return what a span's row is called where traces are shown: its lane, or the evaluation."""
     return f"evaluation {span.track + 1}" if span.lane is Lane.EVALUATE else span.lane.value
-
-
-def _parse(text: str) -> list[dict[str, Any]]:
-    """The events of a whole file, of one without its end, and of one whose last line is torn."""
-    opening, *lines = text.rstrip().split("\n")
-    if opening == "[" and lines[-1:] != ["]"]:
-        if lines and _is_torn(lines[-1]):
-            lines.pop()
-        text = "[" + "".join(lines).rstrip(",") + "]"
-    events = json.loads(text)
-    if not isinstance(events, list):
-        raise TypeError(f"a JSON {type(events).__name__}")
-    return events
-
-
-def _is_torn(line: str) -> bool:
-    try:
-        json.loads(line.rstrip(","))
-    except ValueError:
-        return True
-    return False
 
 
 def _complete(category: str, name: str, thread: int, begun: float, done: float) -> dict[str, Any]:
@@ -287,8 +192,3 @@ def _complete(category: str, name: str, thread: int, begun: float, done: float) 
 
 def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, _DIGITS)
-
-
-def _seconds(microseconds: float) -> float:
-    """Convert to seconds, rounded so that times that were equal when they were written are equal when they are read."""
-    return round(float(microseconds), _DIGITS) / 1e6

@@ -45,11 +45,8 @@ class PeftBlockModel(HFBlockModel):
         Raises:
             OutputError: if the directory is in use or cannot be written.
         """
-        inserted = self.adapter.inserted
-        names = inserted.parameters
+        names = self.adapter.inserted.parameters
         saved = {names[name]: tensor.clone() for name, tensor in tensors if name in names}
-        if inserted.keeps_constants:
-            saved |= {name: value.cpu() for name, value in inserted.constants.items()}
         write_adapter(directory, plain_config(self.adapter.config), saved)
 
     def require_stackable(self) -> None:

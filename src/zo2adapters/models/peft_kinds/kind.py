@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -26,8 +26,6 @@ class Inserted:
     """An adapter's modules in a skeleton. Its parameters are on the meta device."""
 
     parameters: Mapping[str, str]  # name in the skeleton, to name in peft's files
-    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)  # by name in peft's files: buffers of the modules
-    keeps_constants: bool = False  # peft's files have them
     embedding: tuple[str, ...] = ()  # modules that run before the layers
     forward_bytes: int = 0  # of memory that a layer's forward takes beside the base's
     wrapper: Any = None  # peft's model around the skeleton, where the skeleton's own forward does not see the adapter

@@ -32,9 +32,8 @@ class AdapterReader:
 
     @property
     def fingerprint(self) -> str:
-        """Of the base, and of all values and constants of the adapter."""
-        own = {**self._first_values(), **{name: value.view(-1) for name, value in self._adapter.inserted.constants.items()}}
-        values = save({name: value.contiguous() for name, value in sorted(own.items())})
+        """Of the base, and of all values of the adapter."""
+        values = save({name: value.contiguous() for name, value in sorted(self._first_values().items())})
         return hashlib.sha256(self._base.fingerprint.encode() + hashlib.sha256(values).digest()).hexdigest()
 
     def page_offset(self, spec: ParameterSpec) -> int | None:
@@ -68,7 +67,7 @@ class AdapterReader:
 
 
 def read_values(path: Path, inserted: Inserted, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
-    """Read the values that a file of peft's holds, and its constants into their buffers.
+    """Read the values that a file of peft's holds.
 
     Args:
         path: The file.
@@ -84,7 +83,6 @@ def read_values(path: Path, inserted: Inserted, shapes: Mapping[str, torch.Size]
     entries = parse_header(path)
     values = {name: torch.empty(shapes[name], dtype=torch.float32) for name in inserted.parameters}
     wanted = {inserted.parameters[name]: value for name, value in values.items()}
-    wanted |= dict(inserted.constants) if inserted.keeps_constants else {}
     with closing(SafetensorsReader(entries)) as reader:
         for saved_name, value in wanted.items():
             entry = entries.pop(saved_name, None)
