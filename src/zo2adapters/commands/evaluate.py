@@ -63,10 +63,12 @@ class Evaluate(AtStep):
         tokenizer = load_tokenizer(at.base())
         model = at.opened(loss_chunk=self.batching.loss_chunk)
         length = self.batching.length_for(model)
-        if self.batching.pack and (at.head != "causal-lm" or holds_choices(self.data) or holds_answers(self.data)):
+        if self.batching.pack and (
+            at.model_options.head != "causal-lm" or holds_choices(self.data) or holds_answers(self.data)
+        ):
             found, expected = f"{self.data}, rows of another kind", "rows of text, by the model's own loss"
             raise OptionError("pack", found=found, expected=expected, remedy="leave it out")
-        if at.head != "causal-lm":
+        if at.model_options.head != "causal-lm":
             self._classify(at, model, tokenizer, length, workers)
             return
         if holds_choices(self.data):

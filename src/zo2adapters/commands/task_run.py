@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from zo2adapters.commands.evaluate import Evaluate
 from zo2adapters.commands.rows import WriteRows
+from zo2adapters.trainers.model_options import RunModelOptions
+from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, require_new
 from zo2adapters.trainers.sharing import own_rank
 from zo2core import OptionError
@@ -53,9 +55,9 @@ def _require_consistent(command: Train) -> None:
     for option, found, expected in (
         ("resume", command.resume, "none: --resume alone goes on, with the rows that are there"),
         ("evaluation", command.evaluation, "none: the task has its own rows to choose a step by"),
-        ("head", command.head if command.takes_labels else None, "none: the task's rows have candidates"),
+        ("head", command.model_options.head if command.takes_labels else None, "none: the task's rows have candidates"),
         ("beta", command.beta, "none: the task's rows have candidates"),
-        ("adapter", command.adapter, "none: write the rows with zo2 rows, and train on them"),
+        ("adapter", command.model_options.adapter, "none: write the rows with zo2 rows, and train on them"),
     ):
         if found is not None:
             raise OptionError(option, found=f"{found} beside --task", expected=expected, remedy="leave it out")
@@ -68,21 +70,21 @@ def _require_consistent(command: Train) -> None:
         )
     for option in ("model", "output"):
         if getattr(command, option) is None:
-            raise OptionError(f"--{option}", found="nothing", expected="a value", remedy="see zo2 train --help")
+            raise OptionError(option, found="nothing", expected="a value", remedy="see zo2 train --help")
 
 
 def _score(command: Train, model: str, rows: Path, name: str) -> None:
     """Print what a model scores on rows."""
-    storage = command.storage
+    storage, told = command.storage, command.model_options
     exported = model != command.model
     print(f"{name}: ", end="", flush=True)
     Evaluate(
         model=model,
         data=rows,
         batching=command.batching,
-        architecture=command.architecture,
-        dtype="auto" if exported or command.precision == "mixed" else command.dtype,
-        memory=storage.memory,
-        device=storage.device,
-        device_memory=storage.device_memory,
+        model_options=RunModelOptions(
+            architecture=told.architecture,
+            dtype="auto" if exported or told.precision == "mixed" else told.dtype,
+        ),
+        resources=Resources(memory=storage.memory, device=storage.device, device_memory=storage.device_memory),
     ).run()

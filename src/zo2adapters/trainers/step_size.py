@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from zo2core import OptionError
 
 # Note: Largest steps. An update moves a weight by lr times the projected gradient, which for a pre-trained model is between
@@ -11,16 +13,28 @@ LARGEST_LR = 1.0
 LARGEST_EPS = 1.0
 
 
-def require_sane_step(lr: float, zo_eps: float, weight_decay: float) -> None:
-    """Refuse numbers with which a single step leaves nothing of a model.
+@dataclass(frozen=True, kw_only=True)
+class StepSize:
+    """How far a step moves the weights."""
 
-    Raises:
-        OptionError: naming the option, and why.
-    """
-    for option, value, most, why in (
-        ("lr", lr, LARGEST_LR, "an update moves each weight by lr times the projected gradient"),
-        ("zo_eps", zo_eps, LARGEST_EPS, "weights are perturbed by this much, and are mostly smaller"),
-        ("weight_decay", weight_decay, 1 / lr, "a step takes lr times weight_decay of a weight away"),
-    ):
-        if value > most:
-            raise OptionError(option, found=repr(value), expected=f"at most {most:g}: {why}", remedy=f"lower {option}")
+    lr: float = 1e-6
+    """Peak learning rate. MeZO's range for full fine-tuning of OPT is 1e-7 to 1e-6; small models take more."""
+    zo_eps: float = 1e-3
+    """Perturbation scale: evaluations are made at the weights plus and minus zo_eps times a random direction."""
+    weight_decay: float = 0.0
+    """Weight decay of MeZO's update; biases and layer norms do not decay."""
+
+    def require_sane(self) -> None:
+        """Refuse numbers with which a single step leaves nothing of a model.
+
+        Raises:
+            OptionError: naming the option, and why.
+        """
+        for option, value, most, why in (
+            ("lr", self.lr, LARGEST_LR, "an update moves each weight by lr times the projected gradient"),
+            ("zo_eps", self.zo_eps, LARGEST_EPS, "weights are perturbed by this much, and are mostly smaller"),
+            ("weight_decay", self.weight_decay, 1 / self.lr, "a step takes lr times weight_decay of a weight away"),
+        ):
+            if value > most:
+                expected = f"at most {most:g}: {why}"
+                raise OptionError(option, found=repr(value), expected=expected, remedy=f"lower `{option}`")

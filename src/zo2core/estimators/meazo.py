@@ -100,7 +100,7 @@ class MEAZO(MultiQueryRGE):
                 f"step {step}",
                 found=f"projected gradients {grads}, whose square is not finite",
                 expected="losses closer to each other",
-                remedy="raise zo_eps, or lower lr; the step was not taken",
+                remedy="raise `zo_eps`, or lower `lr`; the step was not taken",
             )
         scale = moment.root_mean_square(self.beta) + self.delta
         return replace(plain, projected_grads=tuple(grad / scale for grad in grads))

@@ -14,7 +14,7 @@ def require_positive(name: str, value: float) -> None:
         OptionError: naming the option.
     """
     if not (math.isfinite(value) and value > 0):
-        raise OptionError(name, found=repr(value), expected="a positive finite number", remedy=f"choose {name} > 0")
+        raise OptionError(name, found=repr(value), expected="a positive finite number", remedy=f"choose `{name}` > 0")
 
 
 def require_scheduled_lr(name: str, value: float) -> None:
