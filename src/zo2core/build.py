@@ -25,7 +25,7 @@ from zo2core.beside import (
 )
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError
-from zo2core.estimators import direction_seeds, require_distribution
+from zo2core.estimators import direction_seeds, require_distribution, with_perturb_in_place
 from zo2core.journal import Journal, digest, json_object
 from zo2core.noise import PhiloxNoise, choose_noise
 from zo2core.planning.carrying import Replay, choose_carrying, require_drawable
@@ -61,6 +61,7 @@ from zo2core.workers import SoloWorker, Workers
 class Parts(NamedTuple):
     """What a run is made of."""
 
+    estimator: ZOEstimator | None  # says whether it perturbs in place; None for a run that takes no steps
     opened: ExitStack  # closes what was opened for the run, and nothing that a caller passed
     micro_batch_size: int | None  # rows; None: batches run whole
     journal: Journal
@@ -109,7 +110,7 @@ def build(
         estimator: None for a run that takes no steps.
         journal: A journal, or the path of one; it is begun, or checked to be of this run.
         device: A device, or the name of one.
-        noise: None takes what the journal was begun with, else MeZO's.
+        noise: None takes what the journal was begun with, else what the estimator or the perturbation needs, else MeZO's.
         memory: Sizes, or plans.
         micro_batch_size: Rows of a micro-batch; None: batches run whole.
         trace: A trace, or the path of a new one.
@@ -127,7 +128,6 @@ def build(
     with ExitStack() as opened:
         require_rows(micro_batch_size)
         layouts, timeline = model.layouts, Timeline()
-        walks = estimator is not None and estimator.perturb_in_place
         opened.callback(model.weights.close)  # last: until then somebody may read
         trace = _open_trace(trace, opened)
         replayed = estimator is None and journal is not None
@@ -143,8 +143,14 @@ def build(
             device = choose_device(device)
             opened.callback(device.close)
         recorded, where = journal.noise, choose_perturbation(perturbation, journal)
-        if noise is None and recorded is None and (estimator is None or isinstance(where, BesideActivations)):
-            noise = PhiloxNoise(Distribution.GAUSSIAN)  # also where nothing will be drawn: it goes with all else
+        if estimator is not None:
+            estimator = with_perturb_in_place(estimator, default=isinstance(where, InWeights))
+        walks = estimator is not None and bool(estimator.perturb_in_place)
+        if noise is None and recorded is None:
+            if estimator is None or isinstance(where, BesideActivations):
+                noise = PhiloxNoise(Distribution.GAUSSIAN)  # also where nothing will be drawn: it goes with all else
+            elif estimator.distribution is not None:
+                noise = PhiloxNoise(estimator.distribution)
         of_choice = choose_noise(recorded, layouts, device.torch_device) if noise is None else noise
         every = None if write_back is None else write_back.every
         snapshots = None if write_back is None else write_back.snapshot_every
@@ -259,6 +265,7 @@ def build(
         for index, parameters in enumerate(buffer.parameters()):
             model.bind(index, parameters)
         return Parts(
+            estimator=estimator,
             opened=opened.pop_all(),
             micro_batch_size=micro_batch_size,
             journal=journal,
@@ -308,6 +315,7 @@ def adopt(
     """
     with ExitStack() as opened:
         require_rows(micro_batch_size)
+        estimator = with_perturb_in_place(estimator, default=True)
         _require_same_segments(model, source)
         require_distribution(estimator, noise)
         require_drawable(model.layouts, noise)
@@ -323,7 +331,9 @@ def adopt(
         if scheduler is None:
             scheduler = OverlappedScheduler(source, device, timeline=timeline)
         opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
-        work_buffer = WorkBuffer(model.layouts, device, noise, keep_noise=device.in_place, walks=estimator.perturb_in_place)
+        work_buffer = WorkBuffer(
+            model.layouts, device, noise, keep_noise=device.in_place, walks=bool(estimator.perturb_in_place)
+        )
         worker = _start_worker(device, opened)
         offload = ActivationOffload(device, None, timeline=timeline)
         landing = Landing(noise)
@@ -344,6 +354,7 @@ def adopt(
         for index, parameters in enumerate(work_buffer.parameters()):
             model.bind(index, parameters)
         return Parts(
+            estimator=estimator,
             opened=opened.pop_all(),
             micro_batch_size=micro_batch_size,
             journal=journal,
@@ -384,7 +395,7 @@ def _visits(
     landing: Landing,
 ) -> Visits:
     """What makes the visitors of this run's sweeps. A run without an estimator perturbs nothing."""
-    zo_eps, in_place = (1.0, True) if estimator is None else (estimator.zo_eps, estimator.perturb_in_place)
+    zo_eps, in_place = (1.0, True) if estimator is None else (estimator.zo_eps, bool(estimator.perturb_in_place))
     common: Any = {
         "updates": journal.updates,
         "zo_eps": zo_eps,

@@ -11,3 +11,4 @@ from zo2core.estimators.meazo import MEAZO as MEAZO
 from zo2core.estimators.mezo import MeZOSGD as MeZOSGD
 from zo2core.estimators.per_row import PerRowRGE as PerRowRGE
 from zo2core.estimators.rge import MultiQueryRGE as MultiQueryRGE
+from zo2core.estimators.wrapper import with_perturb_in_place as with_perturb_in_place
