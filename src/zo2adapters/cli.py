@@ -120,7 +120,7 @@ COMMANDS: dict[str, Place] = {
     "plan": Place(
         "zo2adapters.commands.plan",
         "Plan",
-        "Say what a run would take in memory, disk and time, without loading anything.",
+        "Say what a run would take in memory, disk and time, without loading the model.",
         ("zo2adapters.trainers.run_plan", "zo2adapters.trainers.device_run_plan"),
     ),
     "convert": Place(

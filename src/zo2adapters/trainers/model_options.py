@@ -52,8 +52,8 @@ class RunModelOptions(ModelOptions):
     host replays and nothing comes back. With -back they come back in it, too, and every update is rounded to it.
     Evaluations see what travels: it is part of the result, on the CPU too."""
     adapter: Path | None = None
-    """Train an adapter of peft's (LoRA, DoRA, VeRA, a prefix) instead of the weights, which are then only read:
-    adapter_config.json as peft writes it, or a directory with an adapter to go on from. Exports are adapters."""
+    """Adapter of peft's (LoRA, DoRA, VeRA, a prefix) that is trained instead of the weights, which are then only read: a
+    directory with an adapter, or to begin one, adapter_config.json as peft writes it. Exports are adapters."""
     adapter_frozen: tuple[str, ...] = ()
     """With --adapter: parts of parameters' names that stay as they are, such as lora_A for LoRA-FA."""
 
