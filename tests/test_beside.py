@@ -410,7 +410,7 @@ def test_sums_are_kept_in_float32_where_the_base_has_16_bits(tmp_path: Path) -> 
 def estimators() -> dict[str, tuple[ZOEstimator, str]]:
     plain: dict[str, Any] = {"lr": LR, "zo_eps": EPS}
     return {
-        "walks": (MeZOSGD(**plain), "perturb_in_place"),
+        "walks": (MeZOSGD(**plain, perturb_in_place=True), "perturb_in_place"),
         "decays": (Clipped(estimator=MeZOSGD(**plain, perturb_in_place=False, weight_decay=0.1), value=1.0), "weight_decay"),
         "fzoo": (FZOO(**plain, q=2), "fzoo"),
     }
@@ -429,6 +429,29 @@ def test_estimators_that_cannot_be_heeded_are_refused(name: str, tmp_path: Path)
             journal=tmp_path / "journal.jsonl",
         )
     assert not (tmp_path / "journal.jsonl").exists()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("kind", [MeZOSGD, MultiQueryRGE, PerRowRGE])
+def test_an_estimator_perturbs_in_place_where_directions_are_in_the_weights_unless_told(
+    kind: Any, wrapped: bool, tmp_path: Path
+) -> None:
+    base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
+    options: dict[str, Any] = {"lr": LR, "zo_eps": EPS} | ({} if kind is MeZOSGD else {"q": 2})
+    for where, in_place in (("weights", True), ("beside", False)):
+        perturbation = InWeights() if in_place else BesideActivations(rank=2)
+        updates = []
+        for told in ({"perturb_in_place": in_place}, {}):
+            estimator: ZOEstimator = kind(**options, **told)
+            estimator = Clipped(estimator=estimator, value=1.0) if wrapped else estimator
+            path = tmp_path / f"{where}.jsonl"  # the second engine goes on with the journal of the first one
+            with ZOEngine(open_checkpoint(base), estimator, perturbation=perturbation, journal=path) as engine:
+                engine.step(batch, seed=3)
+                assert engine.journal.header is not None
+                header = engine.journal.header["estimator"]
+                updates.append(engine.journal.updates[-1])
+            assert header.get("of", header)["perturb_in_place"] is in_place
+        assert [update.perturb_in_place for update in updates] == [in_place] * 2
 
 
 def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:

@@ -95,18 +95,25 @@ def test_an_option_that_nothing_would_heed_is_refused(base: Path, options: dict[
         Replayer(open_checkpoint(base), **options)
 
 
-@pytest.mark.parametrize("noise", ["the default", "MeZO's", "Gaussian"])
+@pytest.mark.parametrize("noise", ["MeZO's", "Gaussian"])
 def test_noise_of_another_distribution_than_the_estimator_needs_is_refused(base: Path, tmp_path: Path, noise: str) -> None:
     model, estimator, path = open_checkpoint(base), FZOO(lr=1e-2, zo_eps=1e-3), tmp_path / "journal.jsonl"
-    given = {"the default": None, "MeZO's": SequentialNoise(model.layouts), "Gaussian": PhiloxNoise()}[noise]
+    given = SequentialNoise(model.layouts) if noise == "MeZO's" else PhiloxNoise()
     with pytest.raises(OptionError, match=r"noise: found .*expected rademacher noise, which the estimator fzoo needs"):
         ZOEngine(model, estimator, noise=given, journal=path)
-    if given is not None:
-        with contextlib.closing(HostDevice()) as device:
-            source = PinnedSource(model.weights, model.layouts, device.host_memory)
-            with contextlib.closing(source), pytest.raises(OptionError, match="rademacher"):
-                ZOEngine.from_parts(model, estimator, source=source, device=device, noise=given, journal=path)
+    with contextlib.closing(HostDevice()) as device:
+        source = PinnedSource(model.weights, model.layouts, device.host_memory)
+        with contextlib.closing(source), pytest.raises(OptionError, match="rademacher"):
+            ZOEngine.from_parts(model, estimator, source=source, device=device, noise=given, journal=path)
     assert not path.exists()
+
+
+def test_a_new_run_takes_the_noise_that_its_estimator_needs(base: Path) -> None:
+    results = []
+    for noise in (None, PhiloxNoise(Distribution.RADEMACHER)):
+        with ZOEngine(open_checkpoint(base), FZOO(lr=1e-2, zo_eps=1e-3), noise=noise) as engine:
+            results.append((engine.step(BATCH).losses, engine.journal.header["noise"]))  # type: ignore[index]
+    assert results[0] == results[1]
 
 
 def test_a_run_goes_on_with_the_noise_that_its_estimator_needs(base: Path, tmp_path: Path) -> None:

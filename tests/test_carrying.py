@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from zo2adapters import MonolithicMeZO, Precision, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.precision import CARRIED
+from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
@@ -511,12 +512,16 @@ def test_carried_models_are_monolithic_mezo_at_carried_weights(
 
 
 def test_a_command_line_carries_and_its_run_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = small_run(tmp_path, precision="mixed", carried="bfloat16", optimization=Optimization(lr=1e-2))
+    options = small_run(
+        tmp_path,
+        model_options=RunModelOptions(precision="mixed", carried="bfloat16"),
+        optimization=Optimization(lr=1e-2),
+    )
     with Trainer(options, quiet=True) as trainer:
         trainer.run()
         losses = [update.losses for update in trainer.engine.journal.updates]
         assert trainer.engine.journal.header["model"]["carried"] == "bfloat16"  # type: ignore[index]
-    stored = replace(options, output=tmp_path / "stored", carried="stored")
+    stored = replace(options, output=tmp_path / "stored", model_options=RunModelOptions(precision="mixed"))
     with Trainer(stored, quiet=True) as trainer:
         trainer.run()
         assert losses != [update.losses for update in trainer.engine.journal.updates]

@@ -141,6 +141,74 @@ def test_plans_and_runs_reserve_memory_for_the_forwards_of_an_estimator(
         assert 6 * (nbytes("fzoo", 4) - two) == 3 * (eight - two) > 0  # five forwards
 
 
+def test_options_of_a_run_are_kept_as_runs_have_always_kept_them(base: Path, rows: Path, tmp_path: Path) -> None:
+    whole, old = tmp_path / "whole", tmp_path / "old"
+    run("train", "--model", base, "--data", rows, "--output", whole, *TRAIN)
+    record = json.loads((whole / "options.json").read_text())
+    lines = (whole / "journal.jsonl").read_bytes().splitlines(keepends=True)
+    written: dict[str, object] = {
+        "model": str(base),
+        "data": str(rows),
+        "evaluation": None,
+        "evaluate_every": None,
+        "objective": "auto",
+        "beta": None,
+        "keep_best": False,
+        "report_to": "none",
+        "steps": 6,
+        "seed": 3,
+        "schedule_steps": None,
+        "architecture": None,
+        "head": "causal-lm",
+        "adapter": None,
+        "adapter_frozen": [],
+        "dtype": "auto",
+        "precision": "exact",
+        "carried": "stored",
+        "optimization": {
+            "lr": 0.01,
+            "zo_eps": 0.001,
+            "estimator": "mezo",
+            "weight_decay": 0.0,
+            "noise": "rademacher",
+            "perturb_in_place": False,
+            "exact_mezo": False,
+            "decay": "constant",
+            "queries": 1,
+            "rank": None,
+            "period": 100,
+            "stack": None,
+            "per_row": False,
+            "warmup_steps": 0,
+            "clip_grad": None,
+            "clip_median": None,
+            "guard": True,
+        },
+        "batching": {
+            "batch_size": 2,
+            "micro_batch_size": None,
+            "loss_chunk": None,
+            "pack": False,
+            "sequence_length": None,
+        },
+        "storage": {
+            "memory": "auto",
+            "write_back_every": "auto",
+            "write_limit_tb": None,
+            "snapshot_every": None,
+            "activation_memory": None,
+            "device": "cpu",
+            "device_memory": "auto",
+        },
+    }
+    assert record["options"] == written
+    old.mkdir()
+    (old / "options.json").write_text(json.dumps({**record, "options": written}))
+    (old / "journal.jsonl").write_bytes(b"".join(lines[:4]))
+    run("train", "--resume", old)
+    assert (old / "journal.jsonl").read_bytes() == (whole / "journal.jsonl").read_bytes()
+
+
 def test_a_run_begun_before_there_were_estimators_goes_on(base: Path, rows: Path, tmp_path: Path) -> None:
     whole, old = tmp_path / "whole", tmp_path / "old"
     run("train", "--model", base, "--data", rows, "--output", whole, *TRAIN)
@@ -318,7 +386,7 @@ def test_help_texts_fill_their_lines(
     with pytest.raises(SystemExit):
         run(command, "--help-all")
     lines = [line.replace("│", " ") for line in capsys.readouterr().out.splitlines()]
-    column = next(line.index("show this help") for line in lines if "-h, --help" in line)
+    column = next(line.index("show this help") for line in lines if "show this help" in line)
     breaks = 0
     for line, following in itertools.pairwise(lines):
         texts = [shown[column - 2 : column].isspace() and shown[column:].strip() for shown in (line, following)]

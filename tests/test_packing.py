@@ -28,6 +28,7 @@ from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.packing import is_packed, pack, require_apart
 from zo2adapters.trainers.batching import Batching
+from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     BatchError,
@@ -201,7 +202,9 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
     assert "--pack: found" in refusal("evaluate", "--model", options.model, "--data", choices, "--pack")
     assert not (tmp_path / "new").exists()
     with pytest.raises(OptionError, match="sequence-classification"):
-        small_run(tmp_path, batching=Batching(pack=True), head="sequence-classification").require_valid()
+        small_run(
+            tmp_path, batching=Batching(pack=True), model_options=RunModelOptions(head="sequence-classification")
+        ).require_valid()
 
 
 @pytest.mark.parametrize("rank", [[], ["--rank", "2"]], ids=["in the weights", "beside the activations"])

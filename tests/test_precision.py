@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 from zo2adapters import Architecture, MonolithicMeZO, Precision, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.precision import faster_half
+from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
@@ -159,10 +160,10 @@ def test_a_run_writes_down_what_was_chosen_for_its_machine(options: TrainOptions
 def test_exact_mezo_and_runs_of_earlier_versions_stay_exact(options: TrainOptions) -> None:
     exact = replace(options, optimization=Optimization(lr=1e-2, exact_mezo=True))
     with Trainer(exact, quiet=True) as trainer:
-        assert trainer.options.precision == "exact"
+        assert trainer.options.model_options.precision == "exact"
     values = options.to_json()
     del values["precision"]
-    assert TrainOptions.from_json(values, options.output).precision == "exact"
+    assert TrainOptions.from_json(values, options.output).model_options.precision == "exact"
 
 
 def test_a_mixed_run_resumed_and_exported_ends_as_the_undisturbed_one(options: TrainOptions, tmp_path: Path) -> None:
@@ -242,7 +243,8 @@ def test_what_is_read_of_the_base_counts_as_it_is_on_disk(tmp_path: Path) -> Non
 def test_a_run_says_its_precision_and_what_it_costs(options: TrainOptions, tmp_path: Path) -> None:
     with Trainer(options, quiet=True) as trainer:
         assert trainer.remarks()[0].startswith("precision: mixed, weights in float32, computed in ")
-    with Trainer(replace(options, output=tmp_path / "exact", precision="exact"), quiet=True) as trainer:
+    exact = replace(options, output=tmp_path / "exact", model_options=RunModelOptions(precision="exact"))
+    with Trainer(exact, quiet=True) as trainer:
         line = trainer.remarks()[0]
     assert line.startswith("precision: exact, all in float16")
     assert "--precision mixed" in line

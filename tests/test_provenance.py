@@ -11,6 +11,7 @@ from command_lines import ROWS, make_place, write_rows
 
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.lr_schedules import Decay
+from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.provenance import provenance
@@ -39,7 +40,7 @@ def test_whatever_shapes_the_result_is_told(options: TrainOptions) -> None:
         told(options, tokens=8),
         told(options, length=11),
         told(replace(options, seed=1)),
-        told(replace(options, dtype="bfloat16")),
+        told(replace(options, model_options=RunModelOptions(dtype="bfloat16"))),
         told(replace(options, batching=Batching(batch_size=4))),
         told(replace(options, batching=Batching(batch_size=3, micro_batch_size=2))),
         told(replace(options, batching=Batching(batch_size=3, loss_chunk=2))),

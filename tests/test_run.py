@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from zo2adapters.cli import main
 from zo2adapters.trainers.lr_schedules import Decay
+from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.run_directory import RunDirectory
@@ -92,7 +93,9 @@ def test_a_run_resumed_at_any_step_ends_as_the_undisturbed_one(options: TrainOpt
     shutil.rmtree(options.output)
     interrupt_after(options, steps)
     resumed = RunDirectory.options(options.output)
-    assert resumed == replace(options, precision="exact")  # what was chosen for weights of 32 bits
+    assert resumed == replace(
+        options, model_options=RunModelOptions(precision="exact")
+    )  # what was chosen for weights of 32 bits
     finish(resumed, resume=True)
     assert outcome(options.output) == expected
 

@@ -23,9 +23,9 @@ def require_between(option: str, value: int, least: int, most: int) -> None:
         OptionError: naming the option.
     """
     if value < least:
-        raise OptionError(option, found=shown(value), expected=f"at least {least}", remedy=f"raise {option}")
+        raise OptionError(option, found=shown(value), expected=f"at least {least}", remedy=f"raise `{option}`")
     if value > most:
-        raise OptionError(option, found=shown(value), expected=f"at most {most}", remedy=f"lower {option}")
+        raise OptionError(option, found=shown(value), expected=f"at most {most}", remedy=f"lower `{option}`")
 
 
 def shown(value: int) -> str:

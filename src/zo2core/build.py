@@ -25,7 +25,7 @@ from zo2core.beside import (
 )
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError
-from zo2core.estimators import direction_seeds, require_distribution
+from zo2core.estimators import direction_seeds, require_distribution, with_perturb_in_place
 from zo2core.journal import Journal, digest, json_object
 from zo2core.noise import PhiloxNoise, choose_noise
 from zo2core.planning.carrying import Replay, require_drawable
@@ -62,6 +62,7 @@ from zo2core.workers import SoloWorker, Workers
 class Parts(NamedTuple):
     """What a run is made of."""
 
+    estimator: ZOEstimator | None  # says whether it perturbs in place; None for a run that takes no steps
     opened: ExitStack  # closes what was opened for the run, and nothing that a caller passed
     micro_batch_size: int | None  # rows; None: batches run whole
     journal: Journal
@@ -91,7 +92,7 @@ class RunOptions:
 
     journal: Journal | Path | str | None = None  # a path is begun, or checked to be of this run
     device: Device | str = "cpu"
-    noise: NoiseGenerator | None = None  # None takes what the journal was begun with, else MeZO's
+    noise: NoiseGenerator | None = None  # None: the journal's, else what estimator or perturbation need, else MeZO's
     memory: MemoryPolicy = MemoryPolicy()  # noqa: RUF009 - frozen
     micro_batch_size: int | None = None  # rows; None: batches run whole
     trace: Trace | Path | str | None = None
@@ -120,7 +121,7 @@ class _Run(NamedTuple):
     """What a run is, whoever makes its other parts."""
 
     model: BlockModel
-    estimator: ZOEstimator | None  # None for a run that takes no steps
+    estimator: ZOEstimator | None  # says whether it perturbs in place; None for a run that takes no steps
     micro_batch_size: int | None
     journal: Journal
     trace: Trace | None
@@ -133,7 +134,7 @@ class _Run(NamedTuple):
     @property
     def perturb_in_place(self) -> bool:
         """Whether evaluations walk from one to the next."""
-        return self.estimator is not None and self.estimator.perturb_in_place
+        return self.estimator is not None and bool(self.estimator.perturb_in_place)
 
 
 def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions) -> Parts:
@@ -156,8 +157,8 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             noise=run.noise,
             perturbation=perturbation,
             perturb_in_place=run.perturb_in_place,
-            takes_steps=estimator is not None,
-            directions=_most_directions(estimator, run.journal),
+            takes_steps=run.estimator is not None,
+            directions=_most_directions(run.estimator, run.journal),
             updates=len(run.journal.updates),
             memory=options.memory,
             write_back=options.write_back,
@@ -167,13 +168,13 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
         spec, is_shared = _planned(request, run, MeasuredSpeeds(model.weights))
         if options.noise is None and not isinstance(run.noise, CounterNoise):
             run = run._replace(noise=_with_memory(run, spec.host_plan.spare))
-        run.journal.begin(_header(model, run.noise, estimator, options.seed, options.provenance, perturbation))
+        run.journal.begin(_header(model, run.noise, run.estimator, options.seed, options.provenance, perturbation))
         run.workers.require_agreement(run.journal, run.noise, model.layouts, run.device.torch_device)
         if run.factors is not None and options.write_back is not None:
             keeping = options.write_back
             kept = run.factors.keep_periods(Path(keeping.directory), model.layouts, run.journal, keeping.bytes_a_step)
             opened.callback(kept.close)
-        base_digests = BaseDigests(run.journal.base_digests, learns=estimator is not None)
+        base_digests = BaseDigests(run.journal.base_digests, learns=run.estimator is not None)
         source = _open_source(spec, run, base_digests, opened, is_shared=is_shared)
         landing = Landing(run.noise)
         scheduler = _scheduler(spec, run, source, landing, opened, overlap=options.overlap)
@@ -208,6 +209,7 @@ def adopt(model: BlockModel, estimator: ZOEstimator, given: GivenParts, options:
     """
     with ExitStack() as opened:
         require_rows(options.micro_batch_size)
+        estimator = with_perturb_in_place(estimator, default=True)
         _require_same_segments(model, given.source)
         require_distribution(estimator, given.noise)
         require_drawable(model.layouts, given.noise)
@@ -264,6 +266,7 @@ def _assembled(
     for index, parameters in enumerate(buffer.parameters()):
         model.bind(index, parameters)
     return Parts(
+        estimator=run.estimator,
         opened=opened.pop_all(),
         micro_batch_size=run.micro_batch_size,
         journal=run.journal,
@@ -305,8 +308,13 @@ def _opened_run(
         device = choose_device(device)
         opened.callback(device.close)
     perturbation, noise = choose_perturbation(options.perturbation, journal), options.noise
-    if noise is None and journal.noise is None and (estimator is None or isinstance(perturbation, BesideActivations)):
-        noise = PhiloxNoise(Distribution.GAUSSIAN)  # also where nothing will be drawn: it goes with all else
+    if estimator is not None:
+        estimator = with_perturb_in_place(estimator, default=isinstance(perturbation, InWeights))
+    if noise is None and journal.noise is None:
+        if estimator is None or isinstance(perturbation, BesideActivations):
+            noise = PhiloxNoise(Distribution.GAUSSIAN)  # also where nothing will be drawn: it goes with all else
+        elif estimator.distribution is not None:
+            noise = PhiloxNoise(estimator.distribution)
     if noise is None:
         noise = choose_noise(journal.noise, model.layouts, device.torch_device)
     write_back = options.write_back
@@ -411,7 +419,7 @@ def _visits(
 ) -> Visits:
     """What makes the visitors of this run's sweeps. A run without an estimator perturbs nothing."""
     model, estimator = run.model, run.estimator
-    zo_eps, in_place = (1.0, True) if estimator is None else (estimator.zo_eps, estimator.perturb_in_place)
+    zo_eps, in_place = (1.0, True) if estimator is None else (estimator.zo_eps, run.perturb_in_place)
     common: Any = {
         "updates": run.journal.updates,
         "zo_eps": zo_eps,

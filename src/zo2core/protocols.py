@@ -131,8 +131,12 @@ class ZOEstimator(Protocol):
         """Perturbation scale."""
 
     @property
-    def perturb_in_place(self) -> bool:
-        """Whether evaluations walk from one to the next, as MeZO's weights do, or each start from the weights."""
+    def perturb_in_place(self) -> bool | None:
+        """Whether evaluations walk from one to the next, as MeZO's weights do, or each start from the weights.
+
+        None leaves it to where directions are. An engine then takes a copy that says it: the estimator is a dataclass with
+        this field.
+        """
 
     @property
     def distribution(self) -> Distribution | None:

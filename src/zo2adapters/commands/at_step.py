@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +10,8 @@ import tyro
 
 from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.ranges import shown
-from zo2adapters.trainers.options import CarriedName, DtypeName, HeadName, PrecisionName
+from zo2adapters.trainers.model_options import DtypeName, PrecisionName, RunModelOptions
+from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
 from zo2adapters.trainers.sharing import local_device, own_trace
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Workers
@@ -32,28 +33,12 @@ class AtStep:
     own, it is --run-directory."""
     at: int | None = None
     """Step of the journal to stop after; by default its last one."""
-    architecture: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """JSON file that says where the model's parts are; by default they are learned. --run knows its own."""
-    head: HeadName = "causal-lm"
-    """What the model ends in; --run knows its own."""
-    adapter: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory of an adapter on --model; --run knows its own."""
-    adapter_begun: tyro.conf.Suppress[tuple[tuple[str, ...], int]] = ((), 0)
-    """What of the run's adapter is frozen, and the seed of its first values."""
-    dtype: DtypeName = "auto"
-    """Dtype of the weights; with a journal, the one that the run was made with, which is also that of --run."""
-    precision: PrecisionName = "auto"
-    """Precision of the run; auto is exact for --model, and --run knows its own. A run in mixed precision is mixed again."""
-    carried: CarriedName = "stored"
-    """What the run carried its weights in; --run knows its own."""
-    memory: str = "auto"
-    """Host memory the process may take in all, such as 6GiB; auto takes what is free."""
+    model_options: RunModelOptions = field(default_factory=RunModelOptions)
+    adapter_seed: tyro.conf.Suppress[int] = 0
+    """Seed of the first values of the run's adapter."""
+    resources: Resources = field(default_factory=Resources)
     verify_base: bool = False
     """Read every byte of the base first, and compare it with what the journal keeps of it."""
-    device: str = "cpu"
-    """Device to compute on: cpu, cuda or cuda:N."""
-    device_memory: str = "auto"
-    """Device memory the process may use, such as 8GiB; auto takes what is free."""
 
     def resolved(self) -> AtStep:
         """Fill in base, dtype and journal of the run.
@@ -63,57 +48,29 @@ class AtStep:
         """
         if (self.model is None) == (self.run_directory is None) or (self.run_directory and self.journal):
             raise OptionError(
-                "--model", found="neither or both", expected="either --model or --run", remedy="name one of the two"
+                "model", found="neither or both", expected="either --model or --run", remedy="name one of the two"
             )
-        if self.run_directory is None and self.adapter is not None and not self.adapter.is_dir():
-            raise OptionError(
-                "adapter", found=str(self.adapter), expected="a directory that save_pretrained made", remedy="name one"
-            )
+        told = self.model_options
         if self.run_directory is None:
-            return self if self.precision != "auto" else replace(self, precision="exact")
+            told.require_valid()
+            if told.adapter is not None and not told.adapter.is_dir():
+                expected = "a directory that save_pretrained made"
+                raise OptionError("adapter", found=str(told.adapter), expected=expected, remedy="name one")
+            precision: PrecisionName = "exact" if told.precision == "auto" else told.precision
+            return replace(self, model_options=replace(told, precision=precision))
         options = RunDirectory.options(self.run_directory)
-        precision = options.precision_asked()
-        if self.precision not in ("auto", precision):
-            raise OptionError(
-                "precision",
-                found=self.precision,
-                expected=f"{precision}, in which the run was made",
-                remedy="leave it out",
-            )
-        if self.carried not in ("stored", options.carried):
-            raise OptionError(
-                "carried", found=self.carried, expected=f"{options.carried}, as in the run", remedy="leave it out"
-            )
-        if self.dtype not in ("auto", options.dtype):
-            raise OptionError(
-                "dtype",
-                found=self.dtype,
-                expected=f"{options.dtype}, in which the run was made: its updates round in it",
-                remedy="leave it out; from_pretrained converts what is exported",
-            )
-        if self.architecture is not None and self.architecture.resolve() != options.architecture:
-            raise OptionError(
-                "architecture",
-                found=str(self.architecture),
-                expected=f"{options.architecture or 'none'}, as in the run",
-                remedy="leave it out",
-            )
-        if self.head not in ("causal-lm", options.head):
-            raise OptionError("head", found=self.head, expected=f"{options.head}, as in the run", remedy="leave it out")
-        if self.adapter is not None:
-            raise OptionError(
-                "adapter", found=str(self.adapter), expected="the run's own", remedy="leave it out, or name --model"
-            )
+        of_run = replace(options.model_options, precision=options.precision_asked())
+        for option in fields(told):
+            value, then = getattr(told, option.name), getattr(of_run, option.name)
+            if value != option.default and (value.resolve() if isinstance(value, Path) else value) != then:
+                raise OptionError(
+                    option.name, found=str(value), expected=f"{then or 'none'}, as in the run", remedy="leave it out"
+                )
         return replace(
             self,
             model=options.model,
-            adapter=options.adapter,
-            adapter_begun=(options.adapter_frozen, options.seed),
-            architecture=options.architecture,
-            head=options.head,
-            dtype=options.dtype,
-            precision=precision,
-            carried=options.carried,
+            model_options=of_run,
+            adapter_seed=options.seed,
             journal=self.run_directory / JOURNAL,
         )
 
@@ -131,21 +88,8 @@ class AtStep:
             loss_chunk: Labelled tokens whose logits are in memory at a time; None leaves it to the precision.
             export_dtype: As ``open_checkpoint`` takes it.
         """
-        from zo2adapters.models.checkpoint import open_checkpoint
-        from zo2adapters.models.peft_model import Adapter
-
-        frozen, seed = self.adapter_begun
-        adapter = None if self.adapter is None else Adapter(config=self.adapter, frozen=frozen, seed=seed)
-        return open_checkpoint(
-            self.base(),
-            head=self.head,
-            architecture=self.architecture,
-            adapter=adapter,
-            dtype=self.dtype,
-            precision=self.precision,
-            carried=self.carried,
-            export_dtype=export_dtype,
-            loss_chunk=loss_chunk or "auto",
+        return self.model_options.opened(
+            self.base(), seed=self.adapter_seed, loss_chunk=loss_chunk, export_dtype=export_dtype
         )
 
     def engine(
@@ -179,11 +123,12 @@ class AtStep:
             journal = None if journal is None else journal.until(self.at)
         if self.verify_base:
             _verify(model, Journal() if journal is None else journal, self.journal)
+        resources = self.resources
         return Replayer(
             model,
             journal,
-            memory=MemoryPolicy(host=self.memory, device=self.device_memory, activations=activation_bytes),
-            device=local_device(self.device, workers),
+            memory=MemoryPolicy(host=resources.memory, device=resources.device_memory, activations=activation_bytes),
+            device=local_device(resources.device, workers),
             micro_batch_size=micro_batch_size,
             trace=own_trace(trace, workers),
             workers=workers,
@@ -202,7 +147,7 @@ def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
 
     if path is None:
         raise OptionError(
-            "--verify-base",
+            "verify_base",
             found="no journal",
             expected="--run or --journal, which keeps the digests",
             remedy="leave it out",

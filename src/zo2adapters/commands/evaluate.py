@@ -64,7 +64,7 @@ class Evaluate(AtStep):
         tokenizer = load_tokenizer(at.base())
         model = at.opened(loss_chunk=self.batching.loss_chunk)
         length = self.batching.length_for(model)
-        rows = format_of(self.data) if at.head == "causal-lm" else RowFormat.LABELS
+        rows = format_of(self.data) if at.model_options.head == "causal-lm" else RowFormat.LABELS
         if self.batching.pack and rows in (RowFormat.CANDIDATES, RowFormat.ANSWERS, RowFormat.LABELS):
             found, expected = f"{self.data}, rows of another kind", "rows of text, by the model's own loss"
             raise OptionError("pack", found=found, expected=expected, remedy="leave it out")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zo2adapters.commands.at_step import AtStep
-from zo2adapters.trainers.options import DtypeName
+from zo2adapters.trainers.model_options import DtypeName
 from zo2core import OptionError, require_unused
 
 

@@ -32,9 +32,8 @@ def reflow_help(options: Any) -> None:
             paragraphs = inspect.cleandoc(docstrings[option.name]).split("\n\n")
             text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
             option.metadata = MappingProxyType({**option.metadata, "help": text})
-        nested: Any = option.default_factory
-        if is_dataclass(nested):
-            reflow_help(nested)
+        if option.default_factory is not MISSING:
+            reflow_help(type(option.default_factory()))
 
 
 def short_help(prog: str, options: Any) -> str:
@@ -55,13 +54,17 @@ def short_help(prog: str, options: Any) -> str:
 
 
 def _help_of(options: Any) -> Iterator[tuple[str, str]]:
-    """The name of each option and what it says, with its default."""
+    """The name of each option and what it says, with its default.
+
+    Args:
+        options: A dataclass, or one of its objects, whose values are the defaults.
+    """
     for option in fields(options):
-        nested: Any = option.default_factory
-        if is_dataclass(nested):
-            yield from _help_of(nested)
+        if option.default_factory is not MISSING:
+            yield from _help_of(option.default_factory())
         else:
-            default = option.default.value if isinstance(option.default, Enum) else option.default
+            default = getattr(options, option.name, None)
+            default = default.value if isinstance(default, Enum) else default
             yield option.name, option.metadata["help"] + ("" if default in (None, MISSING) else f" (default: {default})")
 
 

@@ -8,24 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from zo2adapters.ranges import require_at_least, require_between
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.optimization import MOST_QUERIES, Noise, Optimization
-from zo2adapters.trainers.options import (
-    CarriedName,
-    DtypeName,
-    HeadName,
-    PrecisionName,
-    evaluations_due,
-    precision_of_run,
-)
-from zo2core import (
-    EstimatorName,
-    OptionError,
-    Replay,
-    SequentialNoise,
-    WriteBackPolicy,
-    choose_carrying,
-    require_perturbation,
-)
+from zo2adapters.trainers.model_options import CarriedName, ModelOptions, precision_of_run
+from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
+from zo2adapters.trainers.options import evaluations_due
+from zo2core import OptionError, Replay, SequentialNoise, WriteBackPolicy, choose_carrying, require_perturbation
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
@@ -42,14 +28,7 @@ class Plan:
 
     model: str
     """Model directory with safetensors weights, or a hub id."""
-    architecture: Path | None = None
-    """JSON file that says where the model's parts are; by default they are learned."""
-    head: HeadName = "causal-lm"
-    """What the model ends in, as for training."""
-    dtype: DtypeName = "auto"
-    """Dtype of the weights, as for training."""
-    precision: PrecisionName = "auto"
-    """exact, mixed or auto, as for training."""
+    model_options: ModelOptions = field(default_factory=ModelOptions)
     carried: CarriedName = "stored"
     """What blocks are carried in, as for training."""
     replay: Replay = "auto"
@@ -66,22 +45,7 @@ class Plan:
     """Bytes a second from the host to that GPU, and as many back at the same time. They are assumed, not measured."""
     json: bool = False
     """Print JSON instead of a table."""
-    noise: Noise = Noise.RADEMACHER
-    """Random directions, as for training."""
-    exact_mezo: bool = False
-    """MeZO's noise and walk, as for training."""
-    estimator: EstimatorName = EstimatorName.MEZO
-    """What turns losses into steps, as for training."""
-    queries: int = 1
-    """Directions a step, as for training."""
-    rank: int | None = None
-    """Rank of directions beside the activations, as for training."""
-    period: int = 100
-    """Steps for which a factor of --rank stays, as for training."""
-    stack: int | None = None
-    """Most evaluations of --rank that run as one batch, as for training."""
-    per_row: bool = False
-    """A direction for each row, as for training."""
+    directions: Directions = field(default_factory=Directions)
     data: Path | None = None
     """JSONL file to train on, whose rows are tokenised to learn their lengths. Without it, rows have all the tokens that
     --sequence-length allows."""
@@ -103,7 +67,7 @@ class Plan:
         from zo2adapters.trainers.device_run_plan import plan_device_run
         from zo2adapters.trainers.run_plan import plan_run
 
-        require_between("queries", self.queries, 1, MOST_QUERIES)
+        require_between("queries", self.directions.queries, 1, MOST_QUERIES)
         require_between("workers", self.workers, 1, MOST_WORKERS)
         if self.workers > 1 and self.device_memory is not None:
             raise OptionError(
@@ -121,28 +85,18 @@ class Plan:
                     remedy="name both files, or leave it out",
                 )
         require_at_least("steps", self.steps, 1)
-        optimization = Optimization(
-            noise=self.noise,
-            exact_mezo=self.exact_mezo,
-            estimator=self.estimator,
-            queries=self.queries,
-            rank=self.rank,
-            period=self.period,
-            stack=self.stack,
-            per_row=self.per_row,
-        )
+        optimization = Optimization(**vars(self.directions))
         optimization.require_consistent()
         self.batching.require_valid()
         directory = resolve_directory(self.model)
         on_cpu = self.device_memory is None
-        exact = self.exact_mezo or self.rank is not None
-        precision = precision_of_run(self.precision, exact_mezo=exact, on_cpu=on_cpu)
+        exact, told = optimization.exact_mezo or optimization.rank is not None, self.model_options
         model = open_checkpoint(
             directory,
-            head=self.head,
-            architecture=self.architecture,
-            dtype=self.dtype,
-            precision=precision,
+            head=told.head,
+            architecture=told.architecture,
+            dtype=told.dtype,
+            precision=precision_of_run(told.precision, exact_mezo=exact, on_cpu=on_cpu),
             carried=self.carried,
             loss_chunk=self.batching.loss_chunk or "auto",
         )
@@ -160,7 +114,7 @@ class Plan:
                 tokens=round(shapes.longest.tokens),
                 micro_rows=self.batching.micro_batch_size,
                 noise=noise,
-                queries=self.queries,
+                queries=optimization.queries,
                 evaluations=optimization.evaluations,
                 write_limit_tb=self.write_limit_tb,
                 replay=self.replay,
@@ -193,7 +147,7 @@ class Plan:
         length = self.batching.length_for(model)
         if self.data is None:
             return RowShapes.of_length(self.batching, length)
-        labelled_for = None if self.head == "causal-lm" else model.config
+        labelled_for = None if self.model_options.head == "causal-lm" else model.config
         options: dict[str, Any] = {"sequence_length": length, "labelled_for": labelled_for}
         options["tokenizer"] = load_tokenizer(directory)
         data = read_rows(self.data, **options)

@@ -12,23 +12,27 @@ import torch
 
 from zo2core import DeviceError, MemoryBudgetError, OutputError, ZO2Error, reason
 
-# What the library calls a policy's field, and how the command line calls it.
-_POLICIES = {
+# What the library calls an option, where the command line has another name for it.
+_FLAGS = {
     "memory.host": "memory",
     "memory.device": "device_memory",
     "memory.activations": "activation_memory",
     "memory.least_activations": "activation_memory",
     "adapter.frozen": "adapter_frozen",
+    "adapter.seed": "seed",
+    "perturbation": "rank",
     "perturbation.rank": "rank",
     "perturbation.period": "period",
     "perturbation.stack": "stack",
     "write_back.every": "write_back_every",
     "write_back.snapshot_every": "snapshot_every",
     "write_back.terabytes_per_1000_steps": "write_limit_tb",
-    "adapter.seed": "seed",
+    "deadline": "step_deadline",
+    "export_dtype": "output_dtype",
+    "key": "key_file",
+    "run_directory": "run",  # which is what a command does
 }
-# So called where an error is; words elsewhere.
-_PLACES = {"perturbation": "rank", "export_dtype": "output_dtype", "key": "key_file"}
+_QUOTED = re.compile(r"`([\w.]+)`")
 _LESS = ("micro_batch_size", "loss_chunk", "sequence_length", "batch_size", "tokens", "dtype")  # takes less memory
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "bad allocation", "calculation overflowed")
 _UNSAID = ("without exception set", "without setting an exception")  # of an extension that could not even say so
@@ -71,26 +75,19 @@ def worded(error: ZO2Error, command: Any) -> str:
     """An error as one line, in the words of the command line.
 
     Args:
-        error: To tell.
-        command: The command whose options are called by their names; anything else has none.
+        error: To tell. It is about an option if ``where`` is the option's name; texts have options between backquotes.
+        command: The command whose options are called by their flags; anything else has none.
     """
     names = set(option_names(command)) if is_dataclass(command) else set()
-    called = {**_POLICIES, **_PLACES}
-    where = error.where
-    if not error.is_of_path:
-        where = called.get(where, where)
-        where = _option(where) if where in names or where in called.values() else where
-    found, expected, remedy = error.found, error.expected, error.remedy
+    flags = {name: _flag(name) for name in names}
+    flags |= {name: flags[option] for name, option in _FLAGS.items() if option in names}
+    where = error.where if error.is_of_path else flags.get(error.where, error.where)
+    remedy = error.remedy
     if isinstance(error, MemoryBudgetError) and names:
-        less = [_option(name) for name in _LESS if name in names]
+        less = [_flag(name) for name in _LESS if name in names]
         remedy = "allow or free more" + (f", or take less with {', '.join(less)}" if less else "")
-    texts = []
-    for text in (found, expected, remedy):
-        for name, option in _POLICIES.items():
-            text = text.replace(name, _option(option))
-        known = [name for name in names if "_" in name or (name == error.where and not error.is_of_path)]
-        texts.append(re.sub(rf"(?<![\w\-/.])({'|'.join(known) or '(?!)'})(?![\w/.])", lambda m: _option(m[1]), text))
-    line = f"{where}: found {texts[0]}; expected {texts[1]}. What to do: {texts[2]}."
+    line = f"{where}: found {error.found}; expected {error.expected}. What to do: {remedy}."
+    line = _QUOTED.sub(lambda quoted: flags.get(quoted[1], quoted[0]), line)
     return " ".join(line.split())
 
 
@@ -101,8 +98,8 @@ def option_names(command: Any) -> Iterator[str]:
         if is_dataclass(value) and not isinstance(value, type):
             yield from option_names(value)
         else:
-            yield "run" if option.name == "run_directory" else option.name
+            yield _FLAGS.get(option.name, option.name)
 
 
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")

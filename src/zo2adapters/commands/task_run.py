@@ -9,7 +9,8 @@ from pathlib import Path
 
 from zo2adapters.commands.evaluate import Evaluate
 from zo2adapters.commands.rows import WriteRows
-from zo2adapters.trainers.options import RunOptions
+from zo2adapters.trainers.model_options import RunModelOptions
+from zo2adapters.trainers.options import Resources, RunOptions
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, require_new
 from zo2adapters.trainers.sharing import own_rank
 from zo2core import OptionError, read_regular
@@ -79,9 +80,9 @@ def require_consistent(task: str, options: RunOptions) -> None:
     """
     for option, found, expected in (
         ("evaluation", options.evaluation, "none: the task has its own rows to choose a step by"),
-        ("head", options.head if options.takes_labels else None, "none: the task's rows have candidates"),
+        ("head", options.model_options.head if options.takes_labels else None, "none: the task's rows have candidates"),
         ("beta", options.beta, "none: the task's rows have candidates"),
-        ("adapter", options.adapter, "none: write the rows with zo2 rows, and train on them"),
+        ("adapter", options.model_options.adapter, "none: write the rows with zo2 rows, and train on them"),
     ):
         if found is not None:
             raise OptionError(option, found=f"{found} beside --task", expected=expected, remedy="leave it out")
@@ -96,16 +97,16 @@ def require_consistent(task: str, options: RunOptions) -> None:
 
 def _score(command: BenchmarkRun, model: str, rows: Path, name: str) -> None:
     """Print what a model scores on rows."""
-    options, storage = command.options, command.options.storage
+    options, storage, told = command.options, command.options.storage, command.options.model_options
     exported = model != command.model
     print(f"{name}: ", end="", flush=True)
     Evaluate(
         model=model,
         data=rows,
         batching=options.batching,
-        architecture=options.architecture,
-        dtype="auto" if exported or options.precision == "mixed" else options.dtype,
-        memory=storage.memory,
-        device=storage.device,
-        device_memory=storage.device_memory,
+        model_options=RunModelOptions(
+            architecture=told.architecture,
+            dtype="auto" if exported or told.precision == "mixed" else told.dtype,
+        ),
+        resources=Resources(memory=storage.memory, device=storage.device, device_memory=storage.device_memory),
     ).run()

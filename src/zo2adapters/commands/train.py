@@ -24,7 +24,9 @@ from zo2core import OptionError, Workers
 _ANEW = ("steps", "schedule_steps", "storage.", "keep_best", "report_to")
 _FIXED = ("storage.device",)
 
-_PATHS = ("model", "data", "evaluation", "architecture", "adapter")  # may be elsewhere; their digests stay the same
+# Files that may be elsewhere; their digests stay the same.
+_PATHS = ("model", "data", "evaluation")
+_MODEL_PATHS = ("architecture", "adapter")
 _NOT_NAMED = ""  # as objective: the run has a function of the user's own, which the command line has to name again
 
 _BESIDE = ("optimization.rank", "optimization.period", "optimization.stack")  # one kind of directions a run
@@ -108,7 +110,7 @@ class Train(RunOptions):
         if self.model is None or self.data is None or self.output is None:
             missing = [name for name in ("model", "data", "output") if getattr(self, name) is None]
             raise OptionError(
-                f"--{missing[0]}", found="nothing", expected="a value, or --resume DIR", remedy="see zo2 train --help"
+                missing[0], found="nothing", expected="a value, or --resume DIR", remedy="see zo2 train --help"
             )
         own = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
         return TrainOptions(model=self.model, data=self.data, output=self.output, **own)
@@ -143,7 +145,10 @@ class Train(RunOptions):
                 expected="the file to be named again, since its code is run",
                 remedy="read the file, and pass --objective FILE.py:function if you trust it",
             )
-        paths = {name: getattr(self, name) for name in _PATHS if None not in (getattr(begun, name), getattr(self, name))}
+        paths = _paths_told(_PATHS, begun, self)
+        paths["model_options"] = replace(
+            begun.model_options, **_paths_told(_MODEL_PATHS, begun.model_options, self.model_options)
+        )
         own, then = function_file(self.objective), function_file(begun.objective)
         if own is not None and then is not None:
             paths["objective"] = f"{own}:{begun.objective.rpartition(':')[2]}"
@@ -188,7 +193,7 @@ class Train(RunOptions):
         require_consistent(task, self)
         for option in ("model", "output"):
             if getattr(self, option) is None:
-                raise OptionError(f"--{option}", found="nothing", expected="a value", remedy="see zo2 train --help")
+                raise OptionError(option, found="nothing", expected="a value", remedy="see zo2 train --help")
         assert self.model is not None
         assert self.output is not None
         own = replace(self, task=None, shots=None, keep_best=True)
@@ -232,6 +237,11 @@ class Train(RunOptions):
                 if said is not None:
                     print(said, file=sys.stderr)
         print(f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: {options.output / JOURNAL}")
+
+
+def _paths_told(names: tuple[str, ...], begun: object, told: object) -> dict[str, Any]:
+    """The files that a run has, at the paths that a command names."""
+    return {name: getattr(told, name) for name in names if None not in (getattr(begun, name), getattr(told, name))}
 
 
 def _distrust(resume: Path, options: TrainOptions) -> str | None:

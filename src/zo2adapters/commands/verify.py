@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from dataclasses import dataclass, field
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.trainers.batching import MOST_ROWS
-from zo2adapters.trainers.optimization import require_sane_step
-from zo2adapters.trainers.options import DtypeName, HeadName
+from zo2adapters.trainers.model_options import ModelOptions, precision_of_run
+from zo2adapters.trainers.optimization import StepSize
 from zo2core import MeZOSGD
 
 
@@ -20,26 +18,14 @@ class Verify:
 
     model: str
     """Model directory with safetensors weights, or a hub id. The model is held in memory twice."""
-    architecture: Path | None = None
-    """JSON file that says where the model's parts are; by default they are learned."""
-    head: HeadName = "causal-lm"
-    """What the model ends in, as for training."""
-    dtype: DtypeName = "auto"
-    """Dtype of the weights; auto is the checkpoint's own. In mixed precision the dtype that is computed with."""
-    precision: Literal["exact", "mixed"] = "exact"
-    """exact compares with MeZO in one dtype, mixed with MeZO in float32 under autocast."""
+    model_options: ModelOptions = field(default_factory=ModelOptions)
     steps: int = 3
     """Steps to take both ways."""
     batch_size: int = 2
     """Rows of random tokens a batch."""
     tokens: int = 32
     """Tokens a row."""
-    lr: float = 1e-4
-    """Learning rate of every step."""
-    zo_eps: float = 1e-3
-    """Perturbation scale of every step."""
-    weight_decay: float = 0.1
-    """Weight decay of MeZO's update; biases and layer norms do not decay."""
+    step_size: StepSize = field(default_factory=lambda: StepSize(lr=1e-4, weight_decay=0.1))
     seed: int = 0
     """Seed of batches and directions."""
 
@@ -52,17 +38,18 @@ class Verify:
         require_between("batch_size", self.batch_size, 1, MOST_ROWS)
         require_at_least("tokens", self.tokens, 2)
         require_between("seed", self.seed, 0, LARGEST - self.steps)
-        MeZOSGD(lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay)  # refuses what is no number
-        require_sane_step(self.lr, self.zo_eps, self.weight_decay)
+        size, told = self.step_size, self.model_options
+        MeZOSGD(lr=size.lr, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses what is no number
+        size.require_sane()
         result = verify(
             resolve_directory(self.model),
-            head=self.head,
-            architecture=self.architecture,
-            dtype=self.dtype,
-            precision=self.precision,
-            lr=self.lr,
-            zo_eps=self.zo_eps,
-            weight_decay=self.weight_decay,
+            head=told.head,
+            architecture=told.architecture,
+            dtype=told.dtype,
+            precision=precision_of_run(told.precision, exact_mezo=True, on_cpu=True),
+            lr=size.lr,
+            zo_eps=size.zo_eps,
+            weight_decay=size.weight_decay,
             steps=self.steps,
             batch_size=self.batch_size,
             tokens=self.tokens,

@@ -66,7 +66,7 @@ def rounded_away(result: StepResult, options: TrainOptions) -> str | None:
     """
     if result.landed is None or result.landed >= LEAST_LANDED:
         return None
-    carried, _, back = options.carried.partition("-")
+    carried, _, back = options.model_options.carried.partition("-")
     remedy = f"--carried {carried}" if back else "--precision mixed, or --dtype float32"
     return (
         f"step {result.step}: the update changes {result.landed:.0%} of the stored weights, the others round back to where "

@@ -47,27 +47,43 @@ class Noise(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimization:
-    """How a step moves the weights."""
+class StepSize:
+    """How far a step moves the weights."""
 
     lr: float = 1e-6
     """Peak learning rate. MeZO's range for full fine-tuning of OPT is 1e-7 to 1e-6; small models take more."""
     zo_eps: float = 1e-3
     """Perturbation scale: evaluations are made at the weights plus and minus zo_eps times a random direction."""
+    weight_decay: float = 0.0
+    """Weight decay of MeZO's update; biases and layer norms do not decay."""
+
+    def require_sane(self) -> None:
+        """Refuse numbers with which a single step leaves nothing of a model.
+
+        Raises:
+            OptionError: naming the option, and why.
+        """
+        for option, value, most, why in (
+            ("lr", self.lr, LARGEST_LR, "an update moves each weight by lr times the projected gradient"),
+            ("zo_eps", self.zo_eps, LARGEST_EPS, "weights are perturbed by this much, and are mostly smaller"),
+            ("weight_decay", self.weight_decay, 1 / self.lr, "a step takes lr times weight_decay of a weight away"),
+        ):
+            if value > most:
+                expected = f"at most {most:g}: {why}"
+                raise OptionError(option, found=repr(value), expected=expected, remedy=f"lower `{option}`")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Directions:
+    """Along which directions a step evaluates: what says how much memory and time it takes."""
+
     estimator: EstimatorName = EstimatorName.MEZO
     """What turns losses into steps. fzoo takes one side of each of several --queries, and divides by how far their losses
     spread. Its --lr is about how far a step moves a weight, such as 1e-5: another scale than MeZO's."""
-    weight_decay: float = 0.0
-    """Weight decay of MeZO's update; biases and layer norms do not decay."""
     noise: Noise = Noise.RADEMACHER
     """Random directions: mezo draws MeZO's own numbers; the others are counter-based and cost next to nothing."""
-    perturb_in_place: bool = False
-    """Walk from evaluation to evaluation and back, as MeZO does, with the rounding that this leaves in the weights. By
-    default each evaluation starts from the weights."""
     exact_mezo: bool = False
-    """Take MeZO's steps bit for bit, with its noise and its walk, whatever the two options above say."""
-    decay: Decay = Decay.CONSTANT
-    """How the learning rate falls after the warm-up."""
+    """Take MeZO's steps bit for bit, with its noise and its walk, whatever --noise and --perturb-in-place say."""
     queries: int = 1
     """Directions a step. Each costs two more forwards, with fzoo one, but no block is moved once more; its update takes
     lr / queries."""
@@ -81,14 +97,6 @@ class Optimization:
     per_row: bool = False
     """Give each row of a batch a direction of its own, for no more forwards; with --queries so many directions share the
     rows out. With --rank all rows run as one batch."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly."""
-    clip_grad: float | None = None
-    """Largest absolute projected gradient; a larger one is cut to it."""
-    clip_median: float | None = None
-    """Largest multiple of the median of the last 50 absolute projected gradients; a larger one is cut to it. At least 1."""
-    guard: bool = True
-    """Leave out steps whose losses lie far outside their running range, and stop a run that has got worse for good."""
 
     def generator(self, layouts: Sequence[BlockLayout]) -> NoiseGenerator | None:
         """Where directions come from; None is the engine's own choice, MeZO's numbers."""
@@ -109,6 +117,36 @@ class Optimization:
         """Rows of a batch of so many of which one loss is made."""
         groups = (rows if self.queries == 1 else self.queries) if self.per_row else 1
         return -(-rows // groups)
+
+    @property
+    def perturbation(self) -> Perturbation:
+        """Where directions live.
+
+        Raises:
+            OptionError: if rank or period is out of its range.
+        """
+        if self.rank is None:
+            return InWeights()
+        return BesideActivations(rank=self.rank, period=self.period, stack=self.stack)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization(StepSize, Directions):
+    """How a step moves the weights."""
+
+    perturb_in_place: bool = False
+    """Walk from evaluation to evaluation and back, as MeZO does, with the rounding that this leaves in the weights. By
+    default each evaluation starts from the weights."""
+    decay: Decay = Decay.CONSTANT
+    """How the learning rate falls after the warm-up."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly."""
+    clip_grad: float | None = None
+    """Largest absolute projected gradient; a larger one is cut to it."""
+    clip_median: float | None = None
+    """Largest multiple of the median of the last 50 absolute projected gradients; a larger one is cut to it. At least 1."""
+    guard: bool = True
+    """Leave out steps whose losses lie far outside their running range, and stop a run that has got worse for good."""
 
     def require_consistent(self) -> None:
         """Refuse options that do not go with the estimator.
@@ -165,17 +203,6 @@ class Optimization:
                     remedy="leave one of the two out",
                 )
 
-    @property
-    def perturbation(self) -> Perturbation:
-        """Where directions live.
-
-        Raises:
-            OptionError: if rank or period is out of its range.
-        """
-        if self.rank is None:
-            return InWeights()
-        return BesideActivations(rank=self.rank, period=self.period, stack=self.stack)
-
     def estimator_of(self, steps: int, rows: int = 1) -> ZOEstimator:
         """The estimator of a run.
 
@@ -198,7 +225,7 @@ class Optimization:
         options = {name: value for name, value in options.items() if _takes(kind, name)}
         # A bad peak is refused here, before it is scheduled.
         estimator = kind(lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, **options)
-        require_sane_step(self.lr, self.zo_eps, self.weight_decay)
+        self.require_sane()
         lr = LearningRate(peak=self.lr, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
         scheduled: ZOEstimator = replace(estimator, lr=lr)
         return scheduled
@@ -212,21 +239,6 @@ class Optimization:
         if self.clip_grad is not None or self.clip_median is not None:
             estimator = Clipped(estimator=estimator, value=self.clip_grad, medians=self.clip_median)
         return Guarded(estimator=estimator) if self.guard else estimator
-
-
-def require_sane_step(lr: float, zo_eps: float, weight_decay: float) -> None:
-    """Refuse numbers with which a single step leaves nothing of a model.
-
-    Raises:
-        OptionError: naming the option, and why.
-    """
-    for option, value, most, why in (
-        ("lr", lr, LARGEST_LR, "an update moves each weight by lr times the projected gradient"),
-        ("zo_eps", zo_eps, LARGEST_EPS, "weights are perturbed by this much, and are mostly smaller"),
-        ("weight_decay", weight_decay, 1 / lr, "a step takes lr times weight_decay of a weight away"),
-    ):
-        if value > most:
-            raise OptionError(option, found=repr(value), expected=f"at most {most:g}: {why}", remedy=f"lower {option}")
 
 
 def _takes(kind: Any, option: str) -> bool:

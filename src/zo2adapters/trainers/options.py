@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, function_file, names_model_loss
@@ -15,6 +15,7 @@ from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.field_types import require_field_types
 from zo2adapters.trainers.live_metrics import TrackerName
 from zo2adapters.trainers.lr_schedules import Decay
+from zo2adapters.trainers.model_options import DtypeName, PrecisionName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2core import (
     EstimatorName,
@@ -27,19 +28,6 @@ from zo2core import (
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
-    from zo2adapters.models.peft_model import Adapter
-
-DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-PrecisionName: TypeAlias = Literal["auto", "exact", "mixed"]
-CarriedName: TypeAlias = Literal["stored", "bfloat16", "float16", "float8", "bfloat16-back", "float16-back", "float8-back"]
-
-
-def precision_of_run(asked: PrecisionName, *, exact_mezo: bool, on_cpu: bool) -> PrecisionName:
-    """The precision to open a run's model in: auto stays exact for MeZO's bits, and on a GPU.
-
-    To a GPU the float32 of mixed precision would travel for twice as long.
-    """
-    return "exact" if asked == "auto" and (exact_mezo or not on_cpu) else asked
 
 
 def evaluations_due(steps: int, every: int | None, *, version: int = 0) -> int:
@@ -56,15 +44,23 @@ def evaluations_due(steps: int, every: int | None, *, version: int = 0) -> int:
     return between + (version == 0) + 1
 
 
-HeadName: TypeAlias = Literal["causal-lm", "sequence-classification"]
-
-
 @dataclass(frozen=True, kw_only=True)
-class Storage:
-    """Where the weights live."""
+class Resources:
+    """What a process may use of this machine."""
 
     memory: str = "auto"
     """Host memory the process may take in all, such as 6GiB; auto takes what is free. Blocks stream from disk if need be."""
+    device: str = "cpu"
+    """Device to compute on: cpu, cuda or cuda:N. A resumed run stays where it began, since a GPU rounds otherwise."""
+    device_memory: str = "auto"
+    """Device memory the run may use, such as 8GiB; auto takes what is free. As many blocks as fit stay there;
+    activations for which there is no room wait in host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage(Resources):
+    """Where the weights live."""
+
     write_back_every: int | Literal["auto", "never"] = "auto"
     """Steps that a block may be ahead of its bytes on disk before it is written to the run's scratch file; until then it is
     replayed. auto measures noise and disk, and writes as seldom as costs at most a tenth of a step. With --rank no block is
@@ -77,11 +73,6 @@ class Storage:
     activation_memory: str | None = None
     """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory on a GPU. An evaluation
     takes as many batches a sweep as fit in it. By default it is what a step takes."""
-    device: str = "cpu"
-    """Device to compute on: cpu, cuda or cuda:N. A resumed run stays where it began, since a GPU rounds otherwise."""
-    device_memory: str = "auto"
-    """Device memory the run may use, such as 8GiB; auto takes what is free. As many blocks as fit stay there;
-    activations for which there is no room wait in host memory."""
 
     def require_valid(self) -> None:
         """Refuse numbers and sizes that are none.
@@ -147,27 +138,7 @@ class RunOptions:
     """Zeroth-order steps to take; each runs two forwards of one batch a query, or with fzoo one and one more."""
     seed: int = 0
     """Seed of the order of rows and of the directions."""
-    architecture: Path | None = None
-    """JSON file that says where the model's parts are; by default they are learned."""
-    head: HeadName = "causal-lm"
-    """What the model ends in. sequence-classification is trained on rows with text, perhaps text_pair, and label: a class,
-    or a number where the model rates."""
-    adapter: Path | None = None
-    """Train an adapter of peft's (LoRA, DoRA, a prefix) instead of the weights, which are then only read:
-    adapter_config.json as peft writes it, or a directory with an adapter to go on from. Exports are adapters."""
-    adapter_frozen: tuple[str, ...] = ()
-    """With --adapter: parts of parameters' names that stay as they are, such as lora_A for LoRA-FA."""
-    dtype: DtypeName = "auto"
-    """Dtype of the weights; auto is the checkpoint's own. In mixed precision it is the dtype that is computed with, and auto
-    takes the faster of the 16-bit ones."""
-    precision: PrecisionName = "auto"
-    """exact has one dtype for all, with MeZO's rounding: in 16 bits small updates are lost. mixed keeps weights in float32,
-    whatever the checkpoint has, and computes under autocast. auto is mixed for weights of 16 bits on the CPU; it is exact
-    with --exact-mezo or --rank, and on a GPU, to which float32 would travel twice as long."""
-    carried: CarriedName = "stored"
-    """What the layers' matrices travel to a GPU in, in mixed precision: as they are stored, or in fewer bits, and then the
-    host replays and nothing comes back. With -back they come back in it, too, and every update is rounded to it.
-    Evaluations see what travels: it is part of the result, on the CPU too."""
+    model_options: RunModelOptions = field(default_factory=RunModelOptions)
     optimization: Optimization = field(default_factory=Optimization)
     batching: Batching = field(default_factory=Batching)
     storage: Storage = field(default_factory=Storage)
@@ -175,7 +146,7 @@ class RunOptions:
     @property
     def takes_labels(self) -> bool:
         """Whether rows are texts with labels."""
-        return self.head != "causal-lm"
+        return self.model_options.head != "causal-lm"
 
     def require_valid(self) -> None:
         """Refuse what no model and no data could make right.
@@ -199,23 +170,24 @@ class RunOptions:
             raise _in_vain("per_row", f"--objective {self.objective}", "loss, which is each row's own")
         if self.takes_labels:
             if not names_model_loss(self.objective):
-                raise _in_vain("objective", f"{self.objective} with --head {self.head}", "the model's own loss")
+                raise _in_vain(
+                    "objective", f"{self.objective} with --head {self.model_options.head}", "the model's own loss"
+                )
             if self.beta is not None:
-                raise _in_vain("beta", f"{self.beta} with --head {self.head}", "the model's own loss")
+                raise _in_vain("beta", f"{self.beta} with --head {self.model_options.head}", "the model's own loss")
             if self.batching.pack:
-                raise _in_vain("pack", f"--head {self.head}", "a causal language model")
+                raise _in_vain("pack", f"--head {self.model_options.head}", "a causal language model")
             if self.optimization.per_row:
-                raise _in_vain("per_row", f"--head {self.head}", "a causal language model")
+                raise _in_vain("per_row", f"--head {self.model_options.head}", "a causal language model")
         if self.optimization.per_row and self.batching.pack:
             raise _in_vain("per_row", "--pack", "rows whose losses stay apart")
         if self.optimization.per_row and self.batching.micro_batch_size is not None:
             raise _in_vain("per_row", "--micro-batch-size", "whole rows of one batch")
         if self.optimization.rank is not None and self.storage.snapshot_every is not None:
             raise _in_vain("rank", "--snapshot-every", "no snapshot: no weight changes")
-        if self.adapter is not None and self.storage.snapshot_every is not None:
+        if self.model_options.adapter is not None and self.storage.snapshot_every is not None:
             raise _in_vain("adapter", "--snapshot-every", "no snapshot: a few parameters change, which are in memory")
-        if self.adapter is None and self.adapter_frozen:
-            raise _in_vain("adapter_frozen", " ".join(self.adapter_frozen), "--adapter beside it")
+        self.model_options.require_valid()
         require_between("seed", self.seed, -LARGEST, LARGEST)
         self.batching.require_valid()
         self.storage.require_valid()
@@ -236,27 +208,19 @@ class TrainOptions(RunOptions):
 
     def precision_asked(self) -> PrecisionName:
         """The precision to open the model in."""
-        on_cpu = self.storage.device == "cpu"
+        asked, on_cpu = self.model_options, self.storage.device == "cpu"
         # Factors and adapters are float32 anyway.
-        exact = self.optimization.exact_mezo or self.optimization.rank is not None or self.adapter is not None
-        return precision_of_run(self.precision, exact_mezo=exact, on_cpu=on_cpu)
-
-    def adapter_asked(self) -> Adapter | None:
-        """What is trained instead of the weights."""
-        from zo2adapters.models.peft_model import Adapter
-
-        if self.adapter is None:
-            return None
-        return Adapter(config=self.adapter, frozen=self.adapter_frozen, seed=self.seed)
+        exact = self.optimization.exact_mezo or self.optimization.rank is not None or asked.adapter is not None
+        return precision_of_run(asked.precision, exact_mezo=exact, on_cpu=on_cpu)
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
         """The same options with what was chosen for this machine written down: a resumed run has to do the same."""
         if model.autocast is None:
-            return replace(self, precision="exact")
+            return replace(self, model_options=replace(self.model_options, precision="exact"))
+        computed = cast("DtypeName", str(model.autocast).removeprefix("torch."))
         return replace(
             self,
-            precision="mixed",
-            dtype=cast("DtypeName", str(model.autocast).removeprefix("torch.")),
+            model_options=replace(self.model_options, precision="mixed", dtype=computed),
             batching=replace(self.batching, loss_chunk=model.loss_chunk),
         )
 
@@ -296,6 +260,7 @@ class TrainOptions(RunOptions):
         """Give the options as JSON values; the run's own directory is left out, other paths are made absolute."""
         values = dataclasses.asdict(self)
         del values["output"]
+        values |= values.pop("model_options")  # which have stood beside the others since the first runs
         if Path(self.model).is_dir():
             values["model"] = str(Path(self.model).resolve())
         for key in ("data", "evaluation", "architecture", "adapter"):
@@ -311,25 +276,26 @@ class TrainOptions(RunOptions):
         Raises:
             OptionError, TypeError, ValueError, KeyError: if the values are not those of a run.
         """
+        beside = {own.name for own in dataclasses.fields(RunModelOptions)}
+        values = {**values, "model_options": {name: values[name] for name in beside & values.keys()}}
         for kind, kept in ((cls, values), *((kind, values[name]) for name, kind in _GROUPS.items())):
             if missing := {own.name for own in dataclasses.fields(kind)} - kept.keys() - _LATER - {"output"}:
                 raise KeyError(f"no {', '.join(sorted(missing))}")  # a default is not what the run was begun with
-        values = dict(values)
-        optimization = dict(values.pop("optimization"))
+        values = {name: value for name, value in values.items() if name not in beside}
+        optimization, model_options = dict(values.pop("optimization")), dict(values.pop("model_options"))
         optimization["decay"] = Decay(optimization["decay"])
         optimization["noise"] = Noise(optimization["noise"])
-        values.setdefault("precision", "exact")  # that of runs of earlier versions
+        model_options.setdefault("precision", "exact")  # that of runs of earlier versions
         values.setdefault("objective", MODEL_LOSS)
         optimization["estimator"] = EstimatorName(optimization.get("estimator", "mezo"))  # earlier runs had no other one
         optimization.setdefault("guard", False)  # runs of earlier versions have none
-        evaluation, architecture, adapter = (values.pop(key, None) for key in ("evaluation", "architecture", "adapter"))
-        values["adapter_frozen"] = tuple(values.get("adapter_frozen", ()))
+        for kept, name in ((values, "evaluation"), (model_options, "architecture"), (model_options, "adapter")):
+            kept[name] = None if kept.get(name) is None else Path(kept[name])
+        model_options["adapter_frozen"] = tuple(model_options.get("adapter_frozen", ()))
         options = cls(
             output=output,
             data=Path(values.pop("data")),
-            evaluation=None if evaluation is None else Path(evaluation),
-            architecture=None if architecture is None else Path(architecture),
-            adapter=None if adapter is None else Path(adapter),
+            model_options=RunModelOptions(**model_options),
             optimization=Optimization(**optimization),
             batching=Batching(**values.pop("batching")),
             storage=Storage(**values.pop("storage")),
@@ -340,7 +306,12 @@ class TrainOptions(RunOptions):
         return options
 
 
-_GROUPS: dict[str, Any] = {"optimization": Optimization, "batching": Batching, "storage": Storage}
+_GROUPS: dict[str, Any] = {
+    "model_options": RunModelOptions,
+    "optimization": Optimization,
+    "batching": Batching,
+    "storage": Storage,
+}
 _LATER = {
     *("architecture", "precision", "carried", "schedule_steps", "estimator", "guard", "objective", "keep_best", "report_to"),
     *("beta", "head"),

@@ -52,7 +52,9 @@ def provenance(
     batching = options.batching
     trained_on = {key: value for key, value in tokens.items() if not key.startswith("evaluation")}
     declared: dict[str, Any] = (
-        {} if options.architecture is None else {"architecture sha256": file_sha256(options.architecture)}
+        {}
+        if options.model_options.architecture is None
+        else {"architecture sha256": file_sha256(options.model_options.architecture)}
     )
     if not names_model_loss(options.objective):
         declared["objective"] = options.objective
@@ -61,14 +63,14 @@ def provenance(
     if batching.pack:
         declared["packed"] = True
     if options.takes_labels:
-        declared["head"] = options.head
+        declared["head"] = options.model_options.head
     return {
         **declared,
         **task,
         "data sha256": file_sha256(options.data),
         "tokens": trained_on,
         "tokenizer sha256": tokenizer_sha256(base),
-        "dtype": options.dtype,
+        "dtype": options.model_options.dtype,
         "batch size": batching.batch_size,
         "micro-batch size": batching.micro_batch_size,
         "loss chunk": batching.loss_chunk,
@@ -91,7 +93,10 @@ def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) 
         DataError: if a file cannot be read.
     """
     told = {} if header is None else header.get("provenance", {})
-    for option, path in (("objective", function_file(options.objective)), ("architecture", options.architecture)):
+    for option, path in (
+        ("objective", function_file(options.objective)),
+        ("architecture", options.model_options.architecture),
+    ):
         then = told.get(f"{option} sha256")
         if path is not None and told and file_sha256(path) != then:
             raise OptionError(

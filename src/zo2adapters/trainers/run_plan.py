@@ -155,7 +155,7 @@ def plan_run(
     activations = reserved_for(model, shapes.longest, optimization, micro_rows)
     noise = optimization.generator(model.layouts)
     drawn = SequentialNoise(model.layouts) if noise is None else noise
-    in_place, speeds = optimization.estimator_of(1).perturb_in_place, MeasuredSpeeds(model.weights)
+    in_place, speeds = bool(optimization.estimator_of(1).perturb_in_place), MeasuredSpeeds(model.weights)
     request = RunRequest(
         layouts=model.layouts,
         on_disk=laid_out_as_on_disk(model.layouts, model.weights),

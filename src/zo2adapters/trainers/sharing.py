@@ -158,9 +158,10 @@ def settled_alike(
     """
     if workers is not None and workers.rank > 0:
         [dtype, loss_chunk], *_ = workers.heard(None)
-        options = replace(options, dtype=dtype, batching=replace(options.batching, loss_chunk=loss_chunk))
+        model_options = replace(options.model_options, dtype=dtype)
+        options = replace(options, model_options=model_options, batching=replace(options.batching, loss_chunk=loss_chunk))
     model = opened(options)
     options = options.settled(model)
     if workers is not None and workers.rank == 0:
-        workers.heard([options.dtype, options.batching.loss_chunk])
+        workers.heard([options.model_options.dtype, options.batching.loss_chunk])
     return model, options

@@ -6,12 +6,13 @@ import shutil
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
-from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
+from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.registry import make_task
@@ -363,16 +364,8 @@ class Trainer:
 
 
 def _opened(directory: Path, options: TrainOptions) -> HFBlockModel:
-    return open_checkpoint(
-        directory,
-        head=options.head,
-        architecture=options.architecture,
-        adapter=options.adapter_asked(),
-        dtype=options.dtype,
-        precision=options.precision_asked(),
-        carried=options.carried,
-        loss_chunk=options.batching.loss_chunk or "auto",
-    )
+    model_options = replace(options.model_options, precision=options.precision_asked())
+    return model_options.opened(directory, seed=options.seed, loss_chunk=options.batching.loss_chunk)
 
 
 def _require_steps_to_come(options: TrainOptions, taken: int) -> None:

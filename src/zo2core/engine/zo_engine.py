@@ -28,7 +28,8 @@ class ZOEngine(Runner):
         model: Cut into embedding, blocks and head; of an adapter, or your own.
         estimator: What to evaluate, and what the losses say about the weights.
         device, memory, micro_batch_size, overlap, replay, trace: as for ``Replayer``.
-        noise: Draws z; by default what the journal was begun with, else ``SequentialNoise``, MeZO's numbers.
+        noise: Draws z; by default what the journal was begun with, else what the estimator or the
+            perturbation needs, else ``SequentialNoise``, MeZO's numbers.
         journal: Updates so far and to come: a journal, or the path of one, which is made if it is not there. None keeps the
             updates in memory. A journal with updates continues its run.
         seed: Of the run: each step's directions depend on it and on the step only.
@@ -79,7 +80,7 @@ class ZOEngine(Runner):
         )
         parts = build(model, estimator, options)
         super().__init__(model, parts)
-        self._method = _zeroth_order(self, model, estimator, seed, parts)
+        self._method = _zeroth_order(self, model, seed, parts)
 
     @classmethod
     def from_parts(  # noqa: D417 - five arguments share a line
@@ -126,7 +127,7 @@ class ZOEngine(Runner):
             provenance=provenance,
             workers=workers,
         )
-        return _OfParts(model, estimator, seed, adopt(model, estimator, given, options))
+        return _OfParts(model, seed, adopt(model, estimator, given, options))
 
     @property
     def write_back_every(self) -> int | None:
@@ -225,14 +226,15 @@ class ZOEngine(Runner):
 class _OfParts(ZOEngine):
     """An engine whose parts are not built for it."""
 
-    def __init__(self, model: BlockModel, estimator: ZOEstimator, seed: int, parts: Parts) -> None:
+    def __init__(self, model: BlockModel, seed: int, parts: Parts) -> None:
         Runner.__init__(self, model, parts)
-        self._method = _zeroth_order(self, model, estimator, seed, parts)
+        self._method = _zeroth_order(self, model, seed, parts)
 
 
-def _zeroth_order(runner: Runner, model: BlockModel, estimator: ZOEstimator, seed: int, parts: Parts) -> ZerothOrder:
+def _zeroth_order(runner: Runner, model: BlockModel, seed: int, parts: Parts) -> ZerothOrder:
+    assert parts.estimator is not None, "it was required"
     return ZerothOrder(
-        estimator,
+        parts.estimator,
         seed=seed,
         sweeps=runner,
         model=model,

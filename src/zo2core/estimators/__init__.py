@@ -12,3 +12,4 @@ from zo2core.estimators.per_row import PerRowRGE as PerRowRGE
 from zo2core.estimators.registry import ESTIMATORS as ESTIMATORS
 from zo2core.estimators.registry import EstimatorName as EstimatorName
 from zo2core.estimators.rge import MultiQueryRGE as MultiQueryRGE
+from zo2core.estimators.wrapper import with_perturb_in_place as with_perturb_in_place

@@ -47,7 +47,7 @@ class Clipped(EstimatorWrapper):
                 "clip_median",
                 found=repr(self.medians),
                 expected="a finite number of at least 1: a smaller one would draw the median to 0",
-                remedy="choose clip_median such as 3",
+                remedy="choose `clip_median` such as 3",
             )
         if self.value is None and self.medians is None:
             raise OptionError("clipping", found="no bound", expected="value or medians", remedy="pass one of the two")

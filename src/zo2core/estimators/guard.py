@@ -115,7 +115,7 @@ def _diverged(step: int, past: Sequence[Update], found: str, expected: str) -> D
         f"step {step}",
         found=found,
         expected=expected,
-        remedy=f"branch the journal at step {best}, the best so far, and go on with a lower lr; the step was not taken",
+        remedy=f"branch the journal at step {best}, the best so far, and go on with a lower `lr`; the step was not taken",
         best_step=best,
     )
 

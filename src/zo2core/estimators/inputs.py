@@ -18,7 +18,7 @@ def require_positive(name: str, value: float) -> None:
         OptionError: naming the option.
     """
     if not (math.isfinite(value) and value > 0):
-        raise OptionError(name, found=repr(value), expected="a positive finite number", remedy=f"choose {name} > 0")
+        raise OptionError(name, found=repr(value), expected="a positive finite number", remedy=f"choose `{name}` > 0")
 
 
 def require_scheduled_lr(name: str, value: float) -> None:
@@ -58,7 +58,9 @@ def require_query_count(q: int, *, least: int) -> None:
         OptionError: naming the option.
     """
     if not isinstance(q, int) or q < least:
-        raise OptionError("q", found=repr(q), expected=f"a whole number of at least {least}", remedy=f"choose q >= {least}")
+        raise OptionError(
+            "q", found=repr(q), expected=f"a whole number of at least {least}", remedy=f"choose `q` >= {least}"
+        )
 
 
 def learning_rate(estimator: ZOEstimator, step: int) -> float:

@@ -21,7 +21,8 @@ class MeZOSGD:
         zo_eps: Perturbation scale.
         weight_decay: MeZO adds ``weight_decay * theta`` to the gradient estimate of the parameters that decay.
         perturb_in_place: True is MeZO's arithmetic bit for bit: the weights walk +eps, -2 eps, +eps and keep the rounding
-            of the walk. False starts each evaluation from the weights, so that probing leaves no rounding behind.
+            of the walk. False starts each evaluation from the weights, so that probing leaves no rounding behind. None is
+            True where directions are in the weights, and False beside the activations, where no weight changes.
 
     Raises:
         OptionError: if a number is not finite or has the wrong sign.
@@ -34,7 +35,7 @@ class MeZOSGD:
     lr: float | Callable[[int], float]
     zo_eps: float
     weight_decay: float = 0.0
-    perturb_in_place: bool = True
+    perturb_in_place: bool | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.lr):
@@ -55,7 +56,7 @@ class MeZOSGD:
             "lr": describe_lr(self.lr),
             "zo_eps": self.zo_eps,
             "weight_decay": self.weight_decay,
-            "perturb_in_place": self.perturb_in_place,
+            "perturb_in_place": self.perturb_in_place is not False,
         }
 
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
@@ -82,6 +83,6 @@ class MeZOSGD:
             lr=lr,
             zo_eps=self.zo_eps,
             weight_decay=self.weight_decay,
-            perturb_in_place=self.perturb_in_place,
+            perturb_in_place=self.perturb_in_place is not False,
             losses=(float(plus.item()), float(minus.item())),
         )

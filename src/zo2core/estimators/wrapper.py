@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class EstimatorWrapper:
         return self.estimator.zo_eps
 
     @property
-    def perturb_in_place(self) -> bool:
+    def perturb_in_place(self) -> bool | None:
         """Of the wrapped estimator."""
         return self.estimator.perturb_in_place
 
@@ -61,3 +61,18 @@ class EstimatorWrapper:
     ) -> Update:
         """Of the wrapped estimator."""
         return self.estimator.update(step, evaluations, losses, lr, past)
+
+
+def with_perturb_in_place(estimator: ZOEstimator, *, default: bool) -> ZOEstimator:
+    """An estimator that says whether it perturbs in place: as it was told, or else as its run needs.
+
+    Args:
+        estimator: The estimator. If it leaves ``perturb_in_place`` open, it is a dataclass with this field, or wraps one.
+        default: Takes the place of None.
+    """
+    if estimator.perturb_in_place is not None:
+        return estimator
+    if isinstance(estimator, EstimatorWrapper):
+        return replace(estimator, estimator=with_perturb_in_place(estimator.estimator, default=default))
+    settled: ZOEstimator = replace(estimator, perturb_in_place=default)  # type: ignore[type-var]
+    return settled

@@ -153,7 +153,7 @@ class Journal:
                 f"{self._name}, step {update.step}",
                 found=error.found,
                 expected=error.expected,
-                remedy="mend the estimator, or lower lr; the step was not taken",
+                remedy="mend the estimator, or lower `lr`; the step was not taken",
             ) from error
         self._write(record, partial(self._count, taken, record), lambda: len(self._updates) > update.step)
 

@@ -177,7 +177,7 @@ class ZerothOrder:
             rows = own if group is None else [rows_of_group(batch, group) for batch in own]
             pieces[group] = cut(rows, self._micro_batch_size, None if is_own else forward)
             prepared[group] = list(self._sweeps.prepared(pieces[group].batches, forward))
-        swept = open_step.groups(lambda at: prepared[at.rows], in_place=self._estimator.perturb_in_place)
+        swept = open_step.groups(lambda at: prepared[at.rows], in_place=bool(self._estimator.perturb_in_place))
         outputs = self._sweeps.sweep(swept, forward)
         losses = zip(open_step.own, outputs[len(outputs) - len(open_step.places) :], strict=True)
         return open_step, [pieces[at.rows].loss(outputs_of_pieces) for at, outputs_of_pieces in losses]

@@ -101,7 +101,7 @@ class MemoryPolicy:
                     "memory.device",
                     found=repr(self.device),
                     expected="a GPU, and transfers that overlap, where it is given",
-                    remedy="leave it out; memory.host bounds what the CPU takes",
+                    remedy="leave it out; `memory.host` bounds what the CPU takes",
                 )
             return None
         if isinstance(self.device, DevicePlan):

@@ -54,7 +54,7 @@ class Evaluation(NamedTuple):
                 f"step {step}, seed {self.seed}, shift {self.shift:+g}",
                 found=f"loss {loss.item()}",
                 expected="a finite loss",
-                remedy="lower lr or zo_eps, or use dtype bfloat16 or float32 where float16 overflows; no step was taken",
+                remedy="lower `lr` or `zo_eps`, or use bfloat16 or float32 where float16 overflows; no step was taken",
             )
 
     def validated(self) -> Evaluation:
@@ -101,7 +101,7 @@ class Update:
                 f"step {self.step}",
                 found=f"projected gradients {self.projected_grads}",
                 expected="finite ones",
-                remedy="raise zo_eps: the losses' difference was divided by too small a number; the step was not taken",
+                remedy="raise `zo_eps`: the losses' difference was divided by too small a number; the step was not taken",
             )
         return self
 

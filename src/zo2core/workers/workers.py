@@ -357,7 +357,7 @@ class Workers:
                 f"step {len(journal.updates)}",
                 found="no loss of any worker that is finite and came in time",
                 expected="one worker's at least",
-                remedy="lower lr or zo_eps, or allow more time; no step was taken",
+                remedy="lower `lr` or `zo_eps`, or allow more time; no step was taken",
             )
         made = tuple(evaluations[place] for place in by_place)
         return Gathered(made, list(by_place.values()), tuple(reports) if self.size > 1 else ())
