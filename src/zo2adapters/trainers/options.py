@@ -213,6 +213,11 @@ class TrainOptions(RunOptions):
         exact = self.optimization.exact_mezo or self.optimization.rank is not None or asked.adapter is not None
         return precision_of_run(asked.precision, exact_mezo=exact, on_cpu=on_cpu)
 
+    def opened(self, directory: Path) -> HFBlockModel:
+        """Open the model of the run from its directory."""
+        model_options = replace(self.model_options, precision=self.precision_asked())
+        return model_options.opened(directory, seed=self.seed, loss_chunk=self.batching.loss_chunk)
+
     def settled(self, model: HFBlockModel) -> TrainOptions:
         """The same options with what was chosen for this machine written down: a resumed run has to do the same."""
         if model.autocast is None:

@@ -6,7 +6,6 @@ import shutil
 import sys
 import time
 from contextlib import closing
-from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -86,7 +85,7 @@ class Trainer:
         if resume:
             require_same_files(options, header_of(options.output / JOURNAL))
         directory = resolve_directory(options.model)
-        model, options = settled_alike(options, workers, lambda options: _opened(directory, options))
+        model, options = settled_alike(options, workers, lambda options: options.opened(directory))
         self._model, self.options = model, options
         require_same_steps(options.steps, workers)
         tokenizer = load_tokenizer(directory)
@@ -361,11 +360,6 @@ class Trainer:
         """Write a line above the bar; of several workers the first one speaks."""
         if is_first(self._workers):
             bar.write(line, file=sys.stderr)
-
-
-def _opened(directory: Path, options: TrainOptions) -> HFBlockModel:
-    model_options = replace(options.model_options, precision=options.precision_asked())
-    return model_options.opened(directory, seed=options.seed, loss_chunk=options.batching.loss_chunk)
 
 
 def _require_steps_to_come(options: TrainOptions, taken: int) -> None:
