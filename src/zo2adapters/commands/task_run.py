@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from zo2adapters.commands.evaluate import Evaluate
 from zo2adapters.commands.rows import WriteRows
+from zo2adapters.trainers.options import precision_of_run
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, require_new
 from zo2adapters.trainers.sharing import own_rank
 from zo2core import OptionError
@@ -75,6 +76,7 @@ def _score(command: Train, model: str, rows: Path, name: str) -> None:
     """Print what a model scores on rows."""
     storage = command.storage
     exported = model != command.model
+    exact = command.optimization.exact_mezo or command.optimization.rank is not None
     print(f"{name}: ", end="", flush=True)
     Evaluate(
         model=model,
@@ -82,6 +84,7 @@ def _score(command: Train, model: str, rows: Path, name: str) -> None:
         batching=command.batching,
         architecture=command.architecture,
         dtype="auto" if exported or command.precision == "mixed" else command.dtype,
+        precision=precision_of_run(command.precision, exact_mezo=exact, on_cpu=storage.device == "cpu"),
         memory=storage.memory,
         device=storage.device,
         device_memory=storage.device_memory,
