@@ -10,7 +10,7 @@ import tyro
 
 from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.ranges import shown
-from zo2adapters.trainers.options import CarriedName, DtypeName, HeadName, PrecisionName
+from zo2adapters.trainers.options import CarriedName, DtypeName, HeadName, PrecisionName, precision_of_run
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
 from zo2adapters.trainers.sharing import local_device, own_trace
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Workers
@@ -43,7 +43,8 @@ class AtStep:
     dtype: DtypeName = "auto"
     """Dtype of the weights; with a journal, the one that the run was made with, which is also that of --run."""
     precision: PrecisionName = "auto"
-    """Precision of the run; auto is exact for --model, and --run knows its own. A run in mixed precision is mixed again."""
+    """Precision of the run; --run knows its own. For --model auto is that of zo2 train, mixed for weights of 16 bits on the
+    CPU. With --journal auto is exact: a run in mixed precision has to be named as such."""
     carried: CarriedName = "stored"
     """What the run carried its weights in; --run knows its own."""
     memory: str = "auto"
@@ -70,7 +71,8 @@ class AtStep:
                 "adapter", found=str(self.adapter), expected="a directory that save_pretrained made", remedy="name one"
             )
         if self.run_directory is None:
-            return self if self.precision != "auto" else replace(self, precision="exact")
+            on_cpu, replays = self.device == "cpu", self.journal is not None  # replaying rounds as the run did
+            return replace(self, precision=precision_of_run(self.precision, exact_mezo=replays, on_cpu=on_cpu))
         options = RunDirectory.options(self.run_directory)
         precision = options.precision_asked()
         if self.precision not in ("auto", precision):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zo2adapters.commands.evaluate import Evaluate
 from zo2adapters.commands.rows import WriteRows
-from zo2adapters.trainers.options import RunOptions
+from zo2adapters.trainers.options import RunOptions, precision_of_run
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, require_new
 from zo2adapters.trainers.sharing import own_rank
 from zo2core import OptionError, read_regular
@@ -98,6 +98,7 @@ def _score(command: BenchmarkRun, model: str, rows: Path, name: str) -> None:
     """Print what a model scores on rows."""
     options, storage = command.options, command.options.storage
     exported = model != command.model
+    exact = options.optimization.exact_mezo or options.optimization.rank is not None
     print(f"{name}: ", end="", flush=True)
     Evaluate(
         model=model,
@@ -105,6 +106,7 @@ def _score(command: BenchmarkRun, model: str, rows: Path, name: str) -> None:
         batching=options.batching,
         architecture=options.architecture,
         dtype="auto" if exported or options.precision == "mixed" else options.dtype,
+        precision=precision_of_run(options.precision, exact_mezo=exact, on_cpu=storage.device == "cpu"),
         memory=storage.memory,
         device=storage.device,
         device_memory=storage.device_memory,

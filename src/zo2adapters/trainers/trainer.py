@@ -85,7 +85,7 @@ class Trainer:
         if resume:
             require_same_files(options, header_of(options.output / JOURNAL))
         directory = resolve_directory(options.model)
-        model, options = settled_alike(options, workers, lambda options: _opened(directory, options))
+        model, options = settled_alike(options, workers, lambda options: opened_model(directory, options))
         self._model, self.options = model, options
         require_same_steps(options.steps, workers)
         tokenizer = load_tokenizer(directory)
@@ -362,7 +362,16 @@ class Trainer:
             bar.write(line, file=sys.stderr)
 
 
-def _opened(directory: Path, options: TrainOptions) -> HFBlockModel:
+def opened_model(directory: Path, options: TrainOptions) -> HFBlockModel:
+    """The model of a run, opened as its options say.
+
+    Args:
+        directory: Of the model.
+        options: Of the run.
+
+    Raises:
+        ZO2Error: as ``open_checkpoint`` says.
+    """
     return open_checkpoint(
         directory,
         head=options.head,
