@@ -43,7 +43,7 @@ def cut(run: Path) -> None:
 
 
 def used(command: str, run: Path, folder: Path, *more: object) -> Ended:
-    options = {
+    options: dict[str, list[object]] = {
         "export": ["--run", run, "--output", folder / "model"],
         "evaluate": ["--run", run, "--data", run.parent / "rows.jsonl"],
         "generate": ["--run", run, "--prompt", "the cat", "--max-new-tokens", 1],
