@@ -66,7 +66,12 @@ def test_the_memory_that_is_planned_for_rows_is_what_their_run_reserves(
     plan = planned(capsys, options, *given)
     rows = ["--data", str(options.data), "--evaluation", str(options.evaluation), "--steps", "1", "--batch-size", "3"]
     train = Trainer.train
-    monkeypatch.setattr(Trainer, "train", lambda trainer: (plans.append(trainer.host_plan), train(trainer))[1])
+
+    def noted(trainer: Trainer) -> None:
+        plans.append(trainer.host_plan)
+        train(trainer)
+
+    monkeypatch.setattr(Trainer, "train", noted)
     main(["train", "--model", options.model, "--output", str(options.output), "--lr", "1e-4", *rows, *given])
     [arranged] = plans
     parts = {part["name"]: part["nbytes"] for part in plan["host_plan"]["parts"]}
@@ -165,7 +170,7 @@ def test_only_tokens_with_labels_cost_logits_where_these_are_made_in_chunks(
 ) -> None:
     """A clock that goes on by the same at each look makes all that is measured equal."""
     looks = iter(range(1000))
-    monkeypatch.setattr(run_plan.time, "perf_counter", lambda: next(looks))
+    monkeypatch.setattr("zo2adapters.trainers.run_plan.time.perf_counter", lambda: next(looks))
     of: Callable[[Any, float], float] = lambda model, labels: measured_forward_seconds(model, BatchShape(4, 8, labels))  # noqa: E731
     exact, mixed = (open_checkpoint(options.model, precision=precision) for precision in ("exact", "mixed"))
     assert of(exact, 28) == of(exact, 4) == of(mixed, 32)

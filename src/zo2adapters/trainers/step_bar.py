@@ -39,7 +39,7 @@ class StepBar(tqdm):  # type: ignore[type-arg]
     @property
     def format_dict(self) -> dict[str, Any]:
         """As tqdm has it, with the time since the run began and the time that is left."""
-        known = super().format_dict
+        known = dict(super().format_dict)
         if known.get("initial") is None:  # of a bar that was never shown
             return known
         taken, elapsed = known["n"] - known["initial"], known["elapsed"]

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
-from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
+from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.exported import holds_model
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import training_batches
@@ -29,7 +29,7 @@ from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_du
 from zo2adapters.trainers.provenance import provenance
 from zo2adapters.trainers.remarks import remarks, storage
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, require_new
-from zo2adapters.trainers.run_engine import base_replayer, build_engine, reserved_bytes
+from zo2adapters.trainers.run_engine import base_replayer, build_engine, opened_model, reserved_bytes
 from zo2adapters.trainers.sharing import device_kinds, is_first, require_same_steps, settled_alike
 from zo2adapters.trainers.step_bar import StepBar
 from zo2core import (
@@ -353,28 +353,6 @@ class Trainer:
         """Write a line above the bar; of several workers the first one speaks."""
         if is_first(self._workers):
             bar.write(line, file=sys.stderr)
-
-
-def opened_model(directory: Path, options: TrainOptions) -> HFBlockModel:
-    """The model of a run, opened as its options say.
-
-    Args:
-        directory: Of the model.
-        options: Of the run.
-
-    Raises:
-        ZO2Error: as ``open_checkpoint`` says.
-    """
-    return open_checkpoint(
-        directory,
-        head=options.head,
-        architecture=options.architecture,
-        adapter=options.adapter_asked(),
-        dtype=options.dtype,
-        precision=options.precision_asked(),
-        carried=options.carried,
-        loss_chunk=options.batching.loss_chunk or "auto",
-    )
 
 
 def _best_step(evaluations: Mapping[int, float]) -> int | None:
