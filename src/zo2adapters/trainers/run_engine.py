@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
@@ -14,6 +16,28 @@ from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.sharing import local_device, own_trace
 from zo2core import Journal, MemoryPolicy, Replayer, Workers, WriteBackPolicy, ZOEngine, ZOEstimator, parse_size
+
+
+def opened_model(directory: Path, options: TrainOptions) -> HFBlockModel:
+    """The model of a run, opened as its options say.
+
+    Args:
+        directory: Of the model.
+        options: Of the run.
+
+    Raises:
+        ZO2Error: as ``open_checkpoint`` says.
+    """
+    return open_checkpoint(
+        directory,
+        head=options.head,
+        architecture=options.architecture,
+        adapter=options.adapter_asked(),
+        dtype=options.dtype,
+        precision=options.precision_asked(),
+        carried=options.carried,
+        loss_chunk=options.batching.loss_chunk or "auto",
+    )
 
 
 def reserved_for(model: HFBlockModel, longest: BatchShape, optimization: Optimization, micro_rows: int | None) -> int:

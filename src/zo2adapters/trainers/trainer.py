@@ -11,7 +11,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
-from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
+from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.registry import make_task
@@ -28,7 +28,7 @@ from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_du
 from zo2adapters.trainers.provenance import provenance, require_same_files
 from zo2adapters.trainers.remarks import remarks, storage
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, header_of, holds_model, require_new
-from zo2adapters.trainers.run_engine import build_engine, replayer, reserved_bytes
+from zo2adapters.trainers.run_engine import build_engine, opened_model, replayer, reserved_bytes
 from zo2adapters.trainers.sharing import device_kinds, is_first, require_same_steps, settled_alike
 from zo2adapters.trainers.step_bar import StepBar
 from zo2core import (
@@ -360,28 +360,6 @@ class Trainer:
         """Write a line above the bar; of several workers the first one speaks."""
         if is_first(self._workers):
             bar.write(line, file=sys.stderr)
-
-
-def opened_model(directory: Path, options: TrainOptions) -> HFBlockModel:
-    """The model of a run, opened as its options say.
-
-    Args:
-        directory: Of the model.
-        options: Of the run.
-
-    Raises:
-        ZO2Error: as ``open_checkpoint`` says.
-    """
-    return open_checkpoint(
-        directory,
-        head=options.head,
-        architecture=options.architecture,
-        adapter=options.adapter_asked(),
-        dtype=options.dtype,
-        precision=options.precision_asked(),
-        carried=options.carried,
-        loss_chunk=options.batching.loss_chunk or "auto",
-    )
 
 
 def _require_steps_to_come(options: TrainOptions, taken: int) -> None:

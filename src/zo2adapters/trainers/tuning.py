@@ -22,9 +22,10 @@ from zo2adapters.trainers.lessons import read_rows
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import OPTIONS, RunDirectory, replace_file, require_new
+from zo2adapters.trainers.run_engine import opened_model
 from zo2adapters.trainers.run_plan import step_seconds
 from zo2adapters.trainers.sharing import alone_on, is_first
-from zo2adapters.trainers.trainer import Trainer, opened_model
+from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     DivergenceError,
     NonFiniteLossError,
