@@ -260,6 +260,32 @@ def test_a_run_whose_weights_are_only_read_does_not_warn_of_lost_updates(options
     assert "--precision mixed" not in line
 
 
+@pytest.mark.parametrize("given", [[], ["--precision", "exact"], ["--precision", "mixed"]])
+def test_the_base_is_evaluated_as_a_run_on_it_evaluates_it(
+    given: list[str], options: TrainOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the precision of ``zo2 train`` by default, too: that of a model and of a run at step 0 is one loss."""
+    rows = ["--data", str(options.data), "--batch-size", "3"]
+    output = ["--output", str(options.output), "--evaluation", str(options.data), "--steps", "1"]
+    main(["train", "--model", options.model, *rows, *output, *given])
+    first = json.loads((options.output / "metrics.jsonl").read_text().splitlines()[0])["evaluation_loss"]
+    losses = []
+    for what in (["--model", options.model, *given], ["--run", str(options.output), "--at", "0"]):
+        capsys.readouterr()
+        main(["evaluate", *what, *rows])
+        losses.append(capsys.readouterr().out.split()[1].strip(","))
+    assert losses == [f"{first:.6f}"] * 2
+
+
+def test_a_journal_beside_a_model_is_replayed_as_before(options: TrainOptions, tmp_path: Path) -> None:
+    where = ["--model", options.model, "--data", str(options.data), "--output", str(options.output)]
+    main(["train", *where, "--precision", "exact", "--steps", "2", "--batch-size", "3"])
+    journal = ["--journal", str(options.output / "journal.jsonl")]
+    main(["export", "--model", options.model, *journal, "--output", str(tmp_path / "out")])
+    files = [folder / "model.safetensors" for folder in (tmp_path / "out", options.output / "model")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_parameters_that_transformers_keeps_in_float32_are_float32(dtype: torch.dtype, tmp_path: Path) -> None:
     shape: dict[str, Any] = {

@@ -16,7 +16,7 @@ from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
-from zo2adapters.trainers.tuning import TABLE, Trial, planned_rounds, tune
+from zo2adapters.trainers.tuning import TABLE, Schedule, Trial, planned_rounds, tune
 from zo2core import CheckpointError, DivergenceError, EstimatorName, Journal, OptionError, OutputError
 
 RATES = (1e-7, 1e-3, 0.9)
@@ -45,6 +45,22 @@ def test_a_budget_in_which_a_trial_says_nothing_is_refused_with_the_least_that_d
         planned_rounds(7, 100, 2)
     assert "7 trials" in str(refused.value)
     assert planned_rounds(7, 224, 2)
+
+
+def test_what_all_trials_take_is_told_before_the_first_one_and_holds(options: TrainOptions) -> None:
+    schedules: list[Schedule] = []
+
+    def before(schedule: Schedule) -> None:
+        assert not list(options.output.glob("lr-*"))
+        schedules.append(schedule)
+
+    tune(options, forwards=240, learning_rates=(1e-7, 1e-6, 1e-5), before=before)
+    [schedule] = schedules
+    journals = [Journal(run / "journal.jsonl") for run in options.output.glob("lr-*")]
+    assert schedule.steps == sum(len(journal.updates) for journal in journals)
+    assert schedule.forwards == sum(len(update.losses) for journal in journals for update in journal.updates) <= 240
+    for journal in journals:
+        journal.close()
 
 
 @pytest.mark.filterwarnings("ignore:step")  # that are not applied
@@ -124,6 +140,10 @@ def test_the_command_prints_the_best_and_how_to_go_on(options: TrainOptions, cap
     main(["tune", *where, "--forwards", "200", "--learning-rates", "1e-6", "1e-3", "--zo-eps-to-try", "1e-3"])
     printed = capsys.readouterr()
     assert "zo2 train --resume" in printed.out
+    cost = "2 trials in 2 rounds, of up to 75 steps each: 100 steps, 200 forwards of a batch of 3 rows, about "
+    assert printed.err.startswith(cost)
+    assert "round 1 of 2, trial 2 of 2, lr 0.001:" in printed.err
+    assert printed.err.index("round 1 of 2, trial 1 of 2, lr 1e-06") < printed.err.index("round 2 of 2, trial 1 of 1")
     assert printed.err.count("lr   zo_eps") == 2
     results = json.loads((options.output / TABLE).read_text())["results"]
     assert [set(result) for result in results] == [{"lr", "zo_eps", "steps", "loss", "run"}] * 2

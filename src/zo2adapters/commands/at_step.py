@@ -10,7 +10,7 @@ import tyro
 
 from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.ranges import shown
-from zo2adapters.trainers.model_options import DtypeName, PrecisionName, RunModelOptions
+from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
 from zo2adapters.trainers.sharing import local_device, own_trace
@@ -56,7 +56,8 @@ class AtStep:
             if told.adapter is not None and not told.adapter.is_dir():
                 expected = "a directory that save_pretrained made"
                 raise OptionError("adapter", found=str(told.adapter), expected=expected, remedy="name one")
-            precision: PrecisionName = "exact" if told.precision == "auto" else told.precision
+            on_cpu, replays = self.resources.device == "cpu", self.journal is not None  # replaying rounds as the run did
+            precision = precision_of_run(told.precision, exact_mezo=replays, on_cpu=on_cpu)
             return replace(self, model_options=replace(told, precision=precision))
         options = RunDirectory.options(self.run_directory)
         of_run = replace(options.model_options, precision=options.precision_asked())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from zo2adapters.commands.evaluate import Evaluate
 from zo2adapters.commands.rows import WriteRows
-from zo2adapters.trainers.model_options import RunModelOptions
+from zo2adapters.trainers.model_options import RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources, RunOptions
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, require_new
 from zo2adapters.trainers.sharing import own_rank
@@ -99,6 +99,7 @@ def _score(command: BenchmarkRun, model: str, rows: Path, name: str) -> None:
     """Print what a model scores on rows."""
     options, storage, told = command.options, command.options.storage, command.options.model_options
     exported = model != command.model
+    exact = options.optimization.exact_mezo or options.optimization.rank is not None
     print(f"{name}: ", end="", flush=True)
     Evaluate(
         model=model,
@@ -107,6 +108,7 @@ def _score(command: BenchmarkRun, model: str, rows: Path, name: str) -> None:
         model_options=RunModelOptions(
             architecture=told.architecture,
             dtype="auto" if exported or told.precision == "mixed" else told.dtype,
+            precision=precision_of_run(told.precision, exact_mezo=exact, on_cpu=storage.device == "cpu"),
         ),
         resources=Resources(memory=storage.memory, device=storage.device, device_memory=storage.device_memory),
     ).run()

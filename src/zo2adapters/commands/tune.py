@@ -13,10 +13,10 @@ from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import RunOptions, TrainOptions
 from zo2adapters.trainers.sharing import Sharing, is_first
-from zo2core import OptionError
+from zo2core import OptionError, Workers
 
 if TYPE_CHECKING:
-    from zo2adapters.trainers.tuning import Trial  # a command line is read without transformers
+    from zo2adapters.trainers.tuning import Schedule, Trial  # a command line is read without transformers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Tune(RunOptions):
         return f"the same command goes on: what was done of the trials is in {self.output}, and is not done again"
 
     def run(self) -> None:
-        """Try, print a table after each round, and say how to go on with the best trial."""
+        """Say what it takes, try, print a table after each round, and say how to go on with the best trial."""
         from zo2adapters.trainers.tuning import LEARNING_RATES, tune
 
         require_at_least("forwards", self.forwards, 1)
@@ -76,7 +76,9 @@ class Tune(RunOptions):
                 forwards=self.forwards,
                 learning_rates=self.learning_rates or LEARNING_RATES,
                 zo_eps=self.zo_eps_to_try,
+                before=lambda schedule: print(_cost(schedule, options, workers), file=sys.stderr) if first else None,
                 told=lambda trials: print(_table(trials), file=sys.stderr) if first else None,
+                quiet=not first,
                 workers=workers,
             )
         if not first:
@@ -85,6 +87,22 @@ class Tune(RunOptions):
             f"lr {best.lr:g}, zo_eps {best.zo_eps:g}: mean loss {best.loss:.4f} over the last steps of {best.steps}\n"
             f"its run goes on with: zo2 train --resume {best.directory} --steps 1000"
         )
+
+
+def _cost(schedule: Schedule, options: TrainOptions, workers: Workers | None) -> str:
+    """What all trials take, and about how long: by the plan of a step, which is made for the CPU."""
+    from zo2adapters.trainers.run_plan import duration
+    from zo2adapters.trainers.tuning import expected_seconds
+
+    line = (
+        f"{schedule.trials} trials in {len(schedule.rounds)} rounds, of up to {schedule.rounds[-1]} steps each: "
+        f"{schedule.steps:,} steps, {schedule.forwards:,} forwards of a batch of {options.batching.batch_size} rows"
+    )
+    if options.storage.device != "cpu":
+        return line
+    return (
+        f"{line}, about {duration(expected_seconds(options, schedule))}{'' if workers is None else ' of one worker alone'}"
+    )
 
 
 def _table(trials: Sequence[Trial]) -> str:

@@ -85,8 +85,9 @@ def open_checkpoint(
             cache and used from there.
         dtype: The weights' dtype in memory. "auto" takes the config's and refuses shards that hold another; a dtype, or its
             name, converts. In mixed precision it is the dtype that is computed with; "auto" takes what is fastest here.
-        precision: ``"exact"`` is one dtype for all; ``"mixed"`` stores float32 and computes in 16 bits; ``"auto"`` is mixed
-            for weights of 16 bits, else exact; a ``Precision`` says all of it, and takes no ``dtype``.
+        precision: ``"exact"`` is one dtype for all, in which small updates of 16-bit weights are rounded away as they are in
+            MeZO; ``"mixed"`` stores float32 and computes in 16 bits; ``"auto"`` is mixed for weights of 16 bits, else
+            exact; a ``Precision`` says all of it, and takes no ``dtype``.
         carried: In which the layers' matrices travel to a device with memory of its own: "stored", "bfloat16", "float16" or
             "float8", or "bfloat16-back" and so on where they come back in it, too; see ``Precision``.
         export_dtype: To which exported weights are rounded, once. "auto" is the checkpoint's own in mixed precision, else

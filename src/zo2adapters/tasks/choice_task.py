@@ -79,7 +79,7 @@ class F1Task(ChoiceTask):
         if len({len(row.candidates) for row in rows}) > 1:
             raise OptionError(
                 "objective",
-                found="f1 for rows of different numbers of candidates",
+                found=f"{options.objective} for rows of different numbers of candidates",
                 expected="the same candidates in each row",
                 remedy="choose another objective, or other rows",
             )

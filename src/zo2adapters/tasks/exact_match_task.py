@@ -28,7 +28,7 @@ class ExactMatch(LanguageModelling):
         if not all(row.prompt_length for row in rows):
             raise OptionError(
                 "objective",
-                found="exact-match for rows without a prompt",
+                found=f"{options.objective} for rows without a prompt",
                 expected="rows with prompt and completion",
                 remedy="choose another objective, or other rows",
             )

@@ -23,7 +23,7 @@ class PreferenceTask(Task):
         self._model, self._options = model, options
         self._forward = PreferenceLoss(model, beta=BETA if options.beta is None else options.beta)
         self._references: dict[Choice, tuple[float, ...]] = {}
-        self.provenance = {"objective": "dpo", "beta": self._forward.beta}
+        self.provenance = {"objective": options.objective, "beta": self._forward.beta}
 
     def prepare(
         self, open_base: Callable[[], AbstractContextManager[Runner]], rows_to_come: Callable[[], Sequence[Choice]]

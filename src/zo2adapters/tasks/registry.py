@@ -6,6 +6,7 @@ Tasks are imported when a run asks for one, so that a command line is read witho
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -89,7 +90,8 @@ def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
             expected=f"rows with {entry.rows.value}",
             remedy="choose another objective, or other rows",
         )
-    return entry.load()(model, rows, options)
+    name = entry.name if options.objective == AUTO else options.objective
+    return entry.load()(model, rows, replace(options, objective=name))
 
 
 def _find(objective: str, rows: RowFormat) -> TaskEntry:

@@ -16,7 +16,7 @@ from zo2core import Batch, Runner, StepResult, ZOEngine
 class TaskOptions:
     """What a run's options say about its task."""
 
-    objective: str  # name of the task, "auto", or FILE.py:function
+    objective: str  # name of the task or FILE.py:function; "auto" until the registry has chosen a task
     pad: int  # token id at padded positions
     batch_size: int  # rows of a batch
     micro_batch_size: int | None = None  # sequences that run at a time; None: all of a batch

@@ -40,7 +40,8 @@ class ModelOptions:
     precision: PrecisionName = "auto"
     """exact has one dtype for all, with MeZO's rounding: in 16 bits small updates are lost. mixed keeps weights in float32,
     whatever the checkpoint has, and computes under autocast. auto is mixed for weights of 16 bits on the CPU; it is exact
-    with --exact-mezo or --rank, and on a GPU, to which float32 would travel twice as long."""
+    with --exact-mezo or --rank, for a --journal without its run, and on a GPU, to which float32 would travel twice as
+    long."""
 
 
 @dataclass(frozen=True, kw_only=True)

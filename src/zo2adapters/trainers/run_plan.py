@@ -36,6 +36,7 @@ from zo2core import (
     kept_bytes_a_step,
     laid_out_as_on_disk,
     plan,
+    replay_seconds,
     scratch_bytes,
     shown_bytes,
     streamed_bytes,
@@ -151,7 +152,7 @@ def plan_run(
         ScratchError: if the directory cannot be written to.
         CheckpointError: if the checkpoint cannot be read.
     """
-    forwards, queries, perturbation = optimization.evaluations, optimization.queries, optimization.perturbation
+    queries, perturbation = optimization.queries, optimization.perturbation
     activations = reserved_for(model, shapes.longest, optimization, micro_rows)
     noise = optimization.generator(model.layouts)
     drawn = SequentialNoise(model.layouts) if noise is None else noise
@@ -181,17 +182,11 @@ def plan_run(
     scratch_size, written_tb = 0 if every is None else scratch_bytes(layouts), terabytes_written(layouts, every)
     disk_seconds = read_seconds + (written / speeds.writing(scratch) if streamed and written else 0.0)
     if isinstance(perturbation, BesideActivations):
-        # Weights are only read: factors are drawn, once for the evaluations and once for the update.
-        update = replay * _factor_share(layouts, perturbation.rank) * (forwards + queries) + decoding
         written = kept_bytes_a_step(perturbation, layouts, None if write_limit_tb is None else write_limit_tb * 1e9)
         written_tb, lag = written / 1e9, 0.0
     else:
         lag = (every + 1) / 2 if streamed and every is not None else 1.0
-        if isinstance(drawn, CounterNoise):
-            first, other = evaluation_seconds(drawn, layouts)
-            update = replay * (queries * lag - 1) + first + other * (forwards - 1)
-        else:
-            update = replay * queries * (lag + (_WALK if host_plan.keep_noise else 1.0))
+    update = _update_seconds(model, layouts, optimization, lag=lag, keeps_noise=host_plan.keep_noise)
     of_evaluation = 0.0
     if shapes.evaluation is not None and evaluations:
         computing = shapes.evaluation_batches * measured_forward_seconds(model, shapes.evaluation, running=micro_rows)
@@ -212,6 +207,44 @@ def plan_run(
         evaluations=evaluations,
         evaluation_seconds=of_evaluation,
     )
+
+
+def step_seconds(model: HFBlockModel, shape: BatchShape, optimization: Optimization, micro_rows: int | None = None) -> float:
+    """Expected seconds of a step on the CPU, all blocks in memory. Nothing is loaded; the probes take a few seconds.
+
+    Args:
+        model: From ``open_checkpoint``.
+        shape: Of a step's batch.
+        optimization: How a step is taken.
+        micro_rows: Rows that run at a time; None: all of a batch.
+    """
+    forwards = _step_forward_seconds(model, shape, optimization, micro_rows)
+    return forwards + _update_seconds(model, model.layouts, optimization, lag=1.0, keeps_noise=True)
+
+
+def _update_seconds(
+    model: HFBlockModel, layouts: Sequence[BlockLayout], optimization: Optimization, *, lag: float, keeps_noise: bool
+) -> float:
+    """Seconds of a step's noise and arithmetic.
+
+    Args:
+        model: The model.
+        layouts: Its segments, as they lie in memory.
+        optimization: How a step is taken.
+        lag: Updates that a segment is behind when it is visited, on average.
+        keeps_noise: Whether z is held from one evaluation to the next.
+    """
+    noise = optimization.generator(layouts)
+    drawn = SequentialNoise(model.layouts) if noise is None else noise
+    forwards, queries, perturbation = optimization.evaluations, optimization.queries, optimization.perturbation
+    replay = replay_seconds(drawn, layouts, in_place=not isinstance(drawn, CounterNoise))
+    if isinstance(perturbation, BesideActivations):
+        # Weights are only read: factors are drawn, once for the evaluations and once for the update.
+        return replay * _factor_share(layouts, perturbation.rank) * (forwards + queries) + decoding_seconds(layouts)
+    if isinstance(drawn, CounterNoise):
+        first, other = evaluation_seconds(drawn, layouts)
+        return replay * (queries * lag - 1) + first + other * (forwards - 1)
+    return replay * queries * (lag + (_WALK if keeps_noise else 1.0))
 
 
 def _step_forward_seconds(

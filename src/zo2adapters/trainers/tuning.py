@@ -13,11 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
+from zo2adapters.models.checkpoint import resolve_directory
+from zo2adapters.tasks.tokenizer import load_tokenizer
+from zo2adapters.trainers.batch_shapes import RowShapes
+from zo2adapters.trainers.lessons import read_rows
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import OPTIONS, RunDirectory, replace_file, require_new
+from zo2adapters.trainers.run_plan import step_seconds
 from zo2adapters.trainers.sharing import alone_on, is_first
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
@@ -60,13 +65,42 @@ class Trial:
         return {"lr": self.lr, "zo_eps": self.zo_eps, "steps": self.steps, "loss": loss, "run": self.directory.name}
 
 
+class Schedule(NamedTuple):
+    """What the trials take together."""
+
+    trials: int  # of the first round; half of them, rounded up, go on
+    rounds: tuple[int, ...]  # steps that each trial that is left has taken at the end of each round
+    evaluations: int  # forwards of a step
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Trials of each round."""
+        left = [self.trials]
+        for _ in self.rounds[1:]:
+            left.append(-(-left[-1] // 2))
+        return tuple(left)
+
+    @property
+    def steps(self) -> int:
+        """Steps of all trials together."""
+        begun = (0, *self.rounds)
+        return sum(count * (self.rounds[i] - begun[i]) for i, count in enumerate(self.left))
+
+    @property
+    def forwards(self) -> int:
+        """Forwards of a batch of all trials together."""
+        return self.steps * self.evaluations
+
+
 def tune(
     options: TrainOptions,
     *,
     forwards: int,
     learning_rates: Sequence[float] = LEARNING_RATES,
     zo_eps: Sequence[float] = (),
+    before: Callable[[Schedule], object] = lambda schedule: None,
     told: Callable[[Sequence[Trial]], object] = lambda trials: None,
+    quiet: bool = True,
     workers: Workers | None = None,
 ) -> Trial:
     """Find the learning rate, and ``zo_eps`` if several are given, with which the loss falls furthest.
@@ -76,7 +110,9 @@ def tune(
         forwards: Forwards of a batch that all trials may take together.
         learning_rates: To try.
         zo_eps: Perturbation scales to try with each of them; none: that of the options.
+        before: Given what all trials will take, before the first one begins.
         told: Told of all trials after each round.
+        quiet: Whether to show no progress bar of each trial.
         workers: Others that try some of the learning rates, each with trials of its own; None: there are none.
 
     Returns:
@@ -119,12 +155,23 @@ def tune(
     asked = _begin(options, forwards, trials)
     if workers is not None and is_first(workers):
         workers.heard(None)
+    schedule = Schedule(len(trials), tuple(rounds), options.optimization.evaluations)
+    try:
+        before(schedule)
+    except ZO2Error:
+        _take_back(options.output)
+        raise
     options = replace(options, storage=alone_on(options.storage, workers))
     places = {trial.directory: place for place, trial in enumerate(trials)}
     finished: list[Trial] = []
-    for steps in rounds:
+    for number, steps in enumerate(rounds, 1):
         try:
-            made = [_lengthened(trial, options, steps) for trial in trials if _is_own(places[trial.directory], workers)]
+            made = []
+            for place, trial in enumerate(trials, 1):
+                if _is_own(places[trial.directory], workers):
+                    where = f"round {number} of {len(rounds)}, trial {place} of {len(trials)}"
+                    label = None if quiet else f"{where}, lr {trial.lr:g}"
+                    made.append(_lengthened(trial, options, steps, label))
             trials = sorted(_of_all(trials, made, workers), key=lambda trial: trial.loss)
         except ZO2Error:
             _take_back(options.output)
@@ -146,6 +193,28 @@ def tune(
             best_step=0,
         )
     return best
+
+
+def expected_seconds(options: TrainOptions, schedule: Schedule) -> float:
+    """Seconds that all trials are expected to take on the CPU, one after another. The probes take a few seconds.
+
+    Args:
+        options: Of the runs.
+        schedule: What the trials take.
+
+    Raises:
+        ZO2Error: of the kind that fits, if model or data cannot be read.
+    """
+    directory, batching = resolve_directory(options.model), options.batching
+    model = options.opened(directory)
+    data = read_rows(
+        options.data,
+        load_tokenizer(directory),
+        sequence_length=batching.length_for(model),
+        labelled_for=model.config if options.takes_labels else None,
+    )
+    shape = RowShapes.of_rows(batching, data, None, seed=options.seed).step
+    return schedule.steps * step_seconds(model, shape, options.optimization, batching.micro_batch_size)
 
 
 def planned_rounds(trials: int, forwards: int, evaluations: int) -> list[int]:
@@ -185,15 +254,15 @@ def _of_all(trials: Sequence[Trial], made: Sequence[Trial], workers: Workers | N
     return [replace(trial, steps=steps, loss=loss) for trial, steps, loss in by_trial]
 
 
-def _lengthened(trial: Trial, options: TrainOptions, steps: int) -> Trial:
-    """Take a trial to so many steps; one that was interrupted is gone on with."""
+def _lengthened(trial: Trial, options: TrainOptions, steps: int, label: str | None) -> Trial:
+    """Take a trial to so many steps, with a progress bar of this label; one that was interrupted is gone on with."""
     resume = (trial.directory / OPTIONS).exists()
     if resume:
         own = replace(RunDirectory.options(trial.directory).with_steps(steps), objective=options.objective)
     else:
         optimization = replace(options.optimization, lr=trial.lr, zo_eps=trial.zo_eps)
         own = replace(options, output=trial.directory, optimization=optimization, steps=steps)
-    with Trainer(own, resume=resume, quiet=True) as trainer:
+    with Trainer(own, resume=resume, quiet=label is None, label=label) as trainer:
         try:
             trainer.train()
         except (DivergenceError, NonFiniteLossError):
