@@ -16,9 +16,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from zo2adapters.models.checkpoint import resolve_directory
+from zo2adapters.tasks.row_files import read_rows
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.batch_shapes import RowShapes
-from zo2adapters.trainers.lessons import read_rows
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import OPTIONS, RunDirectory, replace_file, require_new
