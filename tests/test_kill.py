@@ -182,7 +182,7 @@ def work(attempt: Attempt, shared: mmap.mmap) -> None:
         return replace(plan_host(*args, **kwargs), buckets=setup.buckets, keep_noise=setup.keep_noise)
 
     patch, strikes = pytest.MonkeyPatch(), Strikes(attempt, shared)
-    patch.setattr("zo2core.build.plan_host", planned)
+    patch.setattr("zo2core.planning.run_spec.plan_host", planned)
     for name in CALLS:
         patch.setattr(os, name, strikes.wrap(getattr(os, name), half_pwrite if name == "pwrite" else None))
     patch.setattr(

@@ -192,7 +192,7 @@ def test_commands_on_a_run_keep_its_precision_and_refuse_another(
     assert (tmp_path / "model" / "model.safetensors").is_file()
     with pytest.raises(SystemExit):
         main([*export[:-1], str(tmp_path / "other"), "--precision", "exact"])
-    assert "mixed, in which the run was made" in capsys.readouterr().err
+    assert "expected mixed, as in the run" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 

@@ -349,7 +349,7 @@ class Trainer:
         began = time.perf_counter()
         results = self._task.evaluate(self.engine, rows)
         seconds = time.perf_counter() - began
-        self.engine.journal.note_evaluation(self.engine.version, results)
+        self.engine.note_evaluation(results)
         bar.count_evaluation(seconds, left=self._evaluations_to_come(self.engine.version + 1))
         record = {**row_of_evaluation(self.engine.version, results), "evaluation_seconds": seconds}
         write_row(metrics, record)

@@ -200,6 +200,18 @@ class Runner:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def note_evaluation(self, results: Mapping[str, float]) -> None:
+        """Keep the results of an evaluation of the present weights in the journal, behind what was learned of the base.
+
+        Args:
+            results: Numbers by name.
+
+        Raises:
+            JournalError: if they cannot be written.
+        """
+        self._parts.base_digests.note(self._parts.journal)
+        self._parts.journal.note_evaluation(self.version, results)
+
     def prepared(self, batches: Iterable[Batch], forward: Forward) -> Iterator[Batch]:
         """Batches on the device, checked by the forward that will run them. For methods.
 

@@ -260,11 +260,19 @@ class Journal:
         return copy
 
     def excerpt(self, begin: int) -> bytes:
-        """Lines of a file: header, digests of the base, updates from this step on, evaluations; none before it began."""
+        """Lines of a file: header, digests of the base, updates from this step on, evaluations; none before it began.
+
+        An evaluation stands where the run noted it, before the update of its step: journals of workers are equal files.
+        """
         if self._header is None:
             return b""
-        notes, updates = self._notes, map(encode, self._updates[begin:])
-        return b"".join(map(to_line, [self._header, *notes.digest_records(), *updates, *notes.evaluation_records()]))
+        records = [self._header, *self._notes.digest_records()]
+        for step in range(len(self._updates) + 1):
+            if step in self.evaluations:
+                records.append(evaluation_record(step, self.evaluations[step]))
+            if begin <= step < len(self._updates):
+                records.append(encode(self._updates[step]))
+        return b"".join(map(to_line, records))
 
     def take_excerpt(self, lines: bytes) -> None:
         """Append what of another journal's excerpt is not here; this journal is the beginning of that one, or not begun.
@@ -293,12 +301,18 @@ class Journal:
                 self.begin(header)
             self.note_base(notes.digests)
             for update in updates:
+                self._take_evaluations(notes, update.step)
                 if update.step >= len(self._updates):
                     self.append(update)
-            for step in sorted(notes.evaluations.keys() - self.evaluations.keys()):
-                self.note_evaluation(step, notes.evaluations[step])
+            self._take_evaluations(notes, len(self._updates))
         finally:
             self._begun_at = len(self._updates) if is_new else None
+
+    def _take_evaluations(self, notes: Notes, last: int) -> None:
+        """Note what another journal has of evaluations up to a step, and this one has not."""
+        for step in sorted(notes.evaluations.keys() - self.evaluations.keys()):
+            if step <= min(last, len(self._updates)):
+                self.note_evaluation(step, notes.evaluations[step])
 
     @property
     def checksum(self) -> int:
