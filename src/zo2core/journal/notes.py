@@ -48,10 +48,6 @@ class Notes:
         """One record of all digests, or none."""
         return [{DIGESTS: dict(self.digests)}] if self.digests else []
 
-    def evaluation_records(self) -> list[Record]:
-        """A record for each evaluation, in order of their steps. They stand behind the updates."""
-        return [evaluation_record(step, self.evaluations[step]) for step in sorted(self.evaluations)]
-
     def until(self, step: int) -> Notes:
         """A copy, without evaluations of later steps."""
         copy = Notes()
