@@ -186,8 +186,8 @@ def work(attempt: Attempt, shared: mmap.mmap) -> None:
     for name in CALLS:
         patch.setattr(os, name, strikes.wrap(getattr(os, name), half_pwrite if name == "pwrite" else None))
     patch.setattr(
-        "zo2adapters.trainers.trainer._write",
-        strikes.wrap(sys.modules["zo2adapters.trainers.trainer"].__dict__["_write"], half_row),
+        "zo2adapters.trainers.trainer.write_row",
+        strikes.wrap(sys.modules["zo2adapters.trainers.trainer"].__dict__["write_row"], half_row),
     )
     resume = (run / "options.json").exists()
     if not resume and run.exists():
