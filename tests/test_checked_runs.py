@@ -60,7 +60,7 @@ def test_the_whole_base_is_compared_when_that_is_asked_for(
     main(["export", "--run", run, "--output", str(tmp_path / "out"), "--verify-base"])
     main(["evaluate", "--run", run, "--data", str(tmp_path / "rows.jsonl"), "--verify-base"])
     assert capsys.readouterr().err.count("base: 100%") >= 3
-    with pytest.raises(OptionError, match="--verify-base: found no journal"):
+    with pytest.raises(OptionError, match="verify_base: found no journal"):
         Export(model=options.model, output=tmp_path / "more", verify_base=True).run()
     shard = Path(options.model) / "model.safetensors"
     name, entry = max(parse_header(shard).items(), key=lambda item: item[1].nbytes)
