@@ -88,7 +88,7 @@ class Evaluate(AtStep):
                     "max_new_tokens",
                     found=f"{self.max_new_tokens} where a row may have {length} tokens, the prompt among them",
                     expected=f"at most {length - 1}",
-                    remedy="choose fewer, or raise sequence_length, up to what the model takes",
+                    remedy="choose fewer, or raise `sequence_length`, up to what the model takes",
                 )
             asked = read_asked(self.data, tokenizer, most_tokens=length - self.max_new_tokens)
             self._answer(at, model, tokenizer, asked, pad_token_id(tokenizer), workers)

@@ -65,7 +65,7 @@ def read_asked(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_tokens: i
                 f"{path}, line {line}",
                 found=f"{len(ids)} tokens of prompt",
                 expected=f"1 to {most_tokens}, which leaves an answer its `max_new_tokens`",
-                remedy=f"{TOO_LONG}, or lower max_new_tokens" if is_long else "write a prompt, or remove the row",
+                remedy=f"{TOO_LONG}, or lower `max_new_tokens`" if is_long else "write a prompt, or remove the row",
             )
         asked.append(Asked(ids, tuple(answers)))
     return asked

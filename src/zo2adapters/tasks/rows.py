@@ -39,7 +39,7 @@ class _Tokens(Protocol):
     def input_ids(self) -> "array[int]": ...
 
 
-TOO_LONG = "shorten this row or remove it, or raise sequence_length, up to what the model takes"  # what to do
+TOO_LONG = "shorten this row or remove it, or raise `sequence_length`, up to what the model takes"  # what to do
 
 Row = TypeVar("Row", bound=_Tokens)
 

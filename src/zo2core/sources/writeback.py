@@ -38,7 +38,7 @@ class WriteBack:
                 "write_back_every",
                 found=f"{every!r}, {'no ' if scratch is None else ''}scratch directory",
                 expected="at least 1 and a directory to write to, or None to write nothing",
-                remedy="pass scratch=DIRECTORY, or leave write_back_every out",
+                remedy="pass scratch=DIRECTORY, or leave `write_back_every` out",
             )
         self._layouts = layouts
         self._scratch = scratch

@@ -76,8 +76,8 @@ def cut(wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> P
         raise OptionError(
             "forward",
             found="one that does not say how pieces of a batch join",
-            expected="an Objective, which has split and loss, where micro_batch_size or several batches are given",
-            remedy="pass one batch without micro_batch_size, or add these two",
+            expected="an Objective, which has split and loss, where `micro_batch_size` or several batches are given",
+            remedy="pass one batch without `micro_batch_size`, or add these two",
         )
     return Pieces(None, wholes, [])
 
