@@ -30,6 +30,7 @@ from zo2core.checkpoint.writer import write_companions as write_companions
 from zo2core.checkpoint.writer import write_index as write_index
 from zo2core.devices import CudaDevice as CudaDevice
 from zo2core.devices import HostDevice as HostDevice
+from zo2core.engine import BackpropEngine as BackpropEngine
 from zo2core.engine import Replayer as Replayer
 from zo2core.engine import Runner as Runner
 from zo2core.engine import ZOEngine as ZOEngine
@@ -115,6 +116,7 @@ from zo2core.protocols import BlockModel as BlockModel
 from zo2core.protocols import BlockSource as BlockSource
 from zo2core.protocols import CounterNoise as CounterNoise
 from zo2core.protocols import Device as Device
+from zo2core.protocols import DifferentiableModel as DifferentiableModel
 from zo2core.protocols import Forward as Forward
 from zo2core.protocols import NoiseGenerator as NoiseGenerator
 from zo2core.protocols import Objective as Objective
@@ -140,6 +142,7 @@ from zo2core.types import Bucket as Bucket
 from zo2core.types import Encoding as Encoding
 from zo2core.types import Evaluation as Evaluation
 from zo2core.types import EvaluationResult as EvaluationResult
+from zo2core.types import GradientStepResult as GradientStepResult
 from zo2core.types import Float8Blocks as Float8Blocks
 from zo2core.types import Int8Rows as Int8Rows
 from zo2core.types import Lane as Lane

@@ -104,7 +104,10 @@ class Scheduler(Protocol):
     """In which order upload, compute and offload happen. All schedulers give the same bits."""
 
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
-        """Visit the segments once each, in this order. The next sweep is expected to have the same order.
+        """Visit the segments in this order. The next sweep is expected to have the same order.
+
+        A block may be in the order more than once: between two visits it is released, and a source keeps what is visited
+        again soon. Embedding and head are in it once.
 
         However the sweep ends, every bucket has been released except those that were brought in for the next sweep already.
         """
@@ -404,3 +407,11 @@ class BlockModel(Forward, Protocol):
             parameters: The name of each parameter that the segment owns or borrows, to a shaped view of the work buffer, in
                 the dtype of the forward. Different segments' share memory.
         """
+
+
+@runtime_checkable
+class DifferentiableModel(BlockModel, Protocol):
+    """A model whose segments' forwards ``torch.autograd`` can differentiate."""
+
+    def leaves(self, index: int) -> Mapping[str, torch.Tensor]:
+        """The parameters that a segment's own modules have since ``bind``, by name: gradients are taken for these tensors."""

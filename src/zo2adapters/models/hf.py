@@ -152,17 +152,29 @@ class HFBlockModel:
     def bind(self, index: int, parameters: Mapping[str, torch.Tensor]) -> None:
         """Make these views a segment's parameters, under each name that they have there. See the contract."""
         for name, view in parameters.items():
+            # As in MeZO's loop, where parameters require gradients, though none is taken: kernels are chosen by that.
+            # What autocast would have cast requires none, nor does what is frozen.
+            parameter = nn.Parameter(view, view.dtype == self._stored.get(name))
             for alias in self._aliases[name].get(index, ()):
                 path, _, leaf = alias.rpartition(".")
-                # As in MeZO's loop, where parameters require gradients, though none is taken: kernels are chosen by that.
-                # What autocast would have cast requires none, nor does what is frozen.
-                self._modules[path]._parameters[leaf] = nn.Parameter(view, view.dtype == self._stored.get(name))
+                self._modules[path]._parameters[leaf] = parameter
         device = next(iter(parameters.values())).device
         if device != self._device:
             self._device = device
             for module in self._modules.values():
                 for name, buffer in module._buffers.items():
                     module._buffers[name] = None if buffer is None else buffer.to(device)
+
+    def leaves(self, index: int) -> Mapping[str, torch.Tensor]:
+        """The parameters of a segment's modules, one for all names that a tied one has there. See the contract."""
+        leaves: dict[str, torch.Tensor] = {}
+        for name, aliases in self._aliases.items():
+            if index in aliases:
+                path, _, leaf = aliases[index][0].rpartition(".")
+                parameter = self._modules[path]._parameters[leaf]
+                assert parameter is not None, "bound before"
+                leaves[name] = parameter
+        return leaves
 
     def prepared(self, batch: Batch) -> Batch:
         """Check a batch, and learn what HF's forward asks about it. See the contract."""

@@ -44,7 +44,8 @@ from zo2core import (
 )
 
 _PROBED_PRODUCTS = 100_000_000_000  # in a block's matrices, of the forward probe
-_ROUNDS = 3  # the best counts
+_ROUNDS = 3  # at least; the best counts, since other programs slow a probe down tenfold and more
+_PROBE_SECONDS = 1.0  # at least, of all rounds of the forward probe
 
 # Note: Updates. Beside the replay, which one thread does, a second one draws and perturbs for the first evaluation; the walk
 # to the second one is shared. Measured on steps of OPT-125m and OPT-1.3B, that takes this share of a replay more.
@@ -310,16 +311,16 @@ def measured_forward_seconds(model: HFBlockModel, shape: BatchShape, *, running:
     probed_rows = min(rows, max(_PROBED_PRODUCTS // (numel * tokens), 1))
     probed_tokens = min(tokens, max(_PROBED_PRODUCTS // (numel * probed_rows), 1))
     ids = torch.ones(probed_rows, probed_tokens, dtype=torch.long)
-    best = math.inf
     with torch.inference_mode():
         activations = model.embed({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
-        for _ in range(_ROUNDS):
+        seconds: list[float] = []
+        while len(seconds) < _ROUNDS or sum(seconds) < _PROBE_SECONDS:
             began = time.perf_counter()
             model.block(0, activations)
-            best = min(best, time.perf_counter() - began)
+            seconds.append(time.perf_counter() - began)
     head = model.layouts[-1]
     heads = sum(spec.numel for spec in (*head.parameters, *head.borrowed) if len(spec.shape) > 1)
     blocks = sum(spec.numel for layout in model.layouts if not layout.resident for spec in layout.parameters)
     positions = shape.rows * shape.tokens
     in_head = positions if model.loss_chunk is None else shape.predictions
-    return best / (probed_rows * probed_tokens) * (blocks * positions + heads * in_head) / numel
+    return min(seconds) / (probed_rows * probed_tokens) * (blocks * positions + heads * in_head) / numel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from zo2core.profiling import Sweep, TraceRecorder
 from zo2core.protocols import BlockModel, Forward, Objective
 from zo2core.sweep.evaluation_loop import evaluate, evaluate_objective, fill_sweeps
 from zo2core.sweep.exclusive_use import ExclusiveUse
-from zo2core.sweep.visits import Groups
+from zo2core.sweep.visits import Groups, SweepVisitor
 from zo2core.types import Batch, EvaluationResult, Lane, LaneUse, ParameterSpec, require_tensors, saved_form
 from zo2core.workers import Workers
 
@@ -233,18 +233,34 @@ class Runner:
         Returns:
             What the head gave, a list an evaluation.
         """
-        parts = self._parts
         with self._use.begun():
-            visitor = parts.visits.visitor(self.version, groups, self._model if forward is None else forward)
-            try:
-                parts.scheduler.sweep(visitor, range(len(self._model.layouts)))
-                parts.require_version(self.version)
-            except BaseException:
-                self._recorder.flush()  # what it moved is not the next step's
-                raise
-            finally:
-                visitor.finish()
-                parts.noise.retain(visitor.seeds)
+            visitor = self._parts.visits.visitor(self.version, groups, self._model if forward is None else forward)
+            return self._run(visitor, range(len(self._model.layouts)))
+
+    def run(self, visitor: SweepVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
+        """Visit segments in an order. For methods that make their visitors.
+
+        Args:
+            visitor: Of this sweep alone.
+            order: Segments; a block may be in it more than once.
+
+        Returns:
+            What the head gave, a list an evaluation.
+        """
+        with self._use.begun():
+            return self._run(visitor, order)
+
+    def _run(self, visitor: SweepVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
+        parts = self._parts
+        try:
+            parts.scheduler.sweep(visitor, order)
+            parts.require_version(self.version)
+        except BaseException:
+            self._recorder.flush()  # what it moved is not the next step's
+            raise
+        finally:
+            visitor.finish()
+            parts.noise.retain(visitor.seeds)
         return visitor.outputs
 
     def settle(self, step: int) -> None:

@@ -23,6 +23,7 @@ import torch
 from zo2core.errors import OptionError
 from zo2core.profiling.timeline import Timeline, now
 from zo2core.protocols import BlockSource, Device, Store, Transfer, Visitor, Wait
+from zo2core.schedulers.upcoming import upcoming
 from zo2core.types import Bucket, Event, Lane
 
 SLOTS = 2
@@ -141,14 +142,21 @@ class OverlappedScheduler:
         reached: list[_Arrival] = []  # residents that are computed on in their buckets: released at the end
         arrival: _Arrival | None = None
         try:
-            self._source.prefetch(self._missing(order))
+            self._source.prefetch(self._missing(upcoming(order, 0)))
+            returns = len(set(order)) < len(order)  # to blocks that it has visited
             for position, index in enumerate(order):
                 arrival = self._arrival(index)
                 coming: list[int] = []
                 ready = brought = 0
-                if not self._device.in_place:  # in place the source keeps to the order that it was told at the beginning
-                    coming = self._missing([*order[position + 1 :], *(order[:position] if self._goes_round else ())])
+                if not self._device.in_place:
+                    following = upcoming(order, position + 1) if self._goes_round else dict.fromkeys(order[position + 1 :])
+                    coming = self._missing(list(following))
                     ready = min(self._source.prefetch(coming), AHEAD)
+                    if index in coming:  # it cannot come before it has left
+                        coming = coming[: coming.index(index)]
+                        ready = min(ready, len(coming))
+                elif returns:  # else the source keeps to the order that it was told at the beginning
+                    self._source.prefetch(upcoming(order, position + 1))
                 while brought < ready and self._bring_ahead(coming[brought]):  # slots go to what is needed first
                     brought += 1
                 self._visit(visitor, arrival)
@@ -243,7 +251,7 @@ class OverlappedScheduler:
 
     def _go_round(self, order: Sequence[int]) -> None:
         """Bring in what the next sweep needs first; the host, which ran ahead, waits until that has gone back."""
-        coming = self._missing(order)
+        coming = self._missing(upcoming(order, 0))
         for position in range(min(len(coming), AHEAD)) if self._free else ():
             index = coming[position]
             while any(leaving.bucket.segment == index for leaving in self._leaving):
@@ -268,6 +276,8 @@ class OverlappedScheduler:
     def _acquire(self, index: int) -> Bucket:
         """Acquire a segment, after what has to be released before."""
         block = not self._layouts[index].resident
+        while any(leaving.bucket.segment == index for leaving in self._leaving):
+            self._release_one()
         while block and self._out >= self._source.capacity and (self._leaving or self._ahead):
             if not self._leaving:
                 self._let_go(self._ahead.popitem()[1])

@@ -9,6 +9,7 @@ import torch
 
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockSource, Device, Store, Visitor, Wait
+from zo2core.schedulers.upcoming import upcoming
 from zo2core.types import Bucket, Lane
 
 
@@ -37,9 +38,12 @@ class SerialScheduler:
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
         held: list[tuple[Bucket, int | None]] = []  # resident segments stay acquired until the sweep has ended
-        self._source.prefetch(order)
+        returns = len(set(order)) < len(order)  # to blocks that it has visited
+        self._source.prefetch(upcoming(order, 0))
         try:
-            for index in order:
+            for position, index in enumerate(order):
+                if returns:
+                    self._source.prefetch(upcoming(order, position))
                 bucket = self._source.acquire(index)
                 version: int | None = None  # None: the visit failed before its bytes were final, and they are lost
 

@@ -29,12 +29,12 @@ def storage_bytes(activations: Activations) -> int:
     Args:
         activations: Tensors, nested in tuples, lists and dicts at will; whatever else is in there takes nothing.
     """
-    values, _ = _flattened(activations)
+    values, _ = flattened(activations)
     storages = [value.untyped_storage() for value in values if isinstance(value, torch.Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _flattened(activations: Activations) -> tuple[list[Any], TreeSpec]:
+def flattened(activations: Activations) -> tuple[list[Any], TreeSpec]:
     """The values of nested activations in a row, and how they are nested."""
     return tree_flatten(activations, is_leaf=_is_foreign)
 
@@ -277,7 +277,7 @@ class ActivationOffload:
             start = laid[begin][0].start + tensor.data_ptr() - begin
             return _PlacedTensor(start, tensor.dtype, tensor.size(), tensor.stride())
 
-        values, nesting = _flattened(activations)
+        values, nesting = flattened(activations)
         values = [placed(value) if self._is_on_device(value) else value for value in values]
         return _Form(values, nesting, [extent for extent, _ in laid.values()]), [source for _, source in laid.values()]
 

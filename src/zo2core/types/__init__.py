@@ -21,7 +21,7 @@ from zo2core.types.layouts import (
     work_bytes,
 )
 from zo2core.types.programs import Descend, Distribution, Perturb, Program, Table
-from zo2core.types.results import EvaluationResult, StepResult
+from zo2core.types.results import EvaluationResult, GradientStepResult, StepResult
 from zo2core.types.sizes import shown_bytes
 from zo2core.types.steps import LARGEST, MAX_SEED, Batch, Evaluation, RowGroup, Update, require_tensors
 
@@ -39,6 +39,7 @@ __all__ = [
     "Encoding",
     "Evaluation",
     "EvaluationResult",
+    "GradientStepResult",
     "Event",
     "Float8Blocks",
     "Int8Rows",

@@ -41,6 +41,21 @@ class StepResult(NamedTuple):
         return bound_seconds(self.lanes)
 
 
+class GradientStepResult(NamedTuple):
+    """What one first-order step reports."""
+
+    step: int  # 0-based
+    loss: float  # before the update
+    grad_norm: float  # 2-norm of all gradients together, before clipping
+    seconds: float  # wall time
+    lanes: Mapping[Lane, LaneUse]  # busy seconds and bytes of disk, transfers and compute
+
+    @property
+    def bound_seconds(self) -> float:
+        """What the slowest lane alone takes: no order of work makes a step faster."""
+        return bound_seconds(self.lanes)
+
+
 class EvaluationResult(NamedTuple):
     """What an evaluation reports."""
 

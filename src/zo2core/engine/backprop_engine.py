@@ -1,0 +1,189 @@
+"""The engine of first-order steps: a runner that takes gradients over the stream of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zo2core.build import RunOptions, build
+from zo2core.engine.runner import Runner
+from zo2core.errors import CheckpointError, OptionError
+from zo2core.methods.backprop import Backprop, OptimizerFactory
+from zo2core.planning import MemoryPolicy
+from zo2core.profiling import Trace
+from zo2core.protocols import Device, DifferentiableModel, Forward
+from zo2core.sweep.gradient_visitor import GradientVisitor
+from zo2core.sweep.trained_parameters import PresentVisits, PresentWeights, TrainedParameters
+from zo2core.types import Batch, GradientStepResult, SegmentKind
+
+
+class BackpropEngine(Runner):
+    """First-order fine-tuning, segment by segment, of parameters that stay in memory, over a base that is only read.
+
+    A step passes the blocks forward and back: each is read at most twice, and nothing is written. Losses, gradients and
+    parameters are those of ``torch.autograd`` and the same optimizer on the whole model, bit for bit.
+
+    Args:
+        model: Cut into embedding, blocks and head, with an adapter: its parameters are trained, all others frozen.
+        optimizer: Called with the trained parameters, in registration order; returns what has the interface of
+            ``torch.optim.Optimizer``: ``partial(torch.optim.AdamW, lr=2e-4)``.
+        clip: Largest 2-norm of all gradients together; None does not clip.
+        device, memory, micro_batch_size, overlap, trace: as for ``Replayer``.
+
+    Raises:
+        OptionError: if the model's blocks are trained themselves, the optimizer wants a closure, or an option is out of its
+            range.
+        ZO2Error: as ``Replayer`` says.
+    """
+
+    def __init__(
+        self,
+        model: DifferentiableModel,
+        optimizer: OptimizerFactory,
+        *,
+        clip: float | None = None,
+        device: Device | str = "cpu",
+        memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
+        micro_batch_size: int | None = None,
+        overlap: bool = True,
+        trace: Trace | Path | str | None = None,
+    ) -> None:
+        if not isinstance(model, DifferentiableModel):
+            raise OptionError(
+                "model",
+                found=f"a {type(model).__name__}, which has no `leaves`",
+                expected="a DifferentiableModel",
+                remedy="add the method, or use ZOEngine",
+            )
+        options = RunOptions(
+            device=device, memory=memory, micro_batch_size=micro_batch_size, trace=trace, overlap=overlap
+        )
+        parts = build(model, None, options)
+        try:
+            self._trained = TrainedParameters(model.layouts, model.weights, parts.device.torch_device)
+            present = PresentWeights(self._trained, parts.work_buffer)
+            self._method = Backprop(
+                optimizer,
+                clip=clip,
+                sweeps=self,
+                model=model,
+                trained=self._trained,
+                visitor=partial(
+                    _visitor,
+                    layouts=model.layouts,
+                    present=present,
+                    trained=self._trained,
+                    leaves=_trained_leaves(model, self._trained),
+                    streams=parts.device.streams,
+                    timeline=parts.timeline,
+                ),
+                micro_batch_size=micro_batch_size,
+                kept_bytes=partial(_kept_bytes, model),
+                room=parts.activation_bytes,
+            )
+        except BaseException:
+            parts.opened.close()
+            raise
+        visits = PresentVisits(
+            layouts=model.layouts,
+            weights=present,
+            activations=parts.activations,
+            streams=parts.device.streams,
+            timeline=parts.timeline,
+            landing=parts.landing,
+        )
+        super().__init__(model, parts._replace(visits=visits))
+
+    @property
+    def version(self) -> int:
+        """The present version of the trained parameters: it grows with each step and each ``load_state_dict``."""
+        return self._trained.version
+
+    @property
+    def optimizer(self) -> Any:
+        """What the factory returned: for schedules, and to look at. Its ``step`` is the engine's to call."""
+        return self._method.optimizer
+
+    @property
+    def steps(self) -> int:
+        """Steps taken so far, those before a ``load_state_dict`` among them."""
+        return self._method.steps
+
+    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None = None) -> GradientStepResult:
+        """Take one first-order step: one sweep forward and back, then one step of the optimizer.
+
+        Args:
+            batch: What the forward takes; for the model's own, with labels. Several are accumulated and count as one batch:
+                the loss is the mean over the labelled tokens of all. All pass a block before the next block comes.
+            forward: Ends in a number that ``torch.autograd`` can differentiate; by default the model itself, whose head gives
+                its loss.
+
+        Returns:
+            The step's report.
+
+        Raises:
+            BatchError: if the model cannot take the batch.
+            NonFiniteLossError: if the loss or a gradient is not finite.
+            OptionError: if the loss has no gradient, or the model's blocks cannot be differentiated one at a time.
+            CheckpointError: if a block cannot be read.
+            BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
+            In all these cases the step was not taken.
+        """
+        self._use.require_open()
+        return self._method.step(batch, forward)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that later steps depend on besides the base: a copy of the parameters, the optimizer's state, and the steps.
+
+        ``load_state_dict`` of another engine of the same model and optimizer goes on with the same bits.
+        """
+        parameters = {name: value.detach().cpu().clone() for name, value in self._trained.parameters.items()}
+        return {"steps": self.steps, "parameters": parameters, "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned.
+
+        Args:
+            state: Of an engine of the same model and the same optimizer.
+
+        Raises:
+            CheckpointError: if it is of other parameters; nothing was changed then.
+        """
+        own, given = self._trained.parameters, state["parameters"]
+        expected = {name: (value.shape, value.dtype) for name, value in own.items()}
+        if {name: (value.shape, value.dtype) for name, value in given.items()} != expected:
+            raise CheckpointError(
+                "state",
+                found=f"{len(given)} parameters that are not all the engine's",
+                expected=f"the {len(own)} parameters that are trained",
+                remedy="load the state of a run of the same model and adapter",
+            )
+        self.optimizer.load_state_dict(state["optimizer"])
+        with torch.no_grad():
+            for name, value in given.items():
+                own[name].copy_(value)
+        self._method.steps = state["steps"]
+        self._trained.version += 1
+
+
+def _visitor(forward: Forward, batches: Sequence[Batch], **options: Any) -> GradientVisitor:
+    layouts = options.pop("layouts")
+    return GradientVisitor(layouts, forward, batches, **options)
+
+
+def _trained_leaves(model: DifferentiableModel, trained: TrainedParameters) -> list[dict[str, torch.Tensor]]:
+    """For each segment, the tensors that its modules read trained parameters from; gradients are taken for them."""
+    leaves = []
+    for index in range(len(model.layouts)):
+        own = {name: leaf for name, leaf in model.leaves(index).items() if name in trained.parameters}
+        leaves.append({name: leaf.requires_grad_(True) for name, leaf in own.items()})
+    return leaves
+
+
+def _kept_bytes(model: DifferentiableModel, batch: Batch) -> int:
+    """What a micro-batch keeps for the way back: what each block was given."""
+    return model.held_bytes(batch) * sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts)

@@ -1,0 +1,170 @@
+"""First-order steps: one sweep forward and back takes the gradients, and an optimizer of the caller's changes the parameters."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import nn
+
+from zo2core.errors import NonFiniteLossError, OptionError
+from zo2core.profiling import Sweep
+from zo2core.protocols import Forward, Objective
+from zo2core.sweep.gradient_visitor import GradientVisitor
+from zo2core.sweep.objective import Pieces, batches_of, cut
+from zo2core.sweep.trained_parameters import TrainedParameters
+from zo2core.sweep.visits import SweepVisitor
+from zo2core.types import Batch, GradientStepResult, Lane, LaneUse
+
+OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Any]  # returns what has torch.optim.Optimizer's interface
+
+
+class GradientSweeps(Protocol):
+    """What the method asks of the runner that owns the parts."""
+
+    def prepared(self, batches: Iterable[Batch], forward: Forward) -> Iterator[Batch]:
+        """Batches on the device, checked by what runs them."""
+
+    def run(self, visitor: SweepVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
+        """Visit segments in this order; what the head gave."""
+
+    def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
+        """Record that a step ended, and return what every lane did for it."""
+
+
+class Backprop:
+    """The first-order method: gradients of the trained parameters, clipped if asked for, and a step of the optimizer.
+
+    Args:
+        optimizer: Called with the trained parameters, in registration order: ``partial(torch.optim.AdamW, lr=2e-4)``.
+        clip: Largest 2-norm of all gradients together; None does not clip.
+        sweeps: Makes the sweeps.
+        model: Runs batches where a step is given no other forward.
+        trained: The parameters, and their gradients.
+        visitor: Makes the visitor of a sweep: from forward, micro-batches, their weights, and how their losses join.
+        micro_batch_size: Rows of a micro-batch; None: batches run whole.
+        kept_bytes: What a prepared micro-batch keeps for the way back.
+        room: Bytes that micro-batches which pass the blocks together may keep; a single one always passes.
+
+    Raises:
+        OptionError: if the optimizer is none, or wants a closure; or ``clip`` is not above 0.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerFactory,
+        *,
+        clip: float | None,
+        sweeps: GradientSweeps,
+        model: Forward,
+        trained: TrainedParameters,
+        visitor: Callable[..., GradientVisitor],
+        micro_batch_size: int | None,
+        kept_bytes: Callable[[Batch], int],
+        room: int,
+    ) -> None:
+        if clip is not None and not (math.isfinite(clip) and clip > 0):
+            raise OptionError("clip", found=repr(clip), expected="a norm above 0", remedy="leave it out to clip nothing")
+        self.optimizer = _optimizer(optimizer, list(trained.parameters.values()))
+        self.steps = 0
+        self._clip = clip
+        self._sweeps = sweeps
+        self._model = model
+        self._trained = trained
+        self._visitor = visitor
+        self._micro_batch_size = micro_batch_size
+        self._kept_bytes = kept_bytes
+        self._room = room
+
+    def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> GradientStepResult:
+        """Take a step on a batch. See ``BackpropEngine.step``."""
+        began = time.perf_counter()
+        is_own = forward is None and not isinstance(self._model, Objective)
+        runs = self._model if forward is None else forward
+        pieces = cut(batches_of(batch), self._micro_batch_size, None if is_own else runs)
+        prepared = list(self._sweeps.prepared(pieces.batches, runs))
+        weights = _weights(pieces)
+        try:
+            outputs: list[torch.Tensor] = []
+            for start, stop in self._groups(prepared, together=weights is None):
+                known = None if weights is None else weights[start:stop]
+                visitor = self._visitor(runs, prepared[start:stop], weights=known, joint_loss=pieces.loss)
+                outputs += self._sweeps.run(visitor, visitor.order)[0]
+            loss = float(pieces.loss(outputs))
+            norm = self._clipped(loss)
+            self.optimizer.step()
+        finally:
+            self._trained.clear_gradients()
+        self._trained.version += 1
+        self.steps += 1
+        sweep = Sweep.of_step(self.steps - 1, began, time.perf_counter())
+        return GradientStepResult(self.steps - 1, loss, norm, sweep.done - began, self._sweeps.ended(sweep))
+
+    def _groups(self, batches: Sequence[Batch], *, together: bool) -> Iterator[tuple[int, int]]:
+        """Micro-batches that pass the blocks together: as many as may keep their activations at a time."""
+        start, kept = 0, 0
+        for place, batch in enumerate(batches):
+            nbytes = self._kept_bytes(batch)
+            if place > start and kept + nbytes > self._room and not together:
+                yield start, place
+                start, kept = place, 0
+            kept += nbytes
+        yield start, len(batches)
+
+    def _clipped(self, loss: float) -> float:
+        """Clip the gradients; returns their norm before.
+
+        Raises:
+            NonFiniteLossError: if the loss or the norm is not finite.
+        """
+        parameters = [parameter for parameter in self._trained.parameters.values() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        if not (math.isfinite(loss) and math.isfinite(norm.item())):
+            raise NonFiniteLossError(
+                f"step {self.steps}",
+                found=f"loss {loss}, norm of the gradients {norm.item()}",
+                expected="finite ones",
+                remedy="lower the learning rate, or use bfloat16 or float32 where float16 overflows; no step was taken",
+            )
+        if self._clip is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
+        return norm.item()
+
+
+def _weights(pieces: Pieces) -> list[float] | None:
+    """The weight of each micro-batch in a mean over labelled tokens; None for an objective, which says it itself."""
+    if pieces.objective is not None:
+        return None
+    if len(pieces.batches) == 1:
+        return [1.0]
+    return [tokens / sum(pieces.tokens) for tokens in pieces.tokens]
+
+
+def _optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Any:
+    """The optimizer of these parameters.
+
+    Raises:
+        OptionError: if it is none, or its step wants a closure.
+    """
+    optimizer = factory(parameters) if callable(factory) else None
+    step = getattr(optimizer, "step", None)
+    if not callable(step):
+        raise OptionError(
+            "optimizer",
+            found=repr(factory)[:80],
+            expected="a factory that is called with the parameters, as partial(torch.optim.AdamW, lr=2e-4)",
+            remedy="pass one",
+        )
+    closure = inspect.signature(step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise OptionError(
+            "optimizer",
+            found=f"{type(optimizer).__name__}, whose step evaluates the loss again by a closure",
+            expected="one whose step only reads gradients",
+            remedy="use another one, such as torch.optim.AdamW",
+        )
+    return optimizer

@@ -1,0 +1,268 @@
+"""Gradients, segment by segment: forward keeping each segment's input, then backward from the head.
+
+Backward, a segment's forward runs again, with a graph, from the input that was kept; ``torch.autograd`` takes the gradients of
+its trained parameters and of its input, and the latter goes on to the segment before. The bits are those of autograd on the
+whole model: the same operations run on the same numbers, and gradients add up in the same order. This is gradient
+checkpointing (Chen et al., arXiv 1604.06174) with one segment a checkpoint, over blocks that are in memory one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_unflatten
+
+from zo2core.errors import OptionError
+from zo2core.profiling.timeline import Timeline
+from zo2core.protocols import Activations, Forward, Store, Streams
+from zo2core.sweep.activation_offload import flattened
+from zo2core.sweep.trained_parameters import PresentWeights, TrainedParameters
+from zo2core.types import Batch, BlockLayout, Lane
+
+
+class _Kept:
+    """What a segment was given by the one before, as backward needs it again."""
+
+    def __init__(self, activations: Activations, places: Collection[int]) -> None:
+        self._values: list[Any]
+        self.nesting: TreeSpec
+        self._values, self.nesting = flattened(activations)
+        self.places = frozenset(places)  # of the values through which gradients flow
+
+    @property
+    def values(self) -> Sequence[Any]:
+        """The values, in a row."""
+        return self._values
+
+    def with_leaves(self) -> tuple[Activations, dict[int, torch.Tensor]]:
+        """The activations with leaves of a new graph where gradients flow, and these leaves by their place."""
+        leaves = {place: self._values[place].detach().requires_grad_(True) for place in sorted(self.places)}
+        values = [leaves.get(place, value) for place, value in enumerate(self._values)]
+        return tree_unflatten(values, self.nesting), leaves
+
+
+class _Stream:
+    """A micro-batch on its way forward and back."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.inputs: dict[int, _Kept] = {}  # by segment
+        self.gradients: Mapping[int, torch.Tensor] = {}  # of the input of the segment visited last, by place
+
+
+class GradientVisitor:
+    """Visits the segments once forward and once back, and adds gradients to the trained parameters.
+
+    Args:
+        layouts: Segments in visiting order.
+        forward: Runs the segments.
+        batches: Micro-batches, prepared; all pass a segment before the next one comes.
+        weights: Of each micro-batch's loss in the step's loss. None: ``joint_loss`` makes it of all that the head gave, and
+            the graphs of all heads are there at a time.
+        joint_loss: The step's loss, 0-d, of what the head gave for each micro-batch; differentiable.
+        present: Brings weights to where forwards read them.
+        trained: Takes gradients.
+        leaves: For each segment, the tensors that its modules read trained parameters from, by name.
+        streams: The device's queues of work.
+        timeline: Takes down what is done when.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[BlockLayout],
+        forward: Forward,
+        batches: Iterable[Batch],
+        *,
+        weights: Sequence[float] | None,
+        joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+        present: PresentWeights,
+        trained: TrainedParameters,
+        leaves: Sequence[Mapping[str, torch.Tensor]],
+        streams: Streams,
+        timeline: Timeline,
+    ) -> None:
+        self._layouts = layouts
+        self._forward = forward
+        self._streams = [_Stream(batch) for batch in batches]
+        self._weights = weights
+        self._joint_loss = joint_loss
+        self._present = present
+        self._trained = trained
+        self._leaves = leaves
+        self._queues = streams
+        self._timeline = timeline
+        users = [name for own in leaves for name in own]
+        self._tied = {name for name in users if users.count(name) > 1}
+        self._tied_sums: dict[tuple[str, int], torch.Tensor] = {}  # by name and stream, added up as autograd does: head first
+        self._head = len(layouts) - 1
+        self._first = next(index for index, own in enumerate(leaves) if own)  # segments before it have no gradient to take
+        self._turned = False
+        self._stores: dict[int, Store] = {}
+        self.outputs: list[list[torch.Tensor]] = [[]]  # what the head gave for each micro-batch
+
+    @property
+    def order(self) -> Sequence[int]:
+        """Forward over all segments, and back to the first block that takes part. The embedding's turn comes with that."""
+        return [*range(self._head + 1), *range(self._head - 1, max(self._first, 1) - 1, -1)]
+
+    @property
+    def seeds(self) -> Collection[int]:
+        """None: nothing is drawn."""
+        return ()
+
+    def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+        """Run a segment's forwards, or on the way back its gradients. See the contract."""
+        commit(self.replay(index, store, version))
+        begun = self._queues.mark()
+        self._show(index)
+        if index == self._head:
+            self._turn()
+        elif self._turned:
+            self._backward(index)
+        else:
+            self._run_forwards(index)
+        if self._turned and index == max(self._first, 1):
+            if self._first == 0:
+                self._show(0)
+                self._backward(0)
+            self._add_tied()
+        self._timeline.note(Lane.EVALUATE, self._layouts[index].name, begun, self._queues.mark(), track=0)
+        if not self._layouts[index].resident:
+            del self._stores[index]
+
+    @torch.no_grad()
+    def replay(self, index: int, store: Store, version: int) -> int:
+        """Bring a segment to the present version. See the contract."""
+        self._stores[index] = store
+        return self._present.replay(index, self._stores, version)
+
+    def finish(self) -> None:
+        """Let go of all that was kept, however the sweep ended."""
+        self._streams.clear()
+        self._tied_sums.clear()
+
+    @torch.no_grad()
+    def _show(self, index: int) -> None:
+        self._present.show(index, self._stores)
+        self._present.move(index, self._stores, None, None)
+
+    def _run_forwards(self, index: int) -> None:
+        """Run a segment's forward of each micro-batch, and keep what the next segment is given."""
+        for stream in self._streams:
+            if index == 0:
+                with torch.set_grad_enabled(self._first == 0):  # which values depend on trained parameters, autograd says
+                    values, nesting = flattened(self._forward.embed(stream.batch))
+                places = {i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad}
+                values = [value.detach() if place in places else value for place, value in enumerate(values)]
+                stream.inputs[1] = _Kept(tree_unflatten(values, nesting), places)
+                continue
+            given = stream.inputs[index] if index >= self._first else stream.inputs.pop(index)
+            with torch.no_grad():
+                out = self._forward.block(index - 1, tree_unflatten(list(given.values), given.nesting))
+            values, nesting = flattened(out)
+            self._require_alike(index, given, nesting)
+            places = set(given.places)
+            if index >= self._first:
+                places |= {i for i, (new, old) in enumerate(zip(values, given.values, strict=True)) if _differs(new, old)}
+            stream.inputs[index + 1] = _Kept(out, places)
+
+    def _turn(self) -> None:
+        """Run the head of each micro-batch, and begin the way back from the step's loss."""
+        self._turned = True
+        graphs = []
+        for number, stream in enumerate(self._streams):
+            activations, inputs = stream.inputs.pop(self._head).with_leaves()
+            with torch.enable_grad():
+                output = self._forward.head(stream.batch, activations)
+            _require_gradient(output)
+            self.outputs[0].append(output.detach())
+            if self._weights is None:
+                graphs.append((number, stream, inputs, output))
+            else:
+                gradient = torch.full_like(output, self._weights[number])
+                self._take(self._head, number, stream, inputs, [output], [gradient])
+        if graphs:
+            outputs = [output.detach().requires_grad_(True) for *_, output in graphs]
+            with torch.enable_grad():
+                loss = self._joint_loss(outputs)
+            _require_gradient(loss)
+            gradients = torch.autograd.grad(loss, outputs)
+            for (number, stream, inputs, output), gradient in zip(graphs, gradients, strict=True):
+                self._take(self._head, number, stream, inputs, [output], [gradient])
+
+    def _backward(self, index: int) -> None:
+        """Run a segment's forwards again, with a graph, and take its gradients."""
+        for number, stream in enumerate(self._streams):
+            with torch.enable_grad():
+                if index == 0:
+                    inputs: dict[int, torch.Tensor] = {}
+                    out = self._forward.embed(stream.batch)
+                else:
+                    activations, inputs = stream.inputs.pop(index).with_leaves()
+                    out = self._forward.block(index - 1, activations)
+            values, _ = flattened(out)
+            outputs = [values[place] for place in stream.gradients]
+            self._take(index, number, stream, inputs, outputs, list(stream.gradients.values()))
+
+    def _take(
+        self,
+        index: int,
+        number: int,
+        stream: _Stream,
+        inputs: Mapping[int, torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+    ) -> None:
+        """Take the gradients of a segment's inputs and trained parameters, of one micro-batch."""
+        leaves = self._leaves[index]
+        wanted = [*inputs.values(), *leaves.values()]
+        if not wanted:
+            stream.gradients = {}
+            return
+        taken = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        back = zip(inputs, taken[: len(inputs)], strict=True)
+        stream.gradients = {place: gradient for place, gradient in back if gradient is not None}
+        for name, gradient in zip(leaves, taken[len(inputs) :], strict=True):
+            if gradient is None:
+                continue
+            if name not in self._tied:
+                self._trained.add_gradient(name, gradient)
+            elif (key := (name, number)) in self._tied_sums:
+                self._tied_sums[key] = self._tied_sums[key] + gradient
+            else:
+                self._tied_sums[key] = gradient
+
+    def _add_tied(self) -> None:
+        """Add what several segments gave for one parameter, micro-batch after micro-batch, as a plain loop would."""
+        for number in range(len(self._streams)):
+            for name in self._trained.parameters:
+                if (name, number) in self._tied_sums:
+                    self._trained.add_gradient(name, self._tied_sums.pop((name, number)))
+
+    def _require_alike(self, index: int, given: _Kept, nesting: TreeSpec) -> None:
+        """Refuse a block that hands something to later ones beside its output: its gradient would be lost."""
+        if nesting != given.nesting:
+            raise OptionError(
+                "model",
+                found=f"{self._layouts[index].name}, which hands later blocks more than it was given",
+                expected="blocks whose outputs have the form of their inputs",
+                remedy="train this model with ZOEngine, whose steps need no gradient",
+            )
+
+
+def _differs(new: object, old: object) -> bool:
+    """Whether a block has made a value anew, so that gradients may flow through it."""
+    return new is not old and isinstance(new, torch.Tensor) and new.is_floating_point()
+
+
+def _require_gradient(output: torch.Tensor) -> None:
+    """Refuse what autograd cannot differentiate."""
+    if not (isinstance(output, torch.Tensor) and output.requires_grad):
+        raise OptionError(
+            "forward",
+            found="a loss that has no gradient",
+            expected="a loss that torch.autograd can differentiate",
+            remedy="use ZOEngine, whose steps need none",
+        )
