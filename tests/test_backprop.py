@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,19 +13,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
-from safetensors.torch import load_file
+from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from zo2adapters import Adapter, open_checkpoint
+from zo2adapters.models.quantizer import quantize
 from zo2core import (
     BackpropEngine,
+    BatchError,
     CheckpointError,
     HostPlan,
     Lane,
     MemoryPolicy,
     NonFiniteLossError,
     OptionError,
+    Replayer,
 )
+from zo2core.planning.device_plan import DevicePlan
 
 peft: Any = pytest.importorskip("peft")
 PROFILE = settings.default
@@ -127,3 +132,173 @@ def test_a_step_is_that_of_the_resident_model(
             expected = resident.step(micro_batches, clip)
             assert engine.step(micro_batches).loss == pytest.approx(expected, rel=1e-6)
             assert_equal(engine, resident)
+
+
+def make(base: Path, buckets: int | None = None, **options: Any) -> BackpropEngine:
+    model = open_checkpoint(base, adapter=Adapter(config=lora(init_lora_weights=False), seed=1))
+    return BackpropEngine(model, OPTIMIZERS["adamw"], memory=memory(buckets), **options)
+
+
+def trained(engine: BackpropEngine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.parameters_now() if "lora" in name}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "base", small_config("llama", num_hidden_layers=6), torch.bfloat16)
+
+
+def test_a_device_of_its_own_memory_computes_the_same(base: Path) -> None:
+    batch = make_batch(40, [7, 5])
+    with make(base) as resident:
+        losses = [resident.step(batch).loss for _ in range(3)]
+        expected = trained(resident)
+    for kept in (0, 2):
+        policy = MemoryPolicy(device=DevicePlan((), 1 << 40, kept=kept, activation_bytes=1 << 28))
+        with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4))) as device:
+            model = open_checkpoint(base, adapter=Adapter(config=lora(init_lora_weights=False), seed=1))
+            with BackpropEngine(model, OPTIMIZERS["adamw"], device=device, memory=policy) as engine:
+                results = [engine.step(batch) for _ in range(3)]
+                assert [result.loss for result in results] == losses
+                assert all(torch.equal(value, expected[name]) for name, value in trained(engine).items())
+        assert all(result.lanes[Lane.WRITE].nbytes == 0 for result in results)
+        offloaded = sum(result.lanes[Lane.OFFLOAD].nbytes for result in results)
+        assert offloaded == 0, "a base that is only read never comes back"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("rows", [None, 1])
+@pytest.mark.parametrize("buckets", [1, 2, 3, 5])
+def test_blocks_are_read_at_most_twice_a_step_less_those_with_a_bucket(
+    base: Path, overlap: bool, rows: int | None, buckets: int
+) -> None:
+    batch, steps = make_batch(40, [7, 5, 6, 4]), 4
+    with make(base, buckets, overlap=overlap, micro_batch_size=rows) as engine:
+        block = engine._model.layouts[1].nbytes
+        blocks = sum(not layout.resident for layout in engine._model.layouts)
+        engine.step(batch)
+        reads = sum(engine.step(batch).lanes[Lane.READ].nbytes for _ in range(steps))
+    begun_before, read_for_the_next = 1, 1  # blocks: what a step has read may be noted in the one after it
+    assert reads <= (steps * 2 * (blocks - buckets) + begun_before + read_for_the_next) * block
+
+
+def test_what_has_no_room_on_the_way_passes_in_turns_with_the_same_bits(base: Path) -> None:
+    batch = make_batch(40, [7, 5, 6, 4])
+    outcomes = []
+    for room in ("1GiB", 1):
+        with make(base, micro_batch_size=1) as engine:
+            engine._method._room = 1 if room == 1 else engine._method._room
+            losses = [engine.step(batch).loss for _ in range(2)]
+            outcomes.append((losses, trained(engine)))
+    (losses, values), (in_turns, others) = outcomes
+    assert losses == in_turns
+    assert all(torch.equal(values[name], others[name]) for name in values)
+
+
+def test_a_state_goes_on_with_the_same_bits(base: Path, tmp_path: Path) -> None:
+    rows = [make_batch(40, [7, 5]), make_batch(40, [4, 6]), make_batch(40, [3, 8])]
+    with make(base) as engine:
+        engine.step(rows[0])
+        torch.save(engine.state_dict(), tmp_path / "state.pt")
+        losses = [engine.step(batch).loss for batch in rows[1:]]
+        expected = trained(engine)
+        evaluated = engine.evaluate(rows).losses
+    with make(base) as other:
+        other.step(rows[2])  # another way, which is left
+        other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        assert other.steps == 1
+        assert [other.step(batch).loss for batch in rows[1:]] == losses
+        assert all(torch.equal(value, expected[name]) for name, value in trained(other).items())
+        assert other.evaluate(rows).losses == evaluated
+        state = other.state_dict()
+        state["parameters"].popitem()
+        with pytest.raises(CheckpointError, match="not all the engine's"):
+            other.load_state_dict(state)
+        assert other.evaluate(rows).losses == evaluated
+
+
+@pytest.mark.parametrize("method", ["int8", "nf4", "fp8"])
+def test_a_quantised_base_trains_as_the_dequantised_one(method: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    save_model(tmp_path / "base", small_config("llama", **sizes), torch.bfloat16)
+    quantize(tmp_path / "base", tmp_path / method, method, report=lambda line: None)
+    with Replayer(open_checkpoint(tmp_path / method)) as replayer:
+        replayer.export(tmp_path / "plain")
+    batch, outcomes = make_batch(40, [7, 5]), []
+    for directory in ("plain", method):
+        with make(tmp_path / directory, 1) as engine:
+            losses = [engine.step(batch).loss for _ in range(3)]
+            outcomes.append((losses, [value.tolist() for value in trained(engine).values()]))
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+def test_an_export_is_loaded_by_peft(base: Path, tmp_path: Path) -> None:
+    batch = make_batch(40, [7, 5])
+    with make(base) as engine:
+        before = engine.evaluate([batch]).loss
+        for _ in range(4):
+            engine.step(batch)
+        loss = engine.evaluate([batch]).loss
+        engine.export(tmp_path / "adapter")
+    assert loss < before
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter").eval()
+    with torch.inference_mode():
+        assert loaded(**batch).loss.item() == loss
+
+
+def test_a_prefix_is_trained(base: Path) -> None:
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    batch = make_batch(40, [7, 5])
+    model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
+    with BackpropEngine(model, OPTIMIZERS["adamw"]) as engine:
+        losses = [engine.step(batch).loss for _ in range(4)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_step_that_fails_changes_nothing(base: Path) -> None:
+    batch = make_batch(40, [7, 5])
+    with make(base) as engine:
+        engine.step(batch)
+        before = trained(engine)
+        with pytest.raises(BatchError):
+            engine.step({key: value for key, value in batch.items() if key != "labels"})
+        name = next(iter(before))
+        engine._trained.parameters[name].data[0, 0] = float("nan")
+        engine._trained.version += 1
+        with pytest.raises(NonFiniteLossError, match="step 1: found loss nan"):
+            engine.step(batch)
+        engine._trained.parameters[name].data.copy_(before[name])
+        engine._trained.version += 1
+        assert all(torch.equal(value, before[name]) for name, value in trained(engine).items())
+        assert engine.steps == 1
+        assert all(parameter.grad is None for parameter in engine._trained.parameters.values())
+
+
+def test_what_cannot_be_done_is_refused_before_any_work(base: Path) -> None:
+    adapter = Adapter(config=lora(), seed=1)
+    with pytest.raises(OptionError, match="a trained parameter of a block"):
+        BackpropEngine(open_checkpoint(base), OPTIMIZERS["adamw"])
+    with pytest.raises(OptionError, match="LBFGS, whose step evaluates the loss again by a closure"):
+        BackpropEngine(open_checkpoint(base, adapter=adapter), torch.optim.LBFGS)
+    with pytest.raises(OptionError, match="a factory that is called with the parameters"):
+        BackpropEngine(open_checkpoint(base, adapter=adapter), 3)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"clip: found 0"):
+        BackpropEngine(open_checkpoint(base, adapter=adapter), OPTIMIZERS["adamw"], clip=0.0)
+
+
+def test_a_loss_without_a_gradient_is_refused(base: Path) -> None:
+    class Rounded:
+        def __init__(self, model: Any) -> None:
+            self._model = model
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._model, name)
+
+        def head(self, batch: Any, activations: Any) -> torch.Tensor:
+            with torch.no_grad():
+                return self._model.head(batch, activations)
+
+    with make(base) as engine, pytest.raises(OptionError, match="a loss that has no gradient"):
+        engine.step(make_batch(40, [7, 5]), forward=Rounded(engine._model))

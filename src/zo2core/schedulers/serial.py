@@ -42,9 +42,9 @@ class SerialScheduler:
         self._source.prefetch(upcoming(order, 0))
         try:
             for position, index in enumerate(order):
-                if returns:
-                    self._source.prefetch(upcoming(order, position))
                 bucket = self._source.acquire(index)
+                if returns:  # what was acquired is needed again before others
+                    self._source.prefetch(upcoming(order, position + 1))
                 version: int | None = None  # None: the visit failed before its bytes were final, and they are lost
 
                 def commit(committed: int, bucket: Bucket = bucket) -> None:
