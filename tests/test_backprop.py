@@ -35,7 +35,7 @@ peft: Any = pytest.importorskip("peft")
 PROFILE = settings.default
 assert PROFILE is not None
 TARGETS = {"opt": ["q_proj", "fc1"], "llama": ["q_proj", "down_proj"], "qwen2": ["v_proj", "gate_proj"], "qwen3": ["k_proj"]}
-OPTIMIZERS = {
+OPTIMIZERS: Mapping[str, Any] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
     "sgd": partial(torch.optim.SGD, lr=1e-1, momentum=0.9),
 }
@@ -63,7 +63,7 @@ class Resident:
     """transformers, peft and torch.optim on the whole model: the oracle."""
 
     def __init__(self, base: Path, config: Any, values: Mapping[str, torch.Tensor], make: Any) -> None:
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype="auto").eval()
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
         peft.inject_adapter_in_model(config, self.model)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad = name in values
@@ -298,7 +298,8 @@ def test_a_loss_without_a_gradient_is_refused(base: Path) -> None:
 
         def head(self, batch: Any, activations: Any) -> torch.Tensor:
             with torch.no_grad():
-                return self._model.head(batch, activations)
+                loss: torch.Tensor = self._model.head(batch, activations)
+            return loss
 
     with make(base) as engine, pytest.raises(OptionError, match="a loss that has no gradient"):
         engine.step(make_batch(40, [7, 5]), forward=Rounded(engine._model))

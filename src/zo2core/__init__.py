@@ -142,8 +142,8 @@ from zo2core.types import Bucket as Bucket
 from zo2core.types import Encoding as Encoding
 from zo2core.types import Evaluation as Evaluation
 from zo2core.types import EvaluationResult as EvaluationResult
-from zo2core.types import GradientStepResult as GradientStepResult
 from zo2core.types import Float8Blocks as Float8Blocks
+from zo2core.types import GradientStepResult as GradientStepResult
 from zo2core.types import Int8Rows as Int8Rows
 from zo2core.types import Lane as Lane
 from zo2core.types import LaneUse as LaneUse

@@ -414,4 +414,4 @@ class DifferentiableModel(BlockModel, Protocol):
     """A model whose segments' forwards ``torch.autograd`` can differentiate."""
 
     def leaves(self, index: int) -> Mapping[str, torch.Tensor]:
-        """The parameters that a segment's own modules have since ``bind``, by name: gradients are taken for these tensors."""
+        """The parameters that a segment's own modules have since ``bind``, by name: gradients are taken for them."""

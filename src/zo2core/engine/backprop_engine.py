@@ -16,7 +16,7 @@ from zo2core.methods.backprop import Backprop, OptimizerFactory
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import Device, DifferentiableModel, Forward
-from zo2core.sweep.gradient_visitor import GradientVisitor
+from zo2core.sweep.gradient_visitor import GradientVisits
 from zo2core.sweep.trained_parameters import PresentVisits, PresentWeights, TrainedParameters
 from zo2core.types import Batch, GradientStepResult, SegmentKind
 
@@ -59,9 +59,7 @@ class BackpropEngine(Runner):
                 expected="a DifferentiableModel",
                 remedy="add the method, or use ZOEngine",
             )
-        options = RunOptions(
-            device=device, memory=memory, micro_batch_size=micro_batch_size, trace=trace, overlap=overlap
-        )
+        options = RunOptions(device=device, memory=memory, micro_batch_size=micro_batch_size, trace=trace, overlap=overlap)
         parts = build(model, None, options)
         try:
             self._trained = TrainedParameters(model.layouts, model.weights, parts.device.torch_device)
@@ -72,8 +70,7 @@ class BackpropEngine(Runner):
                 sweeps=self,
                 model=model,
                 trained=self._trained,
-                visitor=partial(
-                    _visitor,
+                visits=GradientVisits(
                     layouts=model.layouts,
                     present=present,
                     trained=self._trained,
@@ -100,12 +97,12 @@ class BackpropEngine(Runner):
 
     @property
     def version(self) -> int:
-        """The present version of the trained parameters: it grows with each step and each ``load_state_dict``."""
+        """The present version of the trained parameters: one more after each step and each ``load_state_dict``."""
         return self._trained.version
 
     @property
     def optimizer(self) -> Any:
-        """What the factory returned: for schedules, and to look at. Its ``step`` is the engine's to call."""
+        """What the factory returned: for schedules, and to look at. The engine calls its ``step``."""
         return self._method.optimizer
 
     @property
@@ -119,7 +116,7 @@ class BackpropEngine(Runner):
         Args:
             batch: What the forward takes; for the model's own, with labels. Several are accumulated and count as one batch:
                 the loss is the mean over the labelled tokens of all. All pass a block before the next block comes.
-            forward: Ends in a number that ``torch.autograd`` can differentiate; by default the model itself, whose head gives
+            forward: Ends in a number that ``torch.autograd`` can differentiate; by default the model itself, which ends in
                 its loss.
 
         Returns:
@@ -170,17 +167,12 @@ class BackpropEngine(Runner):
         self._trained.version += 1
 
 
-def _visitor(forward: Forward, batches: Sequence[Batch], **options: Any) -> GradientVisitor:
-    layouts = options.pop("layouts")
-    return GradientVisitor(layouts, forward, batches, **options)
-
-
 def _trained_leaves(model: DifferentiableModel, trained: TrainedParameters) -> list[dict[str, torch.Tensor]]:
     """For each segment, the tensors that its modules read trained parameters from; gradients are taken for them."""
     leaves = []
     for index in range(len(model.layouts)):
         own = {name: leaf for name, leaf in model.leaves(index).items() if name in trained.parameters}
-        leaves.append({name: leaf.requires_grad_(True) for name, leaf in own.items()})
+        leaves.append({name: leaf.requires_grad_() for name, leaf in own.items()})
     return leaves
 
 

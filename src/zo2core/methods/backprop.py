@@ -1,4 +1,4 @@
-"""First-order steps: one sweep forward and back takes the gradients, and an optimizer of the caller's changes the parameters."""
+"""First-order steps: a sweep forward and back takes the gradients, then an optimizer changes the parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from zo2core.errors import NonFiniteLossError, OptionError
 from zo2core.profiling import Sweep
 from zo2core.protocols import Forward, Objective
-from zo2core.sweep.gradient_visitor import GradientVisitor
+from zo2core.sweep.gradient_visitor import GradientVisits
 from zo2core.sweep.objective import Pieces, batches_of, cut
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.sweep.visits import SweepVisitor
@@ -45,7 +45,7 @@ class Backprop:
         sweeps: Makes the sweeps.
         model: Runs batches where a step is given no other forward.
         trained: The parameters, and their gradients.
-        visitor: Makes the visitor of a sweep: from forward, micro-batches, their weights, and how their losses join.
+        visits: Makes the visitor of each sweep.
         micro_batch_size: Rows of a micro-batch; None: batches run whole.
         kept_bytes: What a prepared micro-batch keeps for the way back.
         room: Bytes that micro-batches which pass the blocks together may keep; a single one always passes.
@@ -62,7 +62,7 @@ class Backprop:
         sweeps: GradientSweeps,
         model: Forward,
         trained: TrainedParameters,
-        visitor: Callable[..., GradientVisitor],
+        visits: GradientVisits,
         micro_batch_size: int | None,
         kept_bytes: Callable[[Batch], int],
         room: int,
@@ -75,7 +75,7 @@ class Backprop:
         self._sweeps = sweeps
         self._model = model
         self._trained = trained
-        self._visitor = visitor
+        self._visits = visits
         self._micro_batch_size = micro_batch_size
         self._kept_bytes = kept_bytes
         self._room = room
@@ -92,7 +92,7 @@ class Backprop:
             outputs: list[torch.Tensor] = []
             for start, stop in self._groups(prepared, together=weights is None):
                 known = None if weights is None else weights[start:stop]
-                visitor = self._visitor(runs, prepared[start:stop], weights=known, joint_loss=pieces.loss)
+                visitor = self._visits.visitor(runs, prepared[start:stop], weights=known, joint_loss=pieces.loss)
                 outputs += self._sweeps.run(visitor, visitor.order)[0]
             loss = float(pieces.loss(outputs))
             norm = self._clipped(loss)

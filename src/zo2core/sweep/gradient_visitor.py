@@ -1,14 +1,15 @@
 """Gradients, segment by segment: forward keeping each segment's input, then backward from the head.
 
-Backward, a segment's forward runs again, with a graph, from the input that was kept; ``torch.autograd`` takes the gradients of
-its trained parameters and of its input, and the latter goes on to the segment before. The bits are those of autograd on the
-whole model: the same operations run on the same numbers, and gradients add up in the same order. This is gradient
+Backward, a segment's forward runs again, with a graph, from the input that was kept. ``torch.autograd`` takes the gradients
+of its trained parameters and of its input, and the latter goes on to the segment before. The bits are those of autograd on
+the whole model: the same operations run on the same numbers, and gradients add up in the same order. This is gradient
 checkpointing (Chen et al., arXiv 1604.06174) with one segment a checkpoint, over blocks that are in memory one at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class _Kept:
 
     def with_leaves(self) -> tuple[Activations, dict[int, torch.Tensor]]:
         """The activations with leaves of a new graph where gradients flow, and these leaves by their place."""
-        leaves = {place: self._values[place].detach().requires_grad_(True) for place in sorted(self.places)}
+        leaves = {place: self._values[place].detach().requires_grad_() for place in sorted(self.places)}
         values = [leaves.get(place, value) for place, value in enumerate(self._values)]
         return tree_unflatten(values, self.nesting), leaves
 
@@ -52,52 +53,70 @@ class _Stream:
         self.gradients: Mapping[int, torch.Tensor] = {}  # of the input of the segment visited last, by place
 
 
+@dataclass(frozen=True, kw_only=True)
+class GradientVisits:
+    """Makes the visitors of first-order steps."""
+
+    layouts: Sequence[BlockLayout]  # in visiting order
+    present: PresentWeights  # brings weights to where forwards read them
+    trained: TrainedParameters  # takes gradients
+    leaves: Sequence[Mapping[str, torch.Tensor]]  # of each segment: what its modules read trained parameters from, by name
+    streams: Streams
+    timeline: Timeline
+
+    def visitor(
+        self,
+        forward: Forward,
+        batches: Sequence[Batch],
+        *,
+        weights: Sequence[float] | None,
+        joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+    ) -> GradientVisitor:
+        """The visitor of one sweep.
+
+        Args:
+            forward: Runs the segments.
+            batches: Micro-batches, prepared; all pass a segment before the next one comes.
+            weights: Of each micro-batch's loss in the step's loss. None: ``joint_loss`` makes it of all that the head gave,
+                and the graphs of all heads are there at a time.
+            joint_loss: The step's loss, 0-d, of what the head gave for each micro-batch; differentiable.
+        """
+        return GradientVisitor(self, forward, batches, weights, joint_loss)
+
+
 class GradientVisitor:
     """Visits the segments once forward and once back, and adds gradients to the trained parameters.
 
     Args:
-        layouts: Segments in visiting order.
-        forward: Runs the segments.
-        batches: Micro-batches, prepared; all pass a segment before the next one comes.
-        weights: Of each micro-batch's loss in the step's loss. None: ``joint_loss`` makes it of all that the head gave, and
-            the graphs of all heads are there at a time.
-        joint_loss: The step's loss, 0-d, of what the head gave for each micro-batch; differentiable.
-        present: Brings weights to where forwards read them.
-        trained: Takes gradients.
-        leaves: For each segment, the tensors that its modules read trained parameters from, by name.
-        streams: The device's queues of work.
-        timeline: Takes down what is done when.
+        parts: What all sweeps share.
+        forward, batches, weights, joint_loss: As ``GradientVisits.visitor`` takes them.
     """
 
     def __init__(
         self,
-        layouts: Sequence[BlockLayout],
+        parts: GradientVisits,
         forward: Forward,
-        batches: Iterable[Batch],
-        *,
+        batches: Sequence[Batch],
         weights: Sequence[float] | None,
         joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
-        present: PresentWeights,
-        trained: TrainedParameters,
-        leaves: Sequence[Mapping[str, torch.Tensor]],
-        streams: Streams,
-        timeline: Timeline,
     ) -> None:
-        self._layouts = layouts
+        self._layouts = parts.layouts
+        self._present = parts.present
+        self._trained = parts.trained
+        self._leaves = parts.leaves
+        self._queues = parts.streams
+        self._timeline = parts.timeline
         self._forward = forward
         self._streams = [_Stream(batch) for batch in batches]
         self._weights = weights
         self._joint_loss = joint_loss
-        self._present = present
-        self._trained = trained
-        self._leaves = leaves
-        self._queues = streams
-        self._timeline = timeline
-        users = [name for own in leaves for name in own]
+        users = [name for own in self._leaves for name in own]
         self._tied = {name for name in users if users.count(name) > 1}
-        self._tied_sums: dict[tuple[str, int], torch.Tensor] = {}  # by name and stream, added up as autograd does: head first
-        self._head = len(layouts) - 1
-        self._first = next(index for index, own in enumerate(leaves) if own)  # segments before it have no gradient to take
+        self._tied_sums: dict[
+            tuple[str, int], torch.Tensor
+        ] = {}  # by name and stream, added up as autograd does: head first
+        self._head = len(self._layouts) - 1
+        self._first = next(index for index, own in enumerate(self._leaves) if own)  # segments before it have no gradient
         self._turned = False
         self._stores: dict[int, Store] = {}
         self.outputs: list[list[torch.Tensor]] = [[]]  # what the head gave for each micro-batch
@@ -152,7 +171,9 @@ class GradientVisitor:
         """Run a segment's forward of each micro-batch, and keep what the next segment is given."""
         for stream in self._streams:
             if index == 0:
-                with torch.set_grad_enabled(self._first == 0):  # which values depend on trained parameters, autograd says
+                with (
+                    torch.enable_grad() if self._first == 0 else torch.no_grad()
+                ):  # which values depend on trained parameters, autograd says
                     values, nesting = flattened(self._forward.embed(stream.batch))
                 places = {i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad}
                 values = [value.detach() if place in places else value for place, value in enumerate(values)]
@@ -184,7 +205,7 @@ class GradientVisitor:
                 gradient = torch.full_like(output, self._weights[number])
                 self._take(self._head, number, stream, inputs, [output], [gradient])
         if graphs:
-            outputs = [output.detach().requires_grad_(True) for *_, output in graphs]
+            outputs = [output.detach().requires_grad_() for *_, output in graphs]
             with torch.enable_grad():
                 loss = self._joint_loss(outputs)
             _require_gradient(loss)
@@ -221,7 +242,7 @@ class GradientVisitor:
         if not wanted:
             stream.gradients = {}
             return
-        taken = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
+        taken: Sequence[torch.Tensor | None] = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
         back = zip(inputs, taken[: len(inputs)], strict=True)
         stream.gradients = {place: gradient for place, gradient in back if gradient is not None}
         for name, gradient in zip(leaves, taken[len(inputs) :], strict=True):

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from zo2core.errors import OptionError
-from zo2core.protocols import Forward, Store, Streams, Stores, TensorReader
 from zo2core.profiling.timeline import Timeline
+from zo2core.protocols import Forward, Store, Stores, Streams, TensorReader
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.landing import Landing
 from zo2core.sweep.visitor import SegmentVisitor
@@ -37,7 +37,9 @@ class TrainedParameters:
     """
 
     def __init__(self, layouts: Sequence[BlockLayout], weights: TensorReader, device: torch.device) -> None:
-        owned = [(index, place, spec) for index, layout in enumerate(layouts) for place, spec in enumerate(layout.parameters)]
+        owned = [
+            (index, place, spec) for index, layout in enumerate(layouts) for place, spec in enumerate(layout.parameters)
+        ]
         trained = sorted((one for one in owned if not one[2].frozen), key=lambda one: one[2].index)
         in_blocks = [spec.name for index, _, spec in trained if not layouts[index].resident]
         if in_blocks or not trained:
@@ -115,7 +117,7 @@ class PresentWeights:
 
     def move(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
         """Bring trained weights to the work buffer. See the contract."""
-        assert before is None and evaluation is None, "nothing is perturbed"
+        assert (before, evaluation) == (None, None), "nothing is perturbed"
         self._buffer.take_over(index, stores)
 
     def finish(self) -> None:
@@ -133,7 +135,7 @@ class PresentVisits:
     timeline: Timeline
     landing: Landing
 
-    def visitor(self, version: int, groups: Groups, forward: Forward) -> SegmentVisitor:  # noqa: ARG002 - the present one
+    def visitor(self, version: int, groups: Groups, forward: Forward) -> SegmentVisitor:
         """The visitor of one sweep. See the contract."""
         return SegmentVisitor(
             self.layouts,
@@ -145,4 +147,3 @@ class PresentVisits:
             timeline=self.timeline,
             landing=self.landing,
         )
-

@@ -1,0 +1,106 @@
+"""In which decoder families first-order steps equal the resident model's: LoRA on tiny models, against peft.
+
+    python tools/first_order_families.py --output first-order-families.json
+
+Every family of the installed transformers that `tools/families.py` can build gets a LoRA on all its linear layers, in
+float32, a padded batch and three steps of SGD. What cannot be opened or differentiated segment by segment is listed with its
+refusal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import warnings
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from families import VOCABULARY, small_config, small_model
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from zo2adapters import Adapter, open_checkpoint
+from zo2core import BackpropEngine, ZO2Error
+
+STEPS = 3
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Two rows of six tokens, one of them padded on the right."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (2, 6), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def compare(model_type: str, directory: Path) -> dict[str, Any]:
+    """One family: ``outcome`` is equal, different, refused, or not built."""
+    try:
+        small_model(small_config(model_type)).save_pretrained(directory)
+        whole: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        names = {name for name, module in whole.named_modules() if type(module) is torch.nn.Linear and "layers." in name}
+        config = peft.LoraConfig(r=2, target_modules=sorted(names), init_lora_weights=False)
+        optimizer = partial(torch.optim.SGD, lr=1e-2)
+        model = open_checkpoint(directory, adapter=Adapter(config=config, seed=1))
+    except ZO2Error as error:
+        return {"outcome": "refused", "error": str(error)[:300]}
+    except Exception as error:  # whatever transformers or peft say of such a tiny model
+        return {"outcome": "not built", "error": f"{type(error).__name__}: {str(error)[:200]}"}
+    try:
+        with BackpropEngine(model, optimizer) as engine:
+            first = {name: parameter.detach().clone() for name, parameter in engine._trained.parameters.items()}
+            losses = [engine.step(batch()).loss for _ in range(STEPS)]
+            learned = {name: value.clone() for name, value in engine.parameters_now() if name in first}
+    except ZO2Error as error:
+        return {"outcome": "refused", "error": str(error)[:300]}
+    peft.inject_adapter_in_model(config, whole)
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad = name in first
+        if name in first:
+            parameter.data = first[name].clone()
+    trained = {name: parameter for name, parameter in whole.named_parameters() if name in first}
+    resident, expected = optimizer(list(trained.values())), []
+    for _ in range(STEPS):
+        resident.zero_grad()
+        loss = whole(**batch(), use_cache=False).loss
+        loss.backward()
+        resident.step()
+        expected.append(loss.item())
+    other = [name for name, value in learned.items() if not torch.equal(value, trained[name].detach())]
+    is_equal = not other and losses == expected
+    return {"outcome": "equal" if is_equal else "different", "losses": [losses, expected], "parameters": other[:5]}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", nargs="+", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    parser.add_argument("--output", type=Path, default=None)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    families: dict[str, Any] = {}
+    for model_type in options.families:
+        with tempfile.TemporaryDirectory() as directory:
+            try:
+                families[model_type] = compare(model_type, Path(directory))
+            except Exception as error:  # a defect, which the table shows
+                families[model_type] = {"outcome": "failed", "error": f"{type(error).__name__}: {str(error)[:300]}"}
+        found = families[model_type]
+        print(f"{model_type:28s} {found['outcome']:10s} {found.get('error', '')[:120]}", flush=True)
+    counts = dict(Counter(family["outcome"] for family in families.values()))
+    print(counts)
+    if options.output is not None:
+        measured = {"transformers": transformers.__version__, "steps": STEPS, "counts": counts, "families": families}
+        options.output.write_text(json.dumps(measured, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
