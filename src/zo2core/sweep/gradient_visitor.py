@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from zo2core.errors import OptionError
 from zo2core.profiling.timeline import Timeline
@@ -26,21 +26,15 @@ from zo2core.types import Batch, BlockLayout, Lane
 class _Kept:
     """What a segment was given by the one before, as backward needs it again."""
 
-    def __init__(self, activations: Activations, places: Collection[int]) -> None:
-        self._values: list[Any]
-        self.nesting: TreeSpec
-        self._values, self.nesting = flattened(activations)
+    def __init__(self, values: Sequence[Any], nesting: TreeSpec, places: Collection[int]) -> None:
+        self.values = values  # in a row, detached
+        self.nesting = nesting
         self.places = frozenset(places)  # of the values through which gradients flow
-
-    @property
-    def values(self) -> Sequence[Any]:
-        """The values, in a row."""
-        return self._values
 
     def with_leaves(self) -> tuple[Activations, dict[int, torch.Tensor]]:
         """The activations with leaves of a new graph where gradients flow, and these leaves by their place."""
-        leaves = {place: self._values[place].detach().requires_grad_() for place in sorted(self.places)}
-        values = [leaves.get(place, value) for place, value in enumerate(self._values)]
+        leaves = {place: self.values[place].detach().requires_grad_() for place in sorted(self.places)}
+        values = [leaves.get(place, value) for place, value in enumerate(self.values)]
         return tree_unflatten(values, self.nesting), leaves
 
 
@@ -168,26 +162,24 @@ class GradientVisitor:
         self._present.move(index, self._stores, None, None)
 
     def _run_forwards(self, index: int) -> None:
-        """Run a segment's forward of each micro-batch, and keep what the next segment is given."""
+        """Run a segment's forward of each micro-batch, and keep what the next segment is given.
+
+        A graph is made and dropped at once: torch chooses kernels by what requires gradients, and some of them round
+        otherwise than those that it takes without a graph.
+        """
         for stream in self._streams:
-            if index == 0:
-                with (
-                    torch.enable_grad() if self._first == 0 else torch.no_grad()
-                ):  # which values depend on trained parameters, autograd says
+            with torch.enable_grad():
+                if index == 0:
                     values, nesting = flattened(self._forward.embed(stream.batch))
-                places = {i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad}
-                values = [value.detach() if place in places else value for place, value in enumerate(values)]
-                stream.inputs[1] = _Kept(tree_unflatten(values, nesting), places)
-                continue
-            given = stream.inputs[index] if index >= self._first else stream.inputs.pop(index)
-            with torch.no_grad():
-                out = self._forward.block(index - 1, tree_unflatten(list(given.values), given.nesting))
-            values, nesting = flattened(out)
-            self._require_alike(index, given, nesting)
-            places = set(given.places)
-            if index >= self._first:
-                places |= {i for i, (new, old) in enumerate(zip(values, given.values, strict=True)) if _differs(new, old)}
-            stream.inputs[index + 1] = _Kept(out, places)
+                else:
+                    given = stream.inputs[index] if index >= self._first else stream.inputs.pop(index)
+                    before = [contents(value) for value in given.values]
+                    activations, _ = given.with_leaves()
+                    values, nesting = flattened(self._forward.block(index - 1, activations))
+                    self._require_alike(index, given, nesting, before)
+            places = {i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad}
+            values = [value.detach() if place in places else value for place, value in enumerate(values)]
+            stream.inputs[index + 1] = _Kept(values, nesting, places)
 
     def _turn(self) -> None:
         """Run the head of each micro-batch, and begin the way back from the step's loss."""
@@ -262,20 +254,23 @@ class GradientVisitor:
                 if (name, number) in self._tied_sums:
                     self._trained.add_gradient(name, self._tied_sums.pop((name, number)))
 
-    def _require_alike(self, index: int, given: _Kept, nesting: TreeSpec) -> None:
+    def _require_alike(self, index: int, given: _Kept, nesting: TreeSpec, before: Sequence[object]) -> None:
         """Refuse a block that hands something to later ones beside its output: its gradient would be lost."""
-        if nesting != given.nesting:
+        if nesting != given.nesting or before != [contents(value) for value in given.values]:
             raise OptionError(
                 "model",
-                found=f"{self._layouts[index].name}, which hands later blocks more than it was given",
-                expected="blocks whose outputs have the form of their inputs",
+                found=f"{self._layouts[index].name}, which hands tensors to later blocks beside its output",
+                expected="blocks that are connected by their outputs alone",
                 remedy="train this model with ZOEngine, whose steps need no gradient",
             )
 
 
-def _differs(new: object, old: object) -> bool:
-    """Whether a block has made a value anew, so that gradients may flow through it."""
-    return new is not old and isinstance(new, torch.Tensor) and new.is_floating_point()
+def contents(value: object) -> object:
+    """Which tensors an object of another library holds, so that one can see whether a block has put others there."""
+    if isinstance(value, torch.Tensor) or value is None or isinstance(value, str | int | float):
+        return None
+    held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    return [id(leaf) for leaf in tree_leaves(dict(held)) if isinstance(leaf, torch.Tensor)]
 
 
 def _require_gradient(output: torch.Tensor) -> None:
