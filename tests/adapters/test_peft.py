@@ -1,0 +1,366 @@
+"""LoRA in peft's modules: monolithic MeZO's bits on the adapter, peft's files, and a base that is only read."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_lines import refusal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CONFIGS, batches, make_batch, save_model, small_config
+from parity import Plan, Storage, assert_parity, plans, storages
+from peft_models import TARGETS, lora, monolithic, steps, values_of
+from runs import small_run
+from safetensors.torch import load_file, save_file
+from stacked_loop import StackedLoop
+from threaded_device import ThreadedDevice, ThreadedStreams
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
+from zo2adapters.cli import main
+from zo2adapters.models.quantizer import quantize
+from zo2core import (
+    BesideActivations,
+    CheckpointError,
+    Distribution,
+    HostPlan,
+    InWeights,
+    JournalError,
+    Lane,
+    MemoryPolicy,
+    MeZOSGD,
+    OptionError,
+    OutputError,
+    PhiloxNoise,
+    Replayer,
+    WriteBackPolicy,
+    ZOEngine,
+)
+from zo2core.planning.device_plan import DevicePlan
+
+peft: Any = pytest.importorskip("peft")
+PROFILE = settings.default
+assert PROFILE is not None
+FA = ("lora_A",)  # LoRA-FA
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+@settings(max_examples=PROFILE.max_examples // 2)
+@given(
+    data=st.data(),
+    plan=plans(),
+    storage=storages,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    frozen=st.sampled_from([(), FA]),
+    options=st.sampled_from([{}, {"use_rslora": True}, {"init_lora_weights": False}]),
+)
+def test_lora_in_the_weights_is_monolithic_mezo(
+    model_type: str,
+    data: st.DataObject,
+    plan: Plan,
+    storage: Storage,
+    dtype: torch.dtype,
+    frozen: tuple[str, ...],
+    options: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    tmp = tmp_path_factory.mktemp("lora")
+    config = data.draw(CONFIGS[model_type])
+    batch = data.draw(batches(config.vocab_size))
+    base = save_model(tmp / "base", config, dtype)
+    adapter = Adapter(config=lora(target_modules=TARGETS[model_type], **options), frozen=frozen, seed=1)
+    storage = storage._replace(write_back_every=None)
+
+    def make() -> ZOEngine:
+        return storage.engine(open_checkpoint(base, adapter=adapter), plan, tmp)
+
+    whole = monolithic(base, adapter.config, values_of(open_checkpoint(base, adapter=adapter)), frozen)
+    assert_parity(make, whole, plan, batch).close()
+
+
+class LoRALoop(StackedLoop):
+    """The stacked loop over an adapter's parameters alone."""
+
+    def __init__(self, whole: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+        super().__init__(whole, *arguments, **options)
+        trained = {name for name, parameter in whole.named_parameters() if parameter.requires_grad}
+        self.base = {name: value for name, value in self.base.items() if name in trained}
+
+
+@pytest.mark.parametrize("frozen", [(), FA])
+@pytest.mark.parametrize("buckets", [None, 2])
+def test_lora_beside_the_activations_is_the_stacked_loop(
+    frozen: tuple[str, ...], buckets: int | None, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
+    adapter = Adapter(config=lora(init_lora_weights=False), frozen=frozen)
+    batch = make_batch(40, [7, 5])
+    model = open_checkpoint(base, adapter=adapter)
+    loop = LoRALoop(monolithic(base, adapter.config, values_of(model), frozen), 2, 2, Distribution.GAUSSIAN, run_seed=5)
+    with ZOEngine(
+        model,
+        MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False),
+        seed=5,
+        memory=MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False)),
+        perturbation=BesideActivations(rank=2, period=2),
+    ) as engine:
+        for _ in range(5):
+            [seed] = {evaluation.seed for evaluation in engine.ask()}
+            assert list(engine.step(batch).losses) == loop.step(batch, seed)
+
+
+@pytest.mark.parametrize("method", ["int8", "nf4", "fp8"])
+def test_lora_on_a_quantised_base_is_lora_on_the_dequantised_one(method: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    save_model(tmp_path / "base", small_config("llama", **sizes), torch.bfloat16)
+    quantize(tmp_path / "base", tmp_path / method, method, report=lambda line: None)
+    with Replayer(open_checkpoint(tmp_path / method)) as replayer:
+        replayer.export(tmp_path / "plain")
+    adapter = Adapter(config=lora(), seed=2)
+    streamed = MemoryPolicy(host=HostPlan((), 1 << 40, 1, keep_noise=False))
+    for perturbation in (InWeights(), BesideActivations(rank=2, period=2)):
+        expected = steps(open_checkpoint(tmp_path / "plain", adapter=adapter), perturbation=perturbation)
+        model = open_checkpoint(tmp_path / method, adapter=adapter)
+        assert steps(model, perturbation=perturbation) == expected
+        model = open_checkpoint(tmp_path / method, adapter=adapter)
+        assert steps(model, perturbation=perturbation, memory=streamed) == expected
+
+
+def test_nothing_is_written_back(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    run = tmp_path / "run"
+    run.mkdir()
+    model, policy = open_checkpoint(base, adapter=Adapter(config=lora())), WriteBackPolicy(directory=run)
+    steps(model, journal=run / "journal.jsonl", write_back=policy)
+    assert {path.name.partition(".")[0] for path in run.iterdir()} == {"journal"}
+
+
+def test_blocks_are_brought_and_never_taken_back(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=4))
+    policy = MemoryPolicy(device=DevicePlan((), 1 << 40, kept=0, activation_bytes=1 << 28))
+    with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4))) as device:
+        model = open_checkpoint(base, adapter=Adapter(config=lora()))
+        with ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), device=device, memory=policy) as engine:
+            # What comes ahead of the second step may count for the first one.
+            lanes = [engine.step(make_batch(40, [7, 5])).lanes for _ in range(2)]
+    uploaded = sum(own[Lane.UPLOAD].nbytes for own in lanes)
+    assert uploaded >= 2 * sum(layout.nbytes for layout in model.layouts if not layout.resident)
+    assert all(own[lane].nbytes == 0 for own in lanes for lane in (Lane.OFFLOAD, Lane.WRITE))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+def test_adapters_go_to_peft_and_back(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
+    batch = make_batch(40, [7, 5])
+    with ZOEngine(open_checkpoint(base, adapter=Adapter(config=lora())), MeZOSGD(lr=1e-2, zo_eps=1e-2)) as engine:
+        engine.step(batch)
+        engine.export(tmp_path / "adapter")
+        loss = engine.evaluate([batch]).loss
+        with pytest.raises(OutputError):
+            engine.export(tmp_path / "adapter")
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter").eval()
+    assert loaded(**batch, use_cache=False).loss.item() == loss
+    loaded.save_pretrained(tmp_path / "theirs")
+    for saved in ("adapter", "theirs"):
+        with Replayer(open_checkpoint(base, adapter=Adapter(config=tmp_path / saved))) as replayer:
+            assert replayer.evaluate([batch]).loss == loss
+
+
+def test_a_run_goes_on_with_the_same_adapter_only(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    journal = tmp_path / "journal.jsonl"
+    expected = steps(open_checkpoint(base, adapter=Adapter(config=lora())), 4)
+    begun = steps(open_checkpoint(base, adapter=Adapter(config=lora())), 2, journal=journal)
+    for other in (
+        Adapter(config=lora(), seed=1),
+        Adapter(config=lora(lora_alpha=8)),
+        Adapter(config=lora(), frozen=FA),
+        None,
+    ):
+        with pytest.raises(JournalError):
+            steps(open_checkpoint(base, adapter=other), 1, journal=journal)
+    assert begun + steps(open_checkpoint(base, adapter=Adapter(config=lora())), 2, journal=journal) == expected
+
+
+@pytest.mark.parametrize(
+    ("adapter", "option"),
+    [
+        ({"config": lora(target_modules=["query"])}, "adapter.target_modules"),
+        ({"config": lora(lora_dropout=0.1)}, "adapter.lora_dropout"),
+        ({"config": lora(bias="lora_only")}, "adapter.bias"),
+        ({"config": lora(modules_to_save=["lm_head"])}, "adapter.modules_to_save"),
+        ({"config": lora(init_lora_weights="olora")}, "adapter.init_lora_weights"),
+        ({"config": peft.IA3Config(target_modules=["q_proj"])}, "adapter: found IA3"),
+        ({"config": peft.PromptTuningConfig(num_virtual_tokens=3)}, "adapter: found PROMPT_TUNING"),
+        ({"config": {"r": 3}}, "adapter: found dict"),
+        ({"config": lora(), "frozen": ("lora_",)}, "adapter.frozen"),
+        ({"config": lora(), "frozen": ("lora_C",)}, "adapter.frozen"),
+        ({"config": lora(), "frozen": ("lora_A", "v_porj")}, "adapter.frozen: found .'v_porj'"),
+        ({"config": lora(alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM")}, "adapter.alora_invocation_tokens"),
+        ({"config": lora(target_modules=["embed_tokens"])}, "adapter.target_modules: found model.embed_tokens"),
+        ({"config": lora(target_modules=["lm_head"])}, "adapter.target_modules: found lm_head"),
+        ({"config": lora(target_modules="(")}, "adapter: found"),
+        ({"config": lora(r="8")}, "adapter.r"),
+        ({"config": lora(r=10**10)}, "adapter.r"),
+        ({"config": lora(lora_alpha="x")}, "adapter: found"),
+    ],
+)
+def test_what_cannot_be_trained_so_is_refused(adapter: dict[str, Any], option: str, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    with pytest.raises(OptionError, match=f"^{option}"):
+        open_checkpoint(base, adapter=Adapter(**adapter))
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, None, 0.5, True])
+def test_a_seed_is_a_whole_number(seed: Any) -> None:
+    with pytest.raises(OptionError, match=r"adapter\.seed"):
+        Adapter(config=lora(), seed=seed)
+
+
+@pytest.mark.parametrize("start", [True, False, "gaussian"])
+def test_first_values_are_pefts(start: bool | str, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    config = lora(init_lora_weights=start, target_modules=["q_proj"])
+    values = values_of(open_checkpoint(base, adapter=Adapter(config=config, seed=7)))
+    state = torch.random.get_rng_state()
+    torch.manual_seed(7)
+    linears = [torch.nn.Linear(*sizes, bias=False) for _ in range(2) for sizes in ((12, 3), (3, 12))]
+    torch.random.set_rng_state(state)
+    for number, (name, value) in enumerate(values.items()):
+        if start is False:
+            assert torch.equal(value, linears[number].weight), name
+        else:
+            assert bool(value.any()) == ("lora_A" in name)
+    assert values_of(open_checkpoint(base, adapter=Adapter(config=config, seed=7))).keys() == values.keys()
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("options", [{"precision": "mixed"}, {"carried": "bfloat16"}, {"head": "sequence-classification"}])
+def test_an_adapter_goes_with_exact_precision_and_the_next_token(options: dict[str, str], tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    with pytest.raises(OptionError, match="beside an adapter"):
+        open_checkpoint(base, adapter=Adapter(config=lora()), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", ["replay", "write_back.every", "write_back.snapshot_every"])
+def test_what_would_write_a_frozen_base_is_refused(option: str, tmp_path: Path) -> None:
+    model = open_checkpoint(save_model(tmp_path / "base", small_config("llama")), adapter=Adapter(config=lora()))
+    policy = {option.removeprefix("write_back."): 2}
+    asked: Any = {"replay": "host"} if option == "replay" else {"write_back": WriteBackPolicy(directory=tmp_path, **policy)}
+    with pytest.raises(OptionError, match=f"^{option}.*frozen"):
+        ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), noise=PhiloxNoise(Distribution.RADEMACHER), **asked)
+
+
+def saved_adapter(tmp_path: Path) -> tuple[Path, Path]:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    with Replayer(open_checkpoint(base, adapter=Adapter(config=lora()))) as replayer:
+        replayer.export(tmp_path / "adapter")
+    return base, tmp_path / "adapter"
+
+
+@pytest.mark.parametrize("damage", ["another base", "a tensor less", "a tensor more", "cut short", "no JSON", "no file"])
+def test_an_adapter_that_does_not_fit_is_refused(damage: str, tmp_path: Path) -> None:
+    base, adapter = saved_adapter(tmp_path)
+    weights, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
+    if damage == "another base":
+        base = save_model(tmp_path / "other", small_config("llama", intermediate_size=28))
+    elif damage == "cut short":
+        weights.write_bytes(weights.read_bytes()[:-3])
+    elif damage == "no JSON":
+        config.write_text("{")
+    elif damage == "no file":
+        weights.unlink()
+    else:
+        tensors = load_file(weights)
+        if damage == "a tensor less":
+            del tensors[min(tensors)]
+        else:
+            tensors["base_model.model.score.weight"] = torch.zeros(2)
+        save_file(tensors, weights)
+    with pytest.raises(CheckpointError) as info:
+        open_checkpoint(base, adapter=Adapter(config=adapter))
+    assert str(adapter) in str(info.value)
+
+
+def test_a_config_is_read_from_a_file(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    path = tmp_path / "lora.json"
+    path.write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"]}))
+    assert steps(open_checkpoint(base, adapter=Adapter(config=path))) == steps(
+        open_checkpoint(base, adapter=Adapter(config=lora()))
+    )
+
+
+def test_an_adapter_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = small_run(tmp_path)
+    config, run = tmp_path / "lora.json", tmp_path / "run"
+    config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}))
+    train = ["train", "--model", options.model, "--data", str(options.data), "--lr", "1e-2"]
+    adapter = ["--adapter", str(config), "--adapter-frozen", "lora_A"]
+    main([*train, "--output", str(run), "--steps", "2", *adapter])
+    assert (run / "model" / "adapter_model.safetensors").exists()
+    config.write_text("{}")  # a resumed run reads it again
+    assert refusal("train", "--resume", run, "--steps", 4).startswith("zo2: --adapter: found None; expected LORA")
+    config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}))
+    main(["train", "--resume", str(run), "--steps", "4"])
+    main([*train, "--output", str(tmp_path / "whole"), "--steps", "4", *adapter])
+    resumed, whole = (load_file(path / "model" / "adapter_model.safetensors") for path in (run, tmp_path / "whole"))
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
+    main(["export", "--run", str(run), "--output", str(tmp_path / "adapter"), "--at", "2"])
+    branch = ["train", "--resume", str(run), "--from-step", "2", "--output", str(tmp_path / "branch"), "--steps", "4"]
+    main([*branch, "--lr", "1e-2", *adapter])
+    again = load_file(tmp_path / "branch" / "model" / "adapter_model.safetensors")
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    capsys.readouterr()
+    main(["evaluate", "--run", str(run), "--data", str(options.data)])
+    of_run = capsys.readouterr().out
+    main(["evaluate", "--model", options.model, "--adapter", str(run / "model"), "--data", str(options.data)])
+    assert capsys.readouterr().out == of_run
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--adapter", "missing.json"], "missing.json"),
+        (["--adapter-frozen", "lora_A"], "--adapter-frozen"),
+        (["--adapter", "CONFIG", "--precision", "mixed"], "--precision"),
+        (["--adapter", "CONFIG", "--snapshot-every", "2"], "--adapter"),
+        (["--adapter", "CONFIG", "--write-back-every", "2"], "--write-back-every"),
+        (["--adapter", "CONFIG", "--adapter-frozen", "lora_C"], "--adapter-frozen"),
+    ],
+)
+def test_an_adapter_that_cannot_be_heeded_is_one_line(more: list[str], said: str, tmp_path: Path) -> None:
+    options = small_run(tmp_path)
+    config = tmp_path / "lora.json"
+    config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}))
+    more = [str(config) if word == "CONFIG" else word for word in more]
+    train = "train", "--model", options.model, "--data", options.data, "--output", tmp_path / "run"
+    assert refusal(*train, *more).startswith(f"zo2: {said}")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("kept", [0, 2])
+def test_lora_on_a_gpu_is_monolithic_mezo(kept: int, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
+    adapter = Adapter(config=lora(init_lora_weights=False))
+    model = open_checkpoint(base, adapter=adapter)
+    whole: Any = monolithic(base, adapter.config, values_of(model), ())
+    mono = MonolithicMeZO(whole.to("cuda"), lr=1e-3, zo_eps=1e-2)
+    batch = make_batch(40, [7, 5])
+    policy = MemoryPolicy(device=DevicePlan((), 1 << 40, kept=kept, activation_bytes=1 << 28))
+    with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-2), device="cuda", memory=policy) as engine:
+        for seed in range(3):
+            theirs = mono.step({key: value.to("cuda") for key, value in batch.items()}, seed)
+            assert engine.step(batch, seed=seed).losses == theirs.losses

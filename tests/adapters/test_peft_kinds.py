@@ -1,0 +1,474 @@
+"""Kinds of adapters beside LoRA: one row each in a table, and what every kind has to hold.
+
+Monolithic MeZO's bits on peft's own model, peft's files, first values by peft's own code, and refusals by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from command_lines import refusal
+from footprints import check
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CONFIGS, batches, make_batch, save_model, small_config
+from parity import Plan, Storage, assert_parity, plans, storages
+from peft_models import steps
+from runs import small_run
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from zo2adapters import Adapter, HFBlockModel, open_checkpoint
+from zo2adapters.cli import main
+from zo2adapters.models.packing import pack
+from zo2adapters.models.peft_kinds.prefix_model import LayerPrefix
+from zo2adapters.models.quantizer import quantize
+from zo2adapters.tasks.generation import generate
+from zo2core import (
+    BatchError,
+    BesideActivations,
+    CheckpointError,
+    HostPlan,
+    JournalError,
+    MemoryPolicy,
+    MeZOSGD,
+    OptionError,
+    Replayer,
+    UnsupportedModelError,
+    ZOEngine,
+)
+
+peft: Any = pytest.importorskip("peft")
+PROFILE = settings.default
+assert PROFILE is not None
+TARGETS = {"opt": ["q_proj", "fc1"], "llama": ["q_proj", "down_proj"]}
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`"),  # peft asks for it
+    pytest.mark.filterwarnings("ignore:Specified to not"),  # save or load projections: peft's remark
+]
+
+
+class Kind(NamedTuple):
+    """A row of the table."""
+
+    config: Callable[..., Any]  # of the model's type and of changes
+    insert: Callable[[nn.Module, Any], nn.Module]  # peft's own model around a whole one
+    other: Mapping[str, Any]  # a change that makes it another adapter
+    frozen: str  # a part of some parameters' names, but not of all; empty: there is one parameter
+
+
+def dora(model_type: str, **changes: Any) -> Any:
+    return peft.LoraConfig(**{"r": 3, "lora_alpha": 16, "target_modules": TARGETS[model_type], "use_dora": True, **changes})
+
+
+def wrapped(whole: nn.Module, config: Any) -> nn.Module:
+    model: nn.Module = peft.get_peft_model(whole, config).get_base_model()
+    return model
+
+
+def prefix(model_type: str, **changes: Any) -> Any:
+    return peft.PrefixTuningConfig(**{"num_virtual_tokens": 3, "task_type": "CAUSAL_LM", **changes})
+
+
+class PlainNames(nn.Module):
+    """Peft's model around a whole one, whose parameters have the names that they have in it."""
+
+    def __init__(self, wrapper: nn.Module) -> None:
+        super().__init__()
+        self.wrapper = wrapper
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        return self.wrapper(**batch)
+
+    def named_parameters(self, *arguments: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.wrapper.named_parameters():
+            yield name.removeprefix("base_model."), parameter
+
+
+def around(whole: nn.Module, config: Any) -> nn.Module:
+    return PlainNames(peft.get_peft_model(whole, config))
+
+
+def vera(model_type: str) -> Any:
+    """A kind that this version does not have."""
+    return peft.VeraConfig(target_modules=TARGETS[model_type])
+
+
+KINDS = {
+    "dora": Kind(dora, wrapped, {"lora_alpha": 8}, "lora_A"),
+    "prefix": Kind(prefix, around, {"num_virtual_tokens": 4}, ""),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def values_of(model: Any) -> dict[str, torch.Tensor]:
+    """An adapter's first values, as the model has them."""
+    values = {name: torch.empty(shape) for name, shape in model.adapter.shapes.items()}
+    for name, value in values.items():
+        model.weights.read_into(name, value.view(-1))
+    return values
+
+
+def whole_model(base: Path, kind: Kind, config: Any) -> nn.Module:
+    """Peft's own model, with peft's own first values."""
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    whole.config.use_cache = False
+    return kind.insert(whole, config).eval()
+
+
+def set_values(whole: nn.Module, values: Mapping[str, torch.Tensor], frozen: tuple[str, ...] = ()) -> None:
+    """Give peft's own model an adapter's values, and have it train those that are not frozen."""
+    names = set()
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad = name in values and not any(part in name for part in frozen)
+        if name in values:
+            parameter.data = values[name].clone()
+            names.add(name)
+    assert names == set(values)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type"),
+    [
+        *(
+            pytest.param(kind, model_type, id=f"{name}-{model_type}")
+            for name, kind in KINDS.items()
+            for model_type in TARGETS
+        ),
+        *(pytest.param(KINDS["prefix"], model_type, id=f"prefix-{model_type}") for model_type in ("qwen2", "qwen3")),
+    ],
+)
+@settings(max_examples=max(4, PROFILE.max_examples // 6))
+@given(
+    data=st.data(),
+    plan=plans(),
+    storage=storages,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    is_partly_frozen=st.booleans(),
+)
+def test_every_kind_in_the_weights_is_monolithic_mezo(
+    kind: Kind,
+    model_type: str,
+    data: st.DataObject,
+    plan: Plan,
+    storage: Storage,
+    dtype: torch.dtype,
+    is_partly_frozen: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    tmp = tmp_path_factory.mktemp("kind")
+    config = data.draw(CONFIGS[model_type])
+    config.max_position_embeddings += 3  # a prefix takes as many
+    batch = data.draw(batches(config.vocab_size))
+    base = save_model(tmp / "base", config, dtype)
+    frozen = (kind.frozen,) if kind.frozen and is_partly_frozen else ()
+    adapter = Adapter(config=kind.config(model_type), frozen=frozen, seed=1)
+    storage = storage._replace(write_back_every=None)
+
+    def make() -> ZOEngine:
+        return storage.engine(open_checkpoint(base, adapter=adapter), plan, tmp)
+
+    whole = whole_model(base, kind, adapter.config)
+    set_values(whole, values_of(open_checkpoint(base, adapter=adapter)), frozen)
+    assert_parity(make, whole, plan, batch).close()
+
+
+@every_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_kind_goes_to_peft_and_back(kind: Kind, dtype: torch.dtype, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"), dtype)
+    batch = make_batch(40, [7, 5])
+    adapter = Adapter(config=kind.config("llama"))
+    with ZOEngine(open_checkpoint(base, adapter=adapter), MeZOSGD(lr=1e-2, zo_eps=1e-2)) as engine:
+        engine.step(batch)
+        engine.export(tmp_path / "adapter")
+        loss = engine.evaluate([batch]).loss
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter").eval()
+    assert loaded(**batch, use_cache=False).loss.item() == loss
+    loaded.save_pretrained(tmp_path / "theirs")
+    for saved in ("adapter", "theirs"):
+        with Replayer(open_checkpoint(base, adapter=Adapter(config=tmp_path / saved))) as replayer:
+            assert replayer.evaluate([batch]).loss == loss
+            replayer.export(tmp_path / f"{saved} again")
+        again = load_file(tmp_path / f"{saved} again" / "adapter_model.safetensors")
+        for name, value in load_file(tmp_path / "adapter" / "adapter_model.safetensors").items():
+            assert torch.equal(again[name], value)
+
+
+@every_kind
+def test_a_run_goes_on_with_the_same_adapter_of_its_kind_only(kind: Kind, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    journal = tmp_path / "journal.jsonl"
+
+    def opened(**changes: Any) -> HFBlockModel:
+        return open_checkpoint(base, adapter=Adapter(config=kind.config("llama", **changes)))
+
+    expected = steps(opened(), 4)
+    begun = steps(opened(), 2, journal=journal)
+    for other in (opened(**kind.other), open_checkpoint(base)):
+        with pytest.raises(JournalError):
+            steps(other, 1, journal=journal)
+    assert begun + steps(opened(), 2, journal=journal) == expected
+
+
+@every_kind
+@pytest.mark.parametrize(
+    "damage", ["another base", "a tensor less", "a tensor more", "another shape", "cut short", "no file"]
+)
+def test_an_adapter_of_any_kind_that_does_not_fit_is_refused(kind: Kind, damage: str, tmp_path: Path) -> None:
+    base, adapter = save_model(tmp_path / "base", small_config("llama")), tmp_path / "adapter"
+    with Replayer(open_checkpoint(base, adapter=Adapter(config=kind.config("llama")))) as replayer:
+        replayer.export(adapter)
+    weights = adapter / "adapter_model.safetensors"
+    if damage == "another base":
+        base = save_model(tmp_path / "other", small_config("llama", intermediate_size=28, num_hidden_layers=3))
+    elif damage == "cut short":
+        weights.write_bytes(weights.read_bytes()[:-3])
+    elif damage == "no file":
+        weights.unlink()
+    else:
+        tensors = load_file(weights)
+        if damage == "a tensor less":
+            del tensors[min(tensors)]
+        elif damage == "another shape":
+            tensors[max(tensors)] = torch.zeros(1, 7)
+        else:
+            tensors["base_model.model.score.weight"] = torch.zeros(2)
+        save_file(tensors, weights)
+    with pytest.raises(CheckpointError) as info:
+        open_checkpoint(base, adapter=Adapter(config=adapter))
+    assert str(adapter) in str(info.value)
+
+
+@pytest.fixture
+def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr("zo2core.checkpoint.reader.SafetensorsReader.read_into", refuse)
+
+
+@every_kind
+@pytest.mark.usefixtures("nothing_is_read")
+def test_what_cannot_be_beside_the_activations_is_refused_before_anything_is_read(kind: Kind, tmp_path: Path) -> None:
+    model = open_checkpoint(
+        save_model(tmp_path / "base", small_config("llama")), adapter=Adapter(config=kind.config("llama"))
+    )
+    with pytest.raises(UnsupportedModelError, match=r"^adapter: found .* beside the activations"):
+        ZOEngine(
+            model,
+            MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False),
+            journal=tmp_path / "journal.jsonl",
+            perturbation=BesideActivations(rank=2),
+        )
+    assert not (tmp_path / "journal.jsonl").exists()
+
+
+@every_kind
+@pytest.mark.parametrize("method", ["int8", "nf4"])
+def test_every_kind_on_a_quantised_base_is_that_on_the_dequantised_one(kind: Kind, method: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    save_model(tmp_path / "base", small_config("llama", **sizes), torch.bfloat16)
+    quantize(tmp_path / "base", tmp_path / method, method, report=lambda line: None)
+    with Replayer(open_checkpoint(tmp_path / method)) as replayer:
+        replayer.export(tmp_path / "plain")
+    adapter = Adapter(config=kind.config("llama"), seed=2)
+    streamed = MemoryPolicy(host=HostPlan((), 1 << 40, 1, keep_noise=False))
+    plain, encoded = (open_checkpoint(tmp_path / name, adapter=adapter) for name in ("plain", method))
+    assert steps(encoded, memory=streamed) == steps(plain)
+
+
+def test_magnitudes_begin_as_pefts(tmp_path: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        base = save_model(tmp_path / str(dtype), small_config("llama"), dtype)
+        values = values_of(open_checkpoint(base, adapter=Adapter(config=dora("llama"))))
+        theirs = dict(whole_model(base, KINDS["dora"], dora("llama")).named_parameters())
+        magnitudes = [name for name in values if "magnitude" in name]
+        assert len(magnitudes) == 4
+        for name in magnitudes:
+            assert theirs[name].dtype == torch.float32
+            assert torch.equal(values[name], theirs[name]), name
+
+
+def test_magnitudes_are_norms_of_weights_and_matrices_together(tmp_path: Path) -> None:
+    base = save_model(tmp_path, small_config("llama"))
+    config = dora("llama", init_lora_weights=False, target_modules=["q_proj"])
+    values = values_of(open_checkpoint(base, adapter=Adapter(config=config)))
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    for number, layer in enumerate(whole.model.layers):
+        a, b, magnitude = (
+            values[f"model.layers.{number}.self_attn.q_proj.lora_{part}.default.weight"]
+            for part in ("A", "B", "magnitude_vector")
+        )
+        weight = layer.self_attn.q_proj.weight + 16 / 3 * (b @ a)
+        torch.testing.assert_close(magnitude, weight.norm(dim=1).detach())
+
+
+def test_a_prefix_begins_as_keys_and_values_of_random_tokens(tmp_path: Path) -> None:
+    for model_type in TARGETS:
+        for dtype in (torch.float32, torch.bfloat16):
+            base = save_model(tmp_path / f"{model_type} {dtype}", small_config(model_type), dtype)
+            model = open_checkpoint(base, adapter=Adapter(config=prefix(model_type), seed=6))
+            [table] = values_of(model).values()
+            ids = torch.randint(40, (1, 3), generator=torch.Generator().manual_seed(6))
+            with torch.inference_mode():
+                whole: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+                cache = whole.eval()(input_ids=ids, use_cache=True).past_key_values
+            for row, token in enumerate(table.view(3, 2, 2, 12).unbind()):
+                for layer, (keys, values) in zip(cache.layers, token.unbind(), strict=True):
+                    assert torch.equal(keys, layer.keys[0, :, row].reshape(-1).float())
+                    assert torch.equal(values, layer.values[0, :, row].reshape(-1).float())
+
+
+def test_a_new_prefix_is_random_tokens_before_each_row(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama", num_attention_heads=6, num_key_value_heads=3))
+    model = open_checkpoint(base, adapter=Adapter(config=prefix("llama"), seed=6))
+    batch = make_batch(40, [7, 5])
+    with Replayer(model) as replayer:
+        loss = replayer.evaluate([batch]).loss
+    ids = torch.randint(40, (1, 3), generator=torch.Generator().manual_seed(6)).expand(2, -1)
+    longer = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full_like(ids, -100)}
+    with Replayer(open_checkpoint(base)) as replayer:
+        before = {key: torch.cat([value, batch[key]], dim=1) for key, value in longer.items()}
+        assert replayer.evaluate([before]).loss == pytest.approx(loss, rel=1e-6)
+        assert replayer.evaluate([batch]).loss != pytest.approx(loss, rel=1e-3)
+
+
+def test_a_prefix_may_begin_with_zeros(tmp_path: Path) -> None:
+    base = save_model(tmp_path, small_config("llama"))
+    [table] = values_of(open_checkpoint(base, adapter=Adapter(config=prefix("llama", init_weights="zero")))).values()
+    assert table.shape == (3, 2 * 2 * 12)
+    assert not table.any()
+
+
+def test_every_call_of_a_layer_has_a_cache_of_its_own(tmp_path: Path) -> None:
+    base = save_model(tmp_path, small_config("llama"))
+    model = open_checkpoint(base, adapter=Adapter(config=prefix("llama")))
+    batch = make_batch(40, [7, 5])
+    with Replayer(model) as replayer:
+        once = replayer.evaluate([batch]).losses
+        assert replayer.evaluate([batch, batch]).losses == once * 2
+        prepared = model.prepared(batch)
+        with torch.inference_mode():
+            activations = model.embed(prepared)
+            first, second = model.block(0, activations), model.block(0, activations)
+        assert torch.equal(first.hidden, second.hidden)
+        held = [value for value in first.calls[0][1].values() if isinstance(value, LayerPrefix)]
+        assert [own.keys.shape for own in held] == [(1, 3, 3, 4)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", TARGETS)
+def test_what_a_batch_with_a_prefix_holds_is_known_without_running_it(
+    model_type: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    base = save_model(tmp_path, small_config(model_type), dtype)
+    model = open_checkpoint(base, adapter=Adapter(config=prefix(model_type)))
+    with Replayer(model):
+        for lengths in ([9], [2], [9, 9], [9, 4], [9, 3, 5, 2]):
+            check(model, model, make_batch(40, lengths))
+
+
+@pytest.mark.parametrize("model_type", TARGETS)
+def test_text_is_generated_behind_a_prefix_as_by_peft(model_type: str, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config(model_type, max_position_embeddings=40))
+    model = open_checkpoint(base, adapter=Adapter(config=prefix(model_type)))
+    prompts = [[5, 9, 11, 7], [8, 3]]
+    with ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-2)) as engine:
+        engine.step(make_batch(40, [7, 5]))
+        engine.export(tmp_path / "adapter")
+        ours = [list(row) for row in zip(*generate(engine, model, prompts, max_new_tokens=8), strict=True)]
+        again = [list(row) for row in zip(*generate(engine, model, prompts, max_new_tokens=8), strict=True)]
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
+    for prompt, continuation in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt])
+        options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        theirs = loaded.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+        assert theirs[0, len(prompt) :].tolist() == continuation
+    assert again == ours
+
+
+def test_packed_rows_would_share_a_prefix_and_are_refused(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"))
+    model = open_checkpoint(base, adapter=Adapter(config=prefix("llama")))
+    model.prepared({**make_batch(40, [7, 5])})
+    with pytest.raises(UnsupportedModelError, match="prefix: found several sequences in a row"):
+        model.prepared(pack(make_batch(40, [7, 5])))
+
+
+def test_rows_leave_a_prefix_its_positions(tmp_path: Path) -> None:
+    base = save_model(tmp_path, small_config("opt"))
+    model = open_checkpoint(base, adapter=Adapter(config=prefix("opt")))
+    with Replayer(model) as replayer:
+        replayer.evaluate([make_batch(40, [9])])
+        with pytest.raises(BatchError, match="at most 9"):
+            replayer.evaluate([make_batch(40, [10])])
+        with pytest.raises(OptionError, match="max_new_tokens"):
+            list(generate(replayer, model, [[5, 6]], max_new_tokens=8))
+
+
+@pytest.mark.parametrize(
+    ("config", "option"),
+    [
+        (partial(dora, bias="lora_only"), "adapter.bias"),
+        (partial(dora, modules_to_save=["lm_head"]), "adapter.modules_to_save"),
+        (partial(dora, r=0), "adapter.r"),
+        (partial(dora, target_modules=["lm_head"]), "adapter.target_modules: found lm_head"),
+        (vera, "adapter: found VERA; expected LORA or PREFIX_TUNING as peft_type"),
+        (partial(dora, target_modules=["query"]), "adapter.target_modules"),
+        (partial(dora, lora_dropout=0.1), "adapter.lora_dropout"),
+        (partial(prefix, prefix_projection=True), "adapter.prefix_projection"),
+        (partial(prefix, num_virtual_tokens=0), "adapter.num_virtual_tokens"),
+        (partial(prefix, num_virtual_tokens=None), "adapter.num_virtual_tokens"),
+        (partial(prefix, num_virtual_tokens=12), "adapter.num_virtual_tokens"),
+        (partial(prefix, num_layers=5), "adapter.num_layers"),
+        (partial(prefix, token_dim=24), "adapter.token_dim"),
+        (partial(prefix, task_type="SEQ_CLS"), "adapter.task_type"),
+        (partial(prefix, modules_to_save=["lm_head"]), "adapter.modules_to_save"),
+    ],
+)
+def test_what_no_kind_heeds_is_refused(config: Callable[[str], Any], option: str, tmp_path: Path) -> None:
+    base = save_model(tmp_path, small_config("llama"))
+    with pytest.raises(OptionError, match=f"^{option}"):
+        open_checkpoint(base, adapter=Adapter(config=config("llama")))
+
+
+@pytest.mark.parametrize("kind", ["dora", "prefix"])
+def test_any_kind_on_the_command_line(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = small_run(tmp_path)
+    run, config = tmp_path / "run", KINDS[kind].config("llama")
+    config.save_pretrained(tmp_path / "kind")
+    adapter = ["--adapter", str(tmp_path / "kind" / "adapter_config.json")]
+    train = ["train", "--model", options.model, "--data", str(options.data), "--lr", "1e-2", *adapter]
+    main([*train, "--output", str(run), "--steps", "2"])
+    main(["train", "--resume", str(run), "--steps", "4"])
+    main([*train, "--output", str(tmp_path / "whole"), "--steps", "4"])
+    main(["export", "--run", str(run), "--output", str(tmp_path / "exported")])
+    paths = [
+        path / "adapter_model.safetensors" for path in (run / "model", tmp_path / "whole" / "model", tmp_path / "exported")
+    ]
+    resumed, whole, exported = map(load_file, paths)
+    assert resumed.keys() == whole.keys() == exported.keys()
+    assert all(torch.equal(resumed[name], whole[name]) and torch.equal(exported[name], whole[name]) for name in whole)
+    capsys.readouterr()
+    main(["evaluate", "--run", str(run), "--data", str(options.data)])
+    of_run = capsys.readouterr().out
+    main(["evaluate", "--model", options.model, "--adapter", str(run / "model"), "--data", str(options.data)])
+    assert capsys.readouterr().out == of_run
+    main(["export", "--run", str(run), "--output", str(tmp_path / "first"), "--at", "0"])
+    main([*train[:-1], str(tmp_path / "first"), "--output", str(tmp_path / "again"), "--steps", "4"])
+    again = load_file(tmp_path / "again" / "model" / "adapter_model.safetensors")
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    capsys.readouterr()
+    main(["generate", "--run", str(run), "--prompt", "the cat", "--max-new-tokens", "3"])
+    assert capsys.readouterr().out.startswith("the cat")
+    train = ["train", "--model", options.model, "--data", str(options.data), *adapter, "--output", str(tmp_path / "beside")]
+    assert refusal(*train, "--rank", 2).startswith("zo2: --adapter: found ")
+    assert not (tmp_path / "beside").exists()

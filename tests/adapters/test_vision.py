@@ -1,0 +1,248 @@
+"""Models that read images, too: MeZO bit for bit, with images and without, and images that are not the rows' refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_lines import ROWS, run_here
+from footprints import really_held
+from models import random_model, save_tokenizer
+from parity import assert_same_bits
+from peft import LoraConfig
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    LlavaConfig,
+    Mistral3Config,
+    PretrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+)
+
+from zo2adapters import Adapter, MonolithicMeZO, generate, open_checkpoint
+from zo2adapters.models.footprint import vision_bytes
+from zo2core import BatchError, BesideActivations, MeZOSGD, Replayer, UnsupportedModelError, ZOEngine
+
+NUMBERS: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2}
+IMAGE, BEFORE, BEHIND = 39, 38, 37  # tokens
+TEXT: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TOWER: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+QWEN: dict[str, Any] = {
+    "text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1], "rope_theta": 1e4}},
+    "image_token_id": IMAGE,
+    "vision_start_token_id": BEFORE,
+    "vision_end_token_id": BEHIND,
+    "video_token_id": 36,
+}
+QWEN_TOWER = {"depth": 2, "hidden_size": 16, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llava": LlavaConfig(
+        text_config={"model_type": "llama", **TEXT},
+        vision_config={"model_type": "clip_vision_model", "projection_dim": 16, **TOWER},
+        image_token_index=IMAGE,
+    ),
+    "gemma3": Gemma3Config(
+        text_config={"model_type": "gemma3_text", **TEXT},
+        vision_config={"model_type": "siglip_vision_model", **TOWER},
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+        boi_token_index=BEFORE,
+        eoi_token_index=BEHIND,
+    ),
+    "mistral3": Mistral3Config(
+        text_config={"model_type": "mistral", **TEXT},
+        vision_config={"model_type": "pixtral", "head_dim": 8, **TOWER},
+        image_token_index=IMAGE,
+        spatial_merge_size=1,
+    ),
+    "qwen2_5_vl": Qwen2_5_VLConfig(
+        **QWEN,
+        vision_config={
+            **QWEN_TOWER,
+            "intermediate_size": 24,
+            "out_hidden_size": 16,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+    ),
+}
+FAMILIES = sorted(CONFIGS)
+WHOLE = ("qwen2_5_vl",)  # whose images are patches one after the other
+
+
+def saved(directory: Path, config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> Path:
+    """A checkpoint with every parameter random."""
+    random_model(config, dtype, auto_class=AutoModelForImageTextToText).save_pretrained(directory)
+    return directory
+
+
+def whole_model(base: Path, dtype: torch.dtype = torch.float32) -> Any:
+    model: Any = AutoModelForImageTextToText.from_pretrained(base, dtype=dtype)
+    model.config.get_text_config().use_cache = False
+    return model.eval()
+
+
+def batch_of(family: str, seed: int, dtype: torch.dtype = torch.float32, *, images: int = 3) -> dict[str, torch.Tensor]:
+    """Three rows; the first ones have an image each, of four tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 36, (3, 11), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 9:] = 0
+    ids[:images, 1], ids[:images, 2:6], ids[:images, 6] = BEFORE, IMAGE, BEHIND
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill((mask == 0) | (ids >= 36), -100)}
+    if not images:
+        return batch
+    kinds = (ids == IMAGE).long()
+    if family in WHOLE:
+        patches = torch.randn(16 * images, 96, generator=generator).to(dtype)
+        grid = torch.tensor([[1, 4, 4]] * images)
+        return {**batch, "pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": kinds}
+    batch["pixel_values"] = torch.randn(images, 3, 8, 8, generator=generator).to(dtype)
+    if family == "gemma3":
+        batch["token_type_ids"] = kinds
+    if family == "mistral3":
+        batch["image_sizes"] = torch.tensor([[8, 8]] * images)
+    return batch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_monolithic_mezo(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    base = saved(tmp_path / "base", CONFIGS[family], dtype)
+    whole = whole_model(base, dtype)
+    literal = MonolithicMeZO(whole, **NUMBERS)
+    with ZOEngine(open_checkpoint(base, precision="exact"), MeZOSGD(**NUMBERS)) as engine:
+        for seed, images in enumerate([3, 0, 1]):
+            batch = batch_of(family, seed, dtype, images=images)
+            result = engine.step(batch)
+            step = literal.step(batch, *result.seeds)
+            assert result.losses == step.losses
+            assert result.projected_grads == step.projected_grads
+        batches = [batch_of(family, seed, dtype, images=images) for seed, images in [(3, 3), (4, 0)]]
+        assert engine.evaluate(batches).losses == tuple(literal.loss(batch).item() for batch in batches)
+        own = dict(whole.named_parameters())
+        for name, value in engine.parameters_now():
+            assert_same_bits(name, value, own[name])
+        assert any("vision" in name or "visual" in name for name, _ in engine.parameters_now())
+        engine.export(tmp_path / "out")
+    again = whole_model(tmp_path / "out", dtype)
+    with torch.inference_mode():
+        for batch in batches:
+            assert torch.equal(again(**batch).loss, whole(**batch).loss)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_vision_tower_runs_once_a_forward(tmp_path: Path, family: str) -> None:
+    model = open_checkpoint(saved(tmp_path / "base", CONFIGS[family]), precision="exact")
+    [tower] = [module for name, module in model.skeleton.named_modules() if name in ("model.vision_tower", "model.visual")]
+    calls: list[Any] = []
+    tower.register_forward_pre_hook(lambda module, inputs: calls.append(module))
+    with Replayer(model) as replayer:
+        replayer.evaluate([batch_of(family, seed) for seed in range(3)])
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_mixed_precision_it_is_monolithic_mezo_under_autocast(tmp_path: Path, family: str) -> None:
+    base = saved(tmp_path / "base", CONFIGS[family], torch.bfloat16)
+    literal = MonolithicMeZO(whole_model(base), autocast=torch.bfloat16, **NUMBERS)
+    with ZOEngine(open_checkpoint(base, precision="mixed", loss_chunk=None), MeZOSGD(**NUMBERS)) as engine:
+        for seed in range(2):
+            batch = batch_of(family, seed)
+            result = engine.step(batch)
+            assert result.losses == literal.step(batch, *result.seeds).losses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_micro_batches_take_their_images_along_or_are_refused(tmp_path: Path, family: str) -> None:
+    base = saved(tmp_path / "base", CONFIGS[family])
+    batch = batch_of(family, 0)
+    with ZOEngine(open_checkpoint(base), MeZOSGD(**NUMBERS)) as engine:
+        together = engine.step(batch, seed=1).losses
+    with ZOEngine(open_checkpoint(base), MeZOSGD(**NUMBERS), micro_batch_size=1) as engine:
+        if family not in WHOLE:
+            assert engine.step(batch, seed=1).losses == pytest.approx(together, rel=1e-5)
+            batch = batch_of(family, 0, images=2)
+        with pytest.raises(BatchError, match=r"pixel_values.*micro-batches"):
+            engine.step(batch)
+        assert engine.version == (0 if family in WHOLE else 1)
+        assert engine.step(batch_of(family, 0, images=0)).step == engine.version - 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_after_images_is_generated_as_without_them(tmp_path: Path, family: str) -> None:
+    base = saved(tmp_path / "base", CONFIGS[family])
+    prompts = [[7, 3, 11, 20], [5, 9]]
+    stock = whole_model(base)
+    ids, mask = torch.tensor([[7, 3, 11, 20], [0, 0, 5, 9]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    wanted = stock.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, eos_token_id=None, use_cache=True)
+    model = open_checkpoint(base)
+    with Replayer(model) as replayer:
+        replayer.evaluate([batch_of(family, 0)])
+        columns = list(generate(replayer, model, prompts, max_new_tokens=5))
+    assert [list(row) for row in zip(*columns, strict=True)] == wanted[:, 4:].tolist()
+
+
+@pytest.mark.parametrize("images", [3, 0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_batch_holds_is_known_without_running_it(tmp_path: Path, family: str, images: int) -> None:
+    model = open_checkpoint(saved(tmp_path / "base", CONFIGS[family]))
+    with Replayer(model), torch.inference_mode():
+        batch = model.prepared(batch_of(family, 0, images=images))
+        held = really_held(model.embed(batch))
+        assert held <= model.held_bytes(batch) <= 2 * held
+        if images:
+            pixels, patches = batch["pixel_values"], images * (16 if family in WHOLE else 4)
+            assert vision_bytes(model.config, pixels) == pixels.nbytes + patches * 4 * (8 * 16 + 3 * 24)
+            assert model.forward_bytes(batch) >= vision_bytes(model.config, pixels)
+
+
+def test_what_nobody_has_held_against_the_whole_model_is_refused(tmp_path: Path) -> None:
+    config = Qwen2VLConfig(**QWEN, vision_config={**QWEN_TOWER, "embed_dim": 16, "mlp_ratio": 2})
+    with pytest.raises(UnsupportedModelError, match="visual"):
+        open_checkpoint(saved(tmp_path / "base", config))
+
+
+def test_what_is_of_no_use_beside_images_is_refused_by_name(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", CONFIGS["llava"])
+    with pytest.raises(UnsupportedModelError, match="a model that reads images, and an adapter"):
+        open_checkpoint(base, adapter=Adapter(config=LoraConfig(r=2)))
+    estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False)
+    with pytest.raises(UnsupportedModelError, match="matrices and vectors"):
+        ZOEngine(open_checkpoint(base), estimator, perturbation=BesideActivations(rank=2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_command_line_trains_them_on_text(tmp_path: Path, family: str) -> None:
+    base = saved(tmp_path / "base", CONFIGS[family])
+    save_tokenizer(base)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    common = ("--model", base, "--data", tmp_path / "rows.jsonl")
+    training = run_here("train", *common, "--output", tmp_path / "run", "--steps", 2, "--lr", 1e-3)
+    assert training.status == 0, training.err
+    assert run_here("verify", "--model", base).status == 0
+    assert run_here("plan", "--model", base).status == 0
+    assert run_here("evaluate", "--model", tmp_path / "run" / "model", "--data", tmp_path / "rows.jsonl").status == 0

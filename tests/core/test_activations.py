@@ -1,0 +1,331 @@
+"""Activations that wait in host memory: none is lost or mixed up, and every wait is needed.
+
+As in test_waits.py the device's copies and its compute run in threads, and each case slows down what a wait waits for.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import sleep
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from threaded_device import ThreadedDevice, ThreadedStreams
+from torch.utils._pytree import register_pytree_node
+from waits import FOR_ACTIVATIONS, nothing, slow
+
+from zo2core import HostDevice
+from zo2core.profiling.timeline import Timeline
+from zo2core.protocols import Wait
+from zo2core.sweep.activation_offload import ROOMS, ActivationOffload, storage_bytes
+from zo2core.types import Lane
+
+SEGMENTS = 4
+NUMBERS = 64  # of a stream's activations
+NBYTES = 4 * NUMBERS
+
+
+class Case(NamedTuple):
+    """How long everything takes, and how many streams there are."""
+
+    upload: Callable[[], float] = nothing
+    offload: Callable[[], float] = nothing
+    forward: Callable[[], float] = nothing
+    head: Callable[[], float] = nothing
+    streams: int = 3
+    allowed: int = 0
+
+
+CASES: dict[Wait, Case] = {
+    Wait.MADE: Case(forward=slow),
+    Wait.AWAY: Case(offload=slow, streams=1),
+    Wait.LEFT: Case(offload=slow),
+    Wait.CAME: Case(upload=slow),
+    Wait.READ: Case(head=slow),
+}
+
+
+class Sweeps:
+    """Streams whose every number is 100 * stream + segment; compute is issued to a queue, and checks what it finds there."""
+
+    def __init__(self, case: Case, without: Sequence[Wait] = ()) -> None:
+        def delay(lane: Lane, nbytes: int) -> float:
+            return case.upload() if lane is Lane.ACTIVATIONS_IN else case.offload()
+
+        self.case = case
+        self.streams = ThreadedStreams(delay, asynchronous=True, without=without)
+        self.device = ThreadedDevice(self.streams)
+        self.timeline = Timeline()
+        self.memory = ActivationOffload(self.device, case.allowed, timeline=self.timeline)
+        self.errors: list[str] = []
+        fill = self.memory._fill
+
+        def issued(*arguments: Any) -> None:
+            self.streams.compute(lambda: fill(*arguments))
+
+        self.memory._fill = issued  # type: ignore[method-assign, assignment]
+
+    def run(self, segments: int = SEGMENTS) -> None:
+        """One sweep, or the beginning of one."""
+        count = self.case.streams
+        self.memory.begin(count)
+        for stream in range(count):
+            self.memory.admit(stream, self.forward(stream, 0, None, 0.0), lambda: NBYTES)
+        for segment in range(1, segments):
+            for stream in range(count):
+                found = self.memory.take(stream)
+                if stream + 1 < count or segment + 1 < SEGMENTS:
+                    self.memory.prefetch((stream + 1) % count)
+                if segment + 1 < SEGMENTS:
+                    self.memory.put(stream, self.forward(stream, segment, found, self.case.forward()))
+                else:
+                    self.forward(stream, segment, found, self.case.head())
+                    self.memory.drop(stream)
+
+    def forward(self, stream: int, segment: int, found: Any, seconds: float) -> tuple[torch.Tensor]:
+        out = torch.full((NUMBERS,), float("nan"))
+
+        def work() -> None:
+            for _ in range(2):  # what is read may not change meanwhile
+                if found is not None and not bool((found[0] == 100 * stream + segment - 1).all()):
+                    self.errors.append(f"stream {stream} found other numbers at segment {segment}")
+                sleep(seconds / 2)
+            out.fill_(100 * stream + segment)
+
+        self.streams.compute(work)
+        return (out,)
+
+    def end(self) -> list[str]:
+        """Wait for everything; return what was found to be wrong."""
+        self.device.close()
+        return [*self.errors, *map(str, self.streams.errors)]
+
+
+def sweep_twice(case: Case, without: Sequence[Wait] = ()) -> list[str]:
+    sweeps = Sweeps(case, without)
+    sweeps.run()
+    sweeps.run()
+    return sweeps.end()
+
+
+@pytest.mark.parametrize("wait", CASES)
+def test_each_wait_is_needed(wait: Wait) -> None:
+    assert set(CASES) == FOR_ACTIVATIONS
+    assert sweep_twice(CASES[wait]) == []
+    assert sweep_twice(CASES[wait], without=[wait]) != []
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3, 7])
+@pytest.mark.parametrize("staying", [0, 1, 3])
+def test_whatever_takes_long_nothing_is_mixed_up(streams: int, staying: int) -> None:
+    rng = random.Random(streams)
+
+    def some() -> float:
+        return rng.choice([0.0, 0.0, 0.001, 0.004])
+
+    # Room for the streams that stay, for one forward, and for the rooms of the others.
+    case = Case(some, some, some, some, streams=streams, allowed=(staying + 1 + ROOMS) * NBYTES)
+    assert sweep_twice(case) == []
+
+
+def test_streams_wait_only_if_they_must() -> None:
+    for staying, streams in ((0, 5), (2, 5), (5, 5)):
+        rooms = ROOMS if staying < streams else 0
+        sweeps = Sweeps(Case(streams=streams, allowed=(staying + 1 + rooms) * NBYTES))
+        sweeps.run()
+        assert sweeps.end() == []
+        names = {span.name for span in sweeps.timeline.take()}
+        assert names == {f"stream {stream}" for stream in range(staying, streams)}
+
+
+def test_nothing_is_allocated_from_the_second_sweep_on() -> None:
+    sweeps = Sweeps(Case(streams=4))
+    sweeps.run()
+    allocated = sum(sweeps.device.allocated)
+    assert allocated == ROOMS * NBYTES
+    sweeps.run()
+    assert sum(sweeps.device.allocated) == allocated
+    assert sweeps.end() == []
+
+
+@pytest.mark.parametrize("segments", range(1, SEGMENTS))
+def test_a_sweep_that_fails_leaves_nothing_behind(segments: int) -> None:
+    sweeps = Sweeps(Case(upload=slow))
+    sweeps.run(segments)
+    sweeps.memory.take(0)  # and its forward fails
+    sweeps.memory.prefetch(1)
+    sweeps.run()
+    sweeps.run()
+    assert sweeps.end() == []
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+@pytest.mark.parametrize("what", ["copy", "empty", "host_memory"])
+def test_what_cannot_be_had_loses_no_room(what: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweeps = Sweeps(Case())
+    owner = sweeps.streams if what == "copy" else sweeps.device
+    work, calls = getattr(owner, what), 0
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise MemoryError
+        return work(*arguments)
+
+    monkeypatch.setattr(owner, what, failing)
+    for _ in range(4):
+        with suppress(MemoryError):
+            sweeps.run()
+    sweeps.run()
+    sweeps.run()
+    assert sweeps.end() == []
+    assert len(sweeps.memory._free) == ROOMS
+
+
+def test_a_room_that_grows_is_not_filled_while_its_memory_is_in_use() -> None:
+    """A device's allocator hands out what the host has freed, though compute issued before may still read it."""
+    streams = ThreadedStreams(lambda lane, nbytes: 0.0, asynchronous=True)
+    device = ThreadedDevice(streams)
+    used = torch.zeros(4096, dtype=torch.uint8)
+    changed: list[bool] = []
+
+    def read() -> None:
+        sleep(0.05)
+        changed.append(bool(used.any()))
+
+    memory = ActivationOffload(device, 0)
+    memory.begin(3)
+    for stream, numbers in enumerate((5, 8, 6)):
+        memory.admit(stream, torch.ones(64 * numbers), lambda: 0)
+    memory.prefetch(0)
+    empty, device.empty = device.empty, lambda nbytes: used[:nbytes]  # type: ignore[method-assign]
+    streams.compute(read)
+    memory.prefetch(1)  # into the smallest room
+    device.empty = empty  # type: ignore[method-assign]
+    device.close()
+    assert changed == [False]
+    assert bool(used.any()), "it was filled in the end"
+
+
+@pytest.mark.parametrize("streams", range(1, 7))
+@pytest.mark.parametrize("numbers", [1, 3, 8])
+def test_a_later_sweep_counts_the_rooms_that_are_there(streams: int, numbers: int) -> None:
+    own = 64 * numbers
+    device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
+    memory = ActivationOffload(device, allowed := 10 * 64)
+    memory.begin(2)
+    for stream in range(2):
+        memory.admit(stream, torch.zeros(4 * 64, dtype=torch.uint8), lambda: 64)
+    rooms = memory.room_bytes
+    assert rooms == 0
+    memory.begin(4)
+    for stream in range(4):
+        memory.admit(stream, torch.zeros(3 * 64, dtype=torch.uint8), lambda: 64)
+    assert memory.room_bytes == ROOMS * 3 * 64
+    memory.begin(streams)
+    for stream in range(streams):
+        memory.admit(stream, torch.zeros(own, dtype=torch.uint8), lambda: 64)
+    staying = len(memory._staying)
+    beside = staying * own + 64
+    assert staying in (0, streams) or beside + memory.room_bytes <= allowed
+    assert staying == 0 or beside + ROOMS * 3 * 64 <= allowed
+    device.close()
+
+
+def test_transfers_and_forwards_overlap() -> None:
+    sweeps = Sweeps(Case(upload=slow, offload=slow, forward=slow, streams=4))
+    sweeps.run()
+    assert sweeps.end() == []
+    spans = sweeps.timeline.take()
+    ups, downs = ([span for span in spans if span.lane is lane] for lane in (Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT))
+    assert any(
+        up.begun.seconds < down.done.seconds and down.begun.seconds < up.done.seconds for up in ups for down in downs
+    ), "while one stream's activations go out another one's come in"
+
+
+class Named(NamedTuple):
+    hidden: torch.Tensor
+    others: list[Any]
+
+
+def test_tensors_come_back_as_they_were_shared_and_strided() -> None:
+    base = torch.arange(24, dtype=torch.float64)
+    mask = torch.tensor([[True, False, True]]).expand(4, 3)
+    activations = Named(
+        base.view(4, 6).t(),
+        [
+            {"mask": mask, "again": mask, "bytes": torch.tensor([3], dtype=torch.int8)},
+            base[5:7],
+            torch.empty(0),
+            "x",
+            7,
+        ],
+    )
+    device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
+    memory = ActivationOffload(device, 0)
+    memory.begin(1)
+    memory.admit(0, activations, lambda: 0)
+    for larger in range(3):
+        found = memory.take(0)
+        assert found.hidden.stride() == (1, 6)
+        assert torch.equal(found.hidden, activations.hidden)
+        mapping, part, *rest = found.others
+        assert torch.equal(part, base[5:7])
+        assert found.hidden.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+        assert torch.equal(mapping["mask"], mask)
+        assert mapping["mask"].stride() == mask.stride()
+        assert mapping["mask"].data_ptr() == mapping["again"].data_ptr()
+        assert mapping["bytes"].tolist() == [3]
+        assert (rest[0].shape, *rest[1:]) == ((0,), "x", 7)
+        # What stands first grows: all that lay behind it in the room has to move.
+        base = torch.arange(24 + 100 * larger, dtype=torch.float64)
+        activations = Named(base[:24].view(4, 6).t(), [mapping, base[5:7], *rest])
+        memory.put(0, activations)
+    device.close()
+
+
+class Foreign:
+    """A container of another library, which told torch how to take it apart but not all that is in it."""
+
+    def __init__(self, tensor: torch.Tensor, *, fresh: bool = True) -> None:
+        self.tensor = tensor
+        self.fresh = fresh
+
+
+def test_objects_of_other_libraries_are_handed_through_as_they_are() -> None:
+    register_pytree_node(
+        Foreign, lambda foreign: ([foreign.tensor], None), lambda tensors, _: Foreign(*tensors, fresh=False)
+    )
+    cache, hidden = Foreign(torch.ones(3)), torch.arange(4.0)
+    device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 0.0))
+    memory = ActivationOffload(device, 0)
+    memory.begin(1)
+    memory.admit(0, (hidden, {"cache": cache, "size": hidden.shape, "nothing": None}), lambda: 0)
+    tensor, others = memory.take(0)
+    assert torch.equal(tensor, hidden)
+    assert tensor is not hidden
+    assert others["cache"] is cache
+    assert (others["size"], others["nothing"]) == ((4,), None)
+    assert storage_bytes([hidden, cache]) == 16
+    device.close()
+
+
+def test_where_the_device_is_the_host_everything_stays() -> None:
+    timeline = Timeline()
+    memory = ActivationOffload(HostDevice(), 0, timeline=timeline)
+    memory.begin(1)
+    tensor = torch.zeros(3)
+    memory.admit(0, [tensor], lambda: 10**9)
+    memory.prefetch(0)
+    assert memory.take(0)[0] is tensor
+    memory.drop(0)
+    assert timeline.take() == []
+
+
+def test_bytes_are_those_of_the_storages() -> None:
+    base = torch.zeros(10)
+    assert storage_bytes({"a": base[:3], "b": [base[2:], (torch.zeros(1, dtype=torch.int64), "x")], "c": None}) == 48

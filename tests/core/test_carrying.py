@@ -1,0 +1,581 @@
+"""What is carried to a device: less than is stored, the same bits wherever it is computed."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from low_bit_loop import CarriedMeZO, through
+from models import save_model, small_config
+from parity import assert_same_bits
+from runs import small_run
+from threaded_device import ThreadedDevice, ThreadedStreams
+from toy import ToyBlockModel
+from transformers import AutoModelForCausalLM
+
+from zo2adapters import Precision, open_checkpoint
+from zo2adapters.cli import main
+from zo2adapters.models.precision import CARRIED
+from zo2adapters.trainers.model_options import RunModelOptions
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.trainer import Trainer
+from zo2core import (
+    Distribution,
+    HostDevice,
+    JournalError,
+    MemoryPolicy,
+    MeZOSGD,
+    MultiQueryRGE,
+    OptionError,
+    PhiloxNoise,
+    PinnedSource,
+    Replayer,
+    Runner,
+    SequentialNoise,
+    WriteBackPolicy,
+    ZOEngine,
+)
+from zo2core.kernels import fill, native
+from zo2core.kernels.carrying import FP8, carried_layout, decode, encode
+from zo2core.planning.device_plan import DevicePlan
+from zo2core.planning.host_plan import HostPlan
+from zo2core.protocols import ZOEstimator
+from zo2core.sources import StreamedSource
+from zo2core.sources.carrying import CarryingSource
+from zo2core.sweep.counter_perturber import CounterPerturber
+from zo2core.types import Bucket, Lane, ParameterSpec
+
+VOCAB, WIDTH, LAYERS = 50, 16, 5
+DTYPES = [torch.bfloat16, torch.float16, FP8]
+BATCH = {"input_ids": torch.arange(12).view(2, 6) % VOCAB, "labels": torch.arange(12).view(2, 6) % VOCAB}
+
+
+def carried_toy(file: Path, dtype: torch.dtype | None, *, back: bool, computed: torch.dtype | None = None) -> ToyBlockModel:
+    """A toy whose layers' matrices are carried in a dtype."""
+    model = ToyBlockModel(VOCAB, WIDTH, LAYERS, tied=True, dtype=torch.float32, file=file)
+
+    def carry(spec: ParameterSpec) -> ParameterSpec:
+        return replace(spec, carried_dtype=dtype, carried_back=back) if len(spec.shape) == 2 else spec
+
+    embedding, *blocks, head = model.layouts
+    model.layouts = (
+        embedding,
+        *(replace(block, parameters=tuple(carry(spec) for spec in block.parameters)) for block in blocks),
+        head,
+    )
+    return model
+
+
+class Monolithic:
+    """The loop over the whole toy, with weights that are carried before each evaluation or after each update."""
+
+    def __init__(self, model: ToyBlockModel, dtype: torch.dtype, *, back: bool, distribution: Distribution) -> None:
+        self.toy, self.dtype, self.back, self.distribution = model.toy, dtype, back, distribution
+        self.theta = {name: parameter.detach().clone() for name, parameter in model.toy.named_parameters()}
+        self.index = {name: i for i, name in enumerate(self.theta)}
+
+    def z(self, name: str, seed: int) -> torch.Tensor:
+        z = torch.empty_like(self.theta[name]).flatten()
+        fill(z, self.distribution, seed, self.index[name])
+        return z.view(self.theta[name].shape)
+
+    def carried(self, name: str) -> torch.Tensor:
+        theta = self.theta[name]
+        return through(theta, self.dtype) if name.startswith("layers") and theta.ndim == 2 else theta.clone()
+
+    @torch.inference_mode()
+    def loss(self, weights: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        result: torch.Tensor = torch.func.functional_call(self.toy, dict(weights), kwargs=dict(batch)).loss
+        return result
+
+    def step(self, seed: int, *, lr: float, zo_eps: float, decay: float, walks: bool) -> float:
+        weights = {name: self.carried(name) for name in self.theta}
+        self.theta = dict(weights) if self.back else self.theta
+        losses: list[torch.Tensor] = []
+        for move, shift in ((1.0, 1.0), (-2.0, -1.0)):
+            for name in weights:
+                if walks:
+                    weights[name] = weights[name] + (move * self.z(name, seed)) * zo_eps
+                else:
+                    weights[name] = self.carried(name) + (shift * self.z(name, seed)) * zo_eps
+            losses.append(self.loss(weights, BATCH))
+        grad = ((losses[0] - losses[1]) / (2 * zo_eps)).item()
+        for name, theta in self.theta.items():
+            z = self.z(name, seed)
+            for move in (1.0, -2.0, 1.0) if walks else ():
+                theta += (move * z) * zo_eps
+            decays = decay != 0 and "bias" not in name and "layernorm" not in name
+            theta -= lr * (grad * z + decay * theta) if decays else lr * (grad * z)
+            if self.back:
+                self.theta[name] = self.carried(name)
+        return losses[0].item()
+
+
+def slow(_: Lane, nbytes: int) -> float:
+    return nbytes * 1e-7
+
+
+def on_device(
+    model: ToyBlockModel, estimator: ZOEstimator, tmp: Path, *, kept: int, buckets: int | None, **options: Any
+) -> tuple[ZOEngine, ThreadedDevice]:
+    device = ThreadedDevice(ThreadedStreams(slow))
+    memory = MemoryPolicy(
+        host=HostPlan((), 1 << 40, buckets, keep_noise=False), device=DevicePlan((), 1 << 40, kept, 1 << 20)
+    )
+    if not options.get("overlap", True):
+        memory = replace(memory, device="auto")
+    write_back = None if buckets is None else WriteBackPolicy(directory=tmp / "scratch", every=1)
+    return ZOEngine(model, estimator, device=device, memory=memory, write_back=write_back, **options), device
+
+
+def weights_of(engine: Runner) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.parameters_now()}
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    back=st.booleans(),
+    walks=st.booleans(),
+    kept=st.integers(0, LAYERS),
+    buckets=st.sampled_from([None, 2, 3, 4]),
+    replay=st.sampled_from(["auto", "host"]),
+    overlap=st.booleans(),
+    distribution=st.sampled_from(list(Distribution)),
+    decay=st.sampled_from([0.0, 0.1]),
+    between=st.lists(st.sampled_from(["nothing", "evaluate", "look", "flush", "again"]), min_size=3, max_size=3),
+)
+def test_carried_weights_are_those_of_the_monolithic_loop(
+    tmp_path_factory: pytest.TempPathFactory,
+    dtype: torch.dtype,
+    back: bool,
+    walks: bool,
+    kept: int,
+    buckets: int | None,
+    replay: Literal["auto", "host"],
+    overlap: bool,
+    distribution: Distribution,
+    decay: float,
+    between: list[str],
+) -> None:
+    tmp = tmp_path_factory.mktemp("carrying")
+    estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, weight_decay=decay, perturb_in_place=walks)
+    own = Monolithic(carried_toy(tmp / "own", dtype, back=back), dtype, back=back, distribution=distribution)
+    options: dict[str, Any] = {"replay": replay, "overlap": overlap, "noise": PhiloxNoise(distribution)}
+    plan: dict[str, Any] = {"kept": kept if overlap else 0, "buckets": buckets}
+    model = carried_toy(tmp / "base", dtype, back=back)
+    engine, device = on_device(model, estimator, tmp, journal=tmp / "journal", **plan, **options)
+    try:
+        for step, done in enumerate(between):
+            loss = own.step(step + 7, lr=1e-2, zo_eps=1e-2, decay=decay, walks=walks)
+            assert engine.step(BATCH, seed=step + 7).loss == loss
+            if done == "evaluate":
+                assert engine.evaluate([BATCH]).loss == own.loss({n: own.carried(n) for n in own.theta}, BATCH).item()
+            elif done == "look":
+                weights_of(engine)
+            elif done == "flush":
+                engine.flush()
+            elif done == "again":
+                engine.close()
+                device.close()
+                model = carried_toy(tmp / "base", dtype, back=back)
+                engine, device = on_device(model, estimator, tmp, journal=tmp / "journal", **plan, **options)
+        for name, tensor in weights_of(engine).items():
+            assert_same_bits(name, tensor, own.theta[name])
+    finally:
+        engine.close()
+        device.close()
+
+
+def test_what_was_made_ready_is_given_up_before_a_block_is_looked_at(tmp_path: Path) -> None:
+    model = carried_toy(tmp_path / "base", torch.bfloat16, back=True)
+    device = HostDevice()
+    stored = PinnedSource(model.weights, model.layouts, device.host_memory)
+    acquired: list[int] = []
+    acquire = stored.acquire
+
+    def counted(index: int) -> Bucket:
+        acquired.append(index)
+        return acquire(index)
+
+    stored.acquire = counted  # type: ignore[method-assign]
+    source = CarryingSource(stored, (), device.host_memory, lambda index, store, version: version, comes_back=True)
+    with closing(stored), closing(source):
+        source.prefetch([1, 2, 3])
+        with source.only_when_acquired(), source.stored(2) as bucket:
+            assert source.prefetch([1, 2, 3]) == 0
+            assert bucket.segment == 2
+        assert sorted(acquired) == [1, 2, 2, 3]
+        assert source.acquire(2).segment == 2  # made ready anew
+        assert acquired[-1] == 2
+
+
+def flush_twice(engine: ZOEngine) -> None:
+    engine.flush()
+    engine.flush()
+
+
+def test_what_came_back_and_could_not_be_widened_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise, estimator = PhiloxNoise(Distribution.RADEMACHER), MeZOSGD(lr=1e-2, zo_eps=1e-2)
+
+    calls = count(1)
+
+    def broken(*arguments: Any) -> None:
+        if threading.current_thread().name.startswith("zo2-carry") and next(calls) == 1:
+            arguments[-1].fill_(7.0)
+            raise OSError("broken")
+        decode(*arguments)
+
+    outcomes = []
+    for fails in (False, True):
+        model = carried_toy(tmp_path / "base", torch.bfloat16, back=True)
+        engine, device = on_device(model, estimator, tmp_path / str(fails), kept=0, buckets=None, noise=noise)
+        with engine:
+            engine.step(BATCH)
+            if fails:
+                monkeypatch.setattr("zo2core.sources.carrying.decode", broken)
+                with pytest.raises(OSError, match="broken"):  # told when the next block is asked for
+                    flush_twice(engine)
+                monkeypatch.undo()
+            engine.step(BATCH)
+            outcomes.append(weights_of(engine))
+        device.close()
+    for name, tensor in outcomes[0].items():
+        assert_same_bits(name, tensor, outcomes[1][name])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "back", "replay", "lands"),
+    [
+        (torch.bfloat16, False, "host", True),
+        (FP8, False, "host", True),
+        (torch.bfloat16, True, "host", False),
+        (torch.bfloat16, True, "device", False),
+    ],
+)
+def test_updates_land_in_what_is_kept_and_not_in_what_is_carried(
+    dtype: torch.dtype, back: bool, replay: Literal["host", "device"], lands: bool, tmp_path: Path
+) -> None:
+    """Updates of about 1e-5 change weights of about 0.4 in float32, and none in bfloat16; most weights are the blocks'."""
+    model = carried_toy(tmp_path / "base", dtype, back=back)
+    noise, estimator = PhiloxNoise(Distribution.RADEMACHER), MeZOSGD(lr=1e-5, zo_eps=1e-2, perturb_in_place=False)
+    engine, device = on_device(model, estimator, tmp_path, kept=0, buckets=None, replay=replay, noise=noise)
+    with engine:
+        landed = engine.step(BATCH).landed
+    device.close()
+    assert landed is not None
+    assert (landed > 0.9) if lands else (landed < 0.7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("back", [False, True])
+def test_the_cpu_gives_the_same_bits_without_carrying_anything(dtype: torch.dtype, back: bool, tmp_path: Path) -> None:
+    estimator, noise = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=2), PhiloxNoise(Distribution.RADEMACHER)
+    outcomes = []
+    device = ThreadedDevice(ThreadedStreams(slow))
+    for where, kept in ((HostDevice(), None), (device, 2)):
+        memory = MemoryPolicy() if kept is None else MemoryPolicy(device=DevicePlan((), 1 << 40, kept, 1 << 20))
+        model = carried_toy(tmp_path / "base", dtype, back=back)
+        with ZOEngine(model, estimator, device=where, noise=noise, memory=memory) as engine:
+            outcomes.append(([engine.step(BATCH).losses for _ in range(3)], weights_of(engine)))
+    device.close()
+    assert outcomes[0][0] == outcomes[1][0]
+    for name, tensor in outcomes[0][1].items():
+        assert_same_bits(name, tensor, outcomes[1][1][name])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "back", "replay", "up", "down"),
+    [
+        (None, False, "device", 4, 4),
+        (None, False, "host", 4, 0),
+        (torch.bfloat16, False, "host", 2, 0),
+        (torch.bfloat16, True, "device", 2, 2),
+        (FP8, False, "host", 1, 0),
+        (FP8, True, "device", 1, 1),
+    ],
+)
+def test_bytes_each_way(
+    dtype: torch.dtype | None, back: bool, replay: Literal["host", "device"], up: int, down: int, tmp_path: Path
+) -> None:
+    model = carried_toy(tmp_path / "base", dtype, back=back)
+    noise = PhiloxNoise(Distribution.RADEMACHER)
+    engine, device = on_device(
+        model, MeZOSGD(lr=1e-2, zo_eps=1e-2), tmp_path, kept=0, buckets=None, replay=replay, noise=noise
+    )
+    with engine:
+        steps = [engine.step(BATCH) for _ in range(3)]
+    device.close()
+    blocks = [layout for layout in model.layouts if not layout.resident]
+    matrices = sum(spec.numel for block in blocks for spec in block.parameters if len(spec.shape) == 2)
+    carried = sum(carried_layout(block).nbytes for block in blocks)
+    residents = sum(layout.nbytes for layout in model.layouts if layout.resident)  # once, to stay
+    rest = sum(block.nbytes for block in blocks) - 4 * matrices  # vectors, carried as they are stored
+    up_bytes, down_bytes = (sum(step.lanes[lane].nbytes for step in steps) for lane in (Lane.UPLOAD, Lane.OFFLOAD))
+    assert 0 <= up_bytes - 3 * carried - residents <= 2 * carried // LAYERS  # two may have come in for the next step
+    assert 0 <= (2 * carried if down else 0) - down_bytes <= carried // LAYERS  # the last one may still be on its way
+    assert up * matrices <= carried <= up * matrices + rest + LAYERS * 4 * 64
+
+
+def test_a_row_of_8_bits_keeps_its_largest_weight_and_zeros() -> None:
+    theta = torch.tensor([[0.5, -7.0, 1e-3], [0.0, 0.0, 0.0], [1e-30, 2e-30, -3e-30]])
+    carried, scales, out = torch.empty(9, dtype=FP8), torch.empty(3), torch.empty(9)
+    encode(theta.flatten(), carried, scales)
+    decode(carried, scales, out)
+    assert_same_bits("rows", out.view(3, 3), through(theta, FP8))
+    assert out[1] == pytest.approx(-7.0, rel=1e-6)
+    assert out[3:6].tolist() == [0.0, 0.0, 0.0]
+    assert out[8] == pytest.approx(-3e-30, rel=0.07)
+    again, same_scales = torch.empty(9, dtype=FP8), torch.empty(3)
+    encode(out, again, same_scales)
+    decode(again, same_scales, theta.flatten())
+    assert_same_bits("carried twice", theta, out.view(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "back", "device", "options", "said"),
+    [
+        (None, False, "cpu", {"replay": "host"}, "replay"),
+        (None, False, "bus", {"replay": "nobody"}, "replay"),
+        (None, False, "bus", {"replay": "host", "noise": None}, "noise"),
+        (torch.bfloat16, False, "bus", {"noise": None}, "noise"),
+        (torch.bfloat16, False, "cpu", {"noise": None}, "noise"),
+        (torch.bfloat16, False, "bus", {"replay": "device"}, "replay"),
+    ],
+)
+def test_what_cannot_be_heeded_is_refused(
+    dtype: torch.dtype | None, back: bool, device: str, options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    model = carried_toy(tmp_path / "base", dtype, back=back)
+    bus = ThreadedDevice(ThreadedStreams(slow))
+    options = {"noise": PhiloxNoise(Distribution.RADEMACHER)} | options
+    with pytest.raises(OptionError, match=said):
+        ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), device=bus if device == "bus" else "cpu", **options)
+    bus.close()
+
+
+def test_passed_parts_are_held_to_the_same_rule(tmp_path: Path) -> None:
+    model, device = carried_toy(tmp_path / "base", torch.bfloat16, back=False), HostDevice()
+    source = PinnedSource(model.weights, model.layouts, device.host_memory)
+    with pytest.raises(OptionError, match="noise"):
+        ZOEngine.from_parts(
+            model,
+            MeZOSGD(lr=1e-2, zo_eps=1e-2),
+            source=source,
+            device=device,
+            noise=SequentialNoise(model.layouts),
+        )
+    source.close()
+
+
+def test_a_journal_knows_what_was_carried(tmp_path: Path) -> None:
+    noise, estimator = PhiloxNoise(Distribution.RADEMACHER), MeZOSGD(lr=1e-2, zo_eps=1e-2)
+    with ZOEngine(
+        carried_toy(tmp_path / "base", torch.bfloat16, back=False), estimator, noise=noise, journal=tmp_path / "journal"
+    ) as engine:
+        engine.step(BATCH)
+    for dtype, back in ((None, False), (torch.float16, False), (torch.bfloat16, True)):
+        with pytest.raises(JournalError, match="parameters"):
+            Replayer(carried_toy(tmp_path / "base", dtype, back=back), tmp_path / "journal")
+
+
+@pytest.mark.parametrize(("fails", "back"), [("read", False), ("replay", False), ("ahead", False), ("read", True)])
+def test_a_failure_on_the_carrying_thread_is_raised_and_the_step_can_be_repeated(
+    fails: str, back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise, estimator = PhiloxNoise(Distribution.RADEMACHER), MeZOSGD(lr=1e-2, zo_eps=1e-2)
+
+    def run(interrupt: Callable[[ZOEngine], None]) -> dict[str, torch.Tensor]:
+        model, replay = carried_toy(tmp_path / "base", torch.bfloat16, back=back), "auto" if back else "host"
+        engine, device = on_device(model, estimator, tmp_path / fails, kept=1, buckets=4, replay=replay, noise=noise)
+        with engine:
+            engine.step(BATCH)
+            interrupt(engine)
+            weights_of(engine)  # gives up what was made ready for the step that failed
+            engine.step(BATCH)
+            weights = weights_of(engine)
+        device.close()
+        return weights
+
+    def break_once(engine: ZOEngine) -> None:
+        owner: Any = StreamedSource if fails == "read" else CounterPerturber
+        name = "acquire" if fails == "read" else "replay"
+        intact, calls = getattr(owner, name), count(1)
+
+        def broken(self: Any, index: int, *arguments: Any) -> Any:
+            carries = threading.current_thread().name.startswith("zo2-carry") and index == 4
+            if carries and (next(calls) == 1 or fails != "ahead"):
+                raise OSError("broken once")
+            return intact(self, index, *arguments)
+
+        monkeypatch.setattr(owner, name, broken)
+        if fails == "ahead":  # nobody needs it yet: it is done again
+            engine.flush()
+            assert next(calls) == 3
+        else:
+            with pytest.raises(OSError, match="broken once"):
+                engine.step(BATCH)
+        monkeypatch.undo()
+
+    undisturbed = run(lambda engine: None)
+    shutil.rmtree(tmp_path / fails, ignore_errors=True)
+    for name, tensor in run(break_once).items():
+        assert_same_bits(name, tensor, undisturbed[name])
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    computed=st.sampled_from([None, torch.bfloat16, torch.float16]),
+    model_type=st.sampled_from(["opt", "llama", "qwen2"]),
+    walks=st.booleans(),
+    where=st.sampled_from(["cpu", "bus"]),
+    kept=st.integers(0, 2),
+)
+@settings(max_examples=10)
+def test_carried_models_are_monolithic_mezo_at_carried_weights(
+    tmp_path_factory: pytest.TempPathFactory,
+    dtype: torch.dtype,
+    computed: torch.dtype | None,
+    model_type: str,
+    walks: bool,
+    where: str,
+    kept: int,
+) -> None:
+    base = tmp_path_factory.mktemp("base") / "model"
+    save_model(base, small_config(model_type), torch.bfloat16)
+    numbers: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2, "perturb_in_place": walks}
+    batch = {name: tokens % 20 for name, tokens in BATCH.items()}
+    distribution = Distribution.RADEMACHER
+    whole = CarriedMeZO(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        **numbers,
+        draw=lambda z, seed, place: fill(z, distribution, seed, place),
+        autocast=computed,
+    )
+    whole.carried = dtype
+    model = open_checkpoint(
+        base, precision=Precision(stored=torch.float32, computed=computed, carried=dtype), loss_chunk=None
+    )
+    device = ThreadedDevice(ThreadedStreams(slow))
+    options: dict[str, Any] = {"noise": PhiloxNoise(distribution)}
+    if where == "bus":
+        options |= {"device": device, "memory": MemoryPolicy(device=DevicePlan((), 1 << 40, kept, 1 << 24))}
+    with ZOEngine(model, MeZOSGD(**numbers), **options) as engine:
+        for step in range(3):
+            assert engine.step(batch, seed=step).losses == whole.step(batch, step).losses
+        own = dict(whole.model.named_parameters())
+        for name, tensor in engine.parameters_now():
+            assert_same_bits(name, tensor, own[name].data)
+    device.close()
+
+
+def test_a_command_line_carries_and_its_run_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = small_run(
+        tmp_path,
+        model_options=RunModelOptions(precision="mixed", carried="bfloat16"),
+        optimization=Optimization(lr=1e-2),
+    )
+    with Trainer(options, quiet=True) as trainer:
+        trainer.run()
+        losses = [update.losses for update in trainer.engine.journal.updates]
+        assert trainer.engine.journal.header["model"]["carried"] == "bfloat16"  # type: ignore[index]
+    stored = replace(options, output=tmp_path / "stored", model_options=RunModelOptions(precision="mixed"))
+    with Trainer(stored, quiet=True) as trainer:
+        trainer.run()
+        assert losses != [update.losses for update in trainer.engine.journal.updates]
+    main(["export", "--run", str(options.output), "--output", str(tmp_path / "again")])
+    weights = [directory / "model.safetensors" for directory in (options.output / "model", tmp_path / "again")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--run", str(options.output), "--data", str(options.data), "--carried", "float16"])
+    assert "bfloat16, as in the run" in capsys.readouterr().err
+
+
+def test_a_plan_says_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = small_run(tmp_path)
+    plan = ["plan", "--model", options.model, "--precision", "mixed", "--sequence-length", "8", "--json"]
+    moved: dict[str, tuple[int, int]] = {}
+    for carried in CARRIED:
+        main([*plan, "--carried", carried, "--device-memory", "30000", "--micro-batch-size", "1"])
+        planned = json.loads(capsys.readouterr().out)
+        moved[carried] = planned["moved_bytes"], planned["returned_bytes"]
+    there, back = zip(*moved.values(), strict=True)
+    assert there[0] > there[1] == there[2] > there[3] == there[6]
+    assert back == (there[0], 0, 0, 0, *there[4:])
+    main([*plan, "--replay", "host", "--device-memory", "30000", "--micro-batch-size", "1"])
+    planned = json.loads(capsys.readouterr().out)
+    assert (planned["moved_bytes"], planned["returned_bytes"]) == (there[0], 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--carried", "float8", "--exact-mezo", "--precision", "mixed"], "noise"),
+        (["--carried", "float16", "--precision", "exact", "--dtype", "bfloat16"], "precision.carried"),
+        (["--replay", "host"], "replay"),
+    ],
+)
+def test_options_that_do_not_go_together_are_one_line(
+    given: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = small_run(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["train", "--model", options.model, "--data", str(options.data), "--output", str(tmp_path / "run"), *given])
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert said in line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(native.library() is None, reason="there are no compiled kernels")
+@given(
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 70),
+    scale=st.sampled_from([0.0, 1e-38, 2.0**-93, 1e-3, 1.0, 448.0, 1e30]),
+    seed=st.integers(0, 99),
+    spoiled=st.sampled_from([None, math.nan, math.inf, -math.inf]),
+)
+def test_compiled_kernels_round_to_8_bits_as_torch_does(
+    rows: int, columns: int, scale: float, seed: int, spoiled: float | None
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    theta = torch.empty(rows * columns).normal_(generator=generator) * scale
+    theta *= 2.0 ** -torch.randint(0, 24, theta.shape, generator=generator).float()
+    if spoiled is not None:
+        theta[-1] = spoiled
+    bits: list[list[bytes]] = []
+    for compiled in (True, False):
+        carried, scales, out = torch.empty_like(theta, dtype=FP8), torch.empty(rows), torch.empty_like(theta)
+        with pytest.MonkeyPatch.context() as patch:
+            if not compiled:
+                patch.setattr(native, "encode_float8", lambda *tensors, **limits: False)
+                patch.setattr(native, "decodes", lambda *tensors: False)
+            encode(theta, carried, scales)
+            decode(carried, scales, out)
+        bits.append(
+            [bytes(tensor.view(torch.uint8).tolist()) for tensor in (carried, scales, out[: -1 if spoiled else None])]
+        )
+    assert bits[0] == bits[1]
+
+
+@pytest.mark.skipif(native.library() is None, reason="there are no compiled kernels")
+def test_every_number_between_two_of_8_bits_goes_to_the_nearer_one() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    numbers = codes[codes.isfinite()].sort().values
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    infinity = torch.tensor(math.inf)
+    theta = torch.cat([numbers, middles, torch.nextafter(middles, infinity), torch.nextafter(middles, -infinity)])
+    carried, scales = torch.empty_like(theta, dtype=FP8), torch.empty(1)
+    encode(theta, carried, scales)
+    assert scales.item() == 1.0
+    assert torch.equal(carried.view(torch.uint8), theta.to(FP8).view(torch.uint8))

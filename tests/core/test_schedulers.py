@@ -1,0 +1,362 @@
+"""What every scheduler promises: each segment once, replay before evaluate, every bucket released."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from counted_weights import CountingWeights, layouts
+from segments import checkpoint, tensors
+from threaded_device import ThreadedDevice, ThreadedStreams
+from visitors import TwoStepVisitor
+from waits import CheckingSource
+
+from zo2core import HostDevice, OptionError, OverlappedScheduler, PinnedSource, SerialScheduler, StreamedSource
+from zo2core.protocols import BlockSource, Device, Scheduler, Store
+from zo2core.types import BlockLayout, Bucket
+
+Make = Callable[[BlockSource, Device], Scheduler]
+
+OWNED = [["p0"], ["p1", "p2"], ["p3"], ["p4"]]  # the parameters of each segment
+
+# To add a scheduler: one row.
+SCHEDULERS: dict[str, Make] = {
+    "serial": SerialScheduler,
+    "overlapped": OverlappedScheduler,
+    "overlapped, a block kept": partial(OverlappedScheduler, kept=1),
+    "overlapped, all blocks kept": partial(OverlappedScheduler, kept=2),
+}
+
+
+def threaded(rng: random.Random | None = None) -> ThreadedDevice:
+    rng = random.Random(0) if rng is None else rng
+    return ThreadedDevice(ThreadedStreams(lambda lane, nbytes: rng.choice([0.0, 0.002])))
+
+
+DEVICES: dict[str, Callable[[], Device]] = {"in place": HostDevice, "behind copies": threaded}
+
+every_device = pytest.mark.parametrize("on", DEVICES.values(), ids=DEVICES)
+
+every_scheduler = pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+
+
+class RecordingSource:
+    """A source that notes what is acquired and released."""
+
+    def __init__(self, inner: BlockSource) -> None:
+        self.inner = inner
+        self.events: list[tuple[str, int, int | None]] = []
+        self.out: set[int] = set()
+
+    @property
+    def layouts(self) -> Sequence[BlockLayout]:
+        return self.inner.layouts
+
+    @property
+    def capacity(self) -> int:
+        return self.inner.capacity
+
+    @property
+    def write_back_every(self) -> int | None:
+        return self.inner.write_back_every
+
+    def prefetch(self, order: Sequence[int]) -> int:
+        return self.inner.prefetch(order)
+
+    def acquire(self, index: int) -> Bucket:
+        assert index not in self.out
+        self.out.add(index)
+        bucket = self.inner.acquire(index)
+        self.events.append(("acquire", index, bucket.version))
+        return bucket
+
+    def release(self, bucket: Bucket, version: int | None) -> None:
+        self.out.remove(bucket.segment)
+        self.events.append(("release", bucket.segment, version))
+        self.inner.release(bucket, version)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class RecordingVisitor(TwoStepVisitor):
+    """A visitor that notes its visits and can fail at one of them."""
+
+    def __init__(self, source: RecordingSource, fail_at: tuple[str, int] | None = None) -> None:
+        self.source = source
+        self.fail_at = fail_at
+        self.visits: list[tuple[str, int]] = []
+
+    def replay(self, index: int, store: Store, version: int) -> int:
+        self.note("replay", index)
+        store[0].add_(1)
+        return version + 1
+
+    def evaluate(self, index: int, store: Store) -> None:
+        self.note("evaluate", index)
+        assert not bool((store[0] != store[0]).any()), "what is evaluated is there"
+
+    def note(self, what: str, index: int) -> None:
+        if self.fail_at == (what, index):
+            raise ZeroDivisionError
+        self.visits.append((what, index))
+
+
+def recording_source(folder: Path) -> RecordingSource:
+    return RecordingSource(PinnedSource(*checkpoint(folder), HostDevice().host_memory))
+
+
+def contents(source: RecordingSource, scheduler: Scheduler) -> list[torch.Tensor]:
+    """Everything, as the buckets hold it after the scheduler gave back what it has."""
+    scheduler.settle()
+    assert source.out == set()
+    found = []
+    for index in range(4):
+        bucket = source.inner.acquire(index)
+        found.append(torch.cat([*bucket.views, torch.tensor([float(bucket.version)])]))
+        source.inner.release(bucket, bucket.version)
+    return found
+
+
+@every_device
+@every_scheduler
+def test_each_segment_is_visited_once_in_order_replay_first(make: Make, on: Callable[[], Device], tmp_path: Path) -> None:
+    source, device = recording_source(tmp_path), on()
+    visitor = RecordingVisitor(source)
+    scheduler = make(source, device)
+    scheduler.sweep(visitor, range(4))
+    assert [index for what, index in visitor.visits if what == "evaluate"] == [0, 1, 2, 3]
+    assert all(visitor.visits.index(("replay", i)) < visitor.visits.index(("evaluate", i)) for i in range(4))
+    assert len(visitor.visits) == 8
+    scheduler.settle()
+    device.close()
+    source.close()
+
+
+@every_device
+@every_scheduler
+def test_bytes_and_versions_are_the_serial_ones(make: Make, on: Callable[[], Device], tmp_path: Path) -> None:
+    for settles in ([0, 1, 2, 3], [3]):
+        (tmp_path / f"{settles}").mkdir()
+        source, device = recording_source(tmp_path / f"{settles}"), on()
+        scheduler = make(source, device)
+        for sweep in range(4):
+            scheduler.sweep(RecordingVisitor(source), range(4))
+            if sweep in settles:
+                for index, found in enumerate(contents(source, scheduler)):
+                    assert found[-1] == sweep + 1
+                    first = found[0] - torch.cat([tensors()[name] for name in OWNED[index]])[0]
+                    assert first == sweep + 1, "one was added to the first parameter at each visit"
+        device.close()
+        source.close()
+
+
+@every_device
+@every_scheduler
+@pytest.mark.parametrize("buckets", [1, 2, 3])
+def test_few_buckets_suffice(make: Make, on: Callable[[], Device], buckets: int, tmp_path: Path) -> None:
+    weights, layouts = checkpoint(tmp_path)
+    device = on()
+    source = RecordingSource(StreamedSource(weights, layouts, HostDevice().host_memory, buckets=buckets))
+    scheduler = make(source, device)
+    for _ in range(3):
+        visitor = RecordingVisitor(source)
+        scheduler.sweep(visitor, range(4))
+        assert len(visitor.visits) == 8
+    scheduler.sweep(RecordingVisitor(source), [2])
+    scheduler.settle()
+    assert source.out == set()
+    device.close()
+    source.close()
+
+
+@every_device
+def test_what_came_in_ahead_makes_room_for_another_order(on: Callable[[], Device]) -> None:
+    device, source = on(), CheckingSource()
+    scheduler = OverlappedScheduler(source, device)
+    visits: list[int] = []
+
+    class Visits(TwoStepVisitor):
+        def replay(self, index: int, store: Store, version: int) -> int:
+            store[0].add_(1)
+            return version + 1
+
+        def evaluate(self, index: int, store: Store) -> None:
+            visits.append(index)
+
+    for order in (range(7), [4], [3, 5], range(7)):  # the first blocks are there ahead when the fourth is asked for
+        scheduler.sweep(Visits(), order)
+    scheduler.settle()
+    assert visits == [*range(7), 4, 3, 5, *range(7)]
+    assert source.errors == []
+    device.close()
+
+
+@every_device
+@every_scheduler
+def test_a_segment_is_replayed_into_its_bucket(make: Make, on: Callable[[], Device], tmp_path: Path) -> None:
+    source, device = recording_source(tmp_path), on()
+    scheduler = make(source, device)
+    for sweep in range(3):  # before the first one nothing is on the device
+        for index in range(4):
+            with scheduler.replayed(RecordingVisitor(source), index) as bucket:
+                assert bucket.segment == index
+                assert bucket.views[0][0] == tensors()[OWNED[index][0]][0] + 2 * sweep + 1
+            assert index not in source.out
+        scheduler.sweep(RecordingVisitor(source), range(4))
+    for index in range(4):
+        with pytest.raises(ZeroDivisionError), scheduler.replayed(RecordingVisitor(source, ("replay", index)), index):
+            pass
+    scheduler.settle()
+    assert source.out == set()
+    device.close()
+    source.close()
+
+
+@every_device
+@every_scheduler
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("what", ["replay", "evaluate"])
+def test_a_failing_visit_releases_every_bucket(
+    make: Make, on: Callable[[], Device], what: str, index: int, tmp_path: Path
+) -> None:
+    source, device = recording_source(tmp_path), on()
+    scheduler = make(source, device)
+    with pytest.raises(ZeroDivisionError):
+        scheduler.sweep(RecordingVisitor(source, (what, index)), range(4))
+    for each, found in enumerate(contents(source, scheduler)):
+        replayed = each < index or (each == index and what == "evaluate")
+        assert found[-1] == (1 if replayed else 0), "half-replayed bytes are lost, evaluated ones are not"
+        assert found[0] == tensors()[OWNED[each][0]][0] + found[-1]
+    scheduler.sweep(RecordingVisitor(source), range(4))
+    scheduler.settle()
+    assert source.out == set()
+    device.close()
+    source.close()
+
+
+@every_device
+@every_scheduler
+def test_bytes_go_back_when_the_visit_commits_them_and_not_otherwise(
+    make: Make, on: Callable[[], Device], tmp_path: Path
+) -> None:
+    class CommittingLate(RecordingVisitor):
+        """Changes a segment after its forwards, as an update that is fused into a backward pass does."""
+
+        def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+            self.evaluate(index, store)
+            commit(self.replay(index, store, version))
+
+    class Looking(RecordingVisitor):
+        """Commits nothing, as an evaluation that changes nothing."""
+
+        def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
+            self.evaluate(index, store)
+
+    source, device = recording_source(tmp_path), on()
+    scheduler = make(source, device)
+    scheduler.sweep(CommittingLate(source), range(4))
+    scheduler.sweep(Looking(source), range(4))
+    assert [found[-1] for found in contents(source, scheduler)] == [1, 1, 1, 1], "one change, which was kept"
+    with pytest.raises(ZeroDivisionError):
+        scheduler.sweep(CommittingLate(source, ("replay", 2)), range(4))
+    found = contents(source, scheduler)
+    assert [own[-1] for own in found[:2]] == [2, 2]
+    assert found[2][-1] < 2, "a change that failed half-way is lost"
+    assert all(own[0] == tensors()[OWNED[index][0]][0] + own[-1] for index, own in enumerate(found))
+    scheduler.settle()
+    assert source.out == set()
+    device.close()
+    source.close()
+
+
+@every_device
+@every_scheduler
+def test_a_sweep_may_visit_some_segments_only(make: Make, on: Callable[[], Device], tmp_path: Path) -> None:
+    source, device = recording_source(tmp_path), on()
+    visitor = RecordingVisitor(source)
+    scheduler = make(source, device)
+    scheduler.sweep(visitor, [2])
+    assert visitor.visits == [("replay", 2), ("evaluate", 2)]
+    scheduler.settle()
+    assert source.out == set()
+    device.close()
+    source.close()
+
+
+@pytest.mark.parametrize(("buckets", "kept", "reads"), [(1, 6, 6), (3, 0, 12), (3, 6, 6), (3, 11, 0), (8, 6, 0)])
+def test_a_sweep_reads_the_blocks_that_neither_stay_on_the_device_nor_in_a_bucket(
+    buckets: int, kept: int, reads: int
+) -> None:
+    class AddingVisitor(TwoStepVisitor):
+        """Adds up to the present version, as replaying does, whatever version a segment comes at."""
+
+        def replay(self, index: int, store: Store, version: int) -> int:
+            assert store[0][-1].item() == index + version
+            store[0].add_(sweeps - version)
+            return sweeps
+
+        def evaluate(self, index: int, store: Store) -> None:
+            assert store[0][-1].item() == index + sweeps
+
+    weights, device, sweeps = CountingWeights(), threaded(), 1
+    source = StreamedSource(weights, layouts(blocks=12), HostDevice().host_memory, buckets=buckets)
+    scheduler, order = OverlappedScheduler(source, device, kept=kept), range(14)
+    scheduler.sweep(AddingVisitor(), order)
+    time.sleep(0.2)  # until what comes first in the next sweep is read ahead
+    before = weights.reads.total()
+    for _ in range(3):
+        sweeps += 1
+        scheduler.sweep(AddingVisitor(), order)
+    time.sleep(0.2)
+    # A bucket that is still in use when a sweep ends is filled in the next one: one block more or fewer comes ahead.
+    assert abs(weights.reads.total() - before - 3 * reads) <= 1
+    assert weights.reads[0] == weights.reads[13] == 1, "embedding and head stay"
+    for index in order:
+        with scheduler.replayed(AddingVisitor(), index) as bucket:
+            assert bucket.views[0][0].item() == index + sweeps
+    scheduler.settle()
+    device.close()
+    source.close()
+
+
+@every_device
+def test_the_source_is_told_what_is_acquired_next(on: Callable[[], Device], tmp_path: Path) -> None:
+    class ToldSource(RecordingSource):
+        told: Sequence[int] = ()
+        missed = 0
+
+        def prefetch(self, order: Sequence[int]) -> int:
+            assert len(set(order)) == len(order)
+            self.told = list(order)
+            return super().prefetch(order)
+
+        def acquire(self, index: int) -> Bucket:
+            self.missed += index != self.told[0]
+            self.told = self.told[1:]
+            return super().acquire(index)
+
+    for make in SCHEDULERS.values():
+        (tmp_path / f"{make}").mkdir()
+        device, source = on(), ToldSource(recording_source(tmp_path / f"{make}").inner)
+        scheduler = make(source, device)
+        for _ in range(3):
+            scheduler.sweep(RecordingVisitor(source), range(4))
+        for index in range(4):
+            with scheduler.replayed(RecordingVisitor(source), index):
+                pass
+        scheduler.settle()
+        assert source.missed == 0
+        device.close()
+        source.close()
+
+
+@pytest.mark.parametrize("kept", [-1, 3])
+def test_more_blocks_than_there_are_cannot_be_kept(kept: int, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="kept"):
+        OverlappedScheduler(recording_source(tmp_path), HostDevice(), kept=kept)

@@ -1,0 +1,292 @@
+"""What every block source promises."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from segments import checkpoint, tensors
+
+from zo2core import (
+    BlockLayout,
+    CheckpointError,
+    ClosedError,
+    HostDevice,
+    ParameterSpec,
+    PinnedSource,
+    StreamedSource,
+)
+from zo2core.checkpoint import parse_header
+from zo2core.io.direct_file import PAGE, whole_pages
+from zo2core.protocols import BlockSource, TensorReader
+from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sources.scratch import Scratch
+
+Layouts = tuple[BlockLayout, ...]
+Make = Callable[[TensorReader, Layouts, Path], BlockSource]
+
+host_memory = HostDevice().host_memory
+
+
+def scratch_in(folder: Path, layouts: Layouts) -> Scratch:
+    return Scratch(folder / "run", layouts, chain=lambda version: version)
+
+
+def pinned(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
+    return PinnedSource(weights, layouts, host_memory)
+
+
+def pinned_written(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
+    return PinnedSource(weights, layouts, host_memory, scratch=scratch_in(folder, layouts), write_back_every=1)
+
+
+def streamed(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
+    return StreamedSource(weights, layouts, host_memory)
+
+
+def in_place(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
+    return StreamedSource(weights, laid_out_as_on_disk(layouts, weights), host_memory)
+
+
+def in_place_written(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
+    layouts = laid_out_as_on_disk(layouts, weights)
+    scratch = scratch_in(folder, layouts)
+    return StreamedSource(weights, layouts, host_memory, buckets=1, scratch=scratch, write_back_every=1)
+
+
+def one_bucket(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
+    return StreamedSource(weights, layouts, host_memory, buckets=1)
+
+
+def streamed_written(weights: TensorReader, layouts: Layouts, folder: Path) -> BlockSource:
+    scratch = scratch_in(folder, layouts)
+    return StreamedSource(weights, layouts, host_memory, buckets=1, scratch=scratch, write_back_every=1)
+
+
+# To add a source: one row.
+SOURCES: dict[str, Make] = {
+    "pinned": pinned,
+    "pinned, written back": pinned_written,
+    "streamed": streamed,
+    "streamed, one bucket": one_bucket,
+    "streamed, laid out as on disk": in_place,
+    "streamed, laid out as on disk, written back": in_place_written,
+    "streamed, one bucket, written back": streamed_written,
+}
+
+every_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+
+
+def contents(source: BlockSource, index: int) -> dict[str, torch.Tensor]:
+    bucket = source.acquire(index)
+    found = {s.name: v.clone() for s, v in zip(source.layouts[index].parameters, bucket.views, strict=True)}
+    source.release(bucket, bucket.version)
+    return found
+
+
+@every_source
+def test_buckets_hold_the_checkpoints_bytes_at_version_0(make: Make, tmp_path: Path) -> None:
+    source = make(*checkpoint(tmp_path), tmp_path)
+    for index in (2, 0, 3, 1, 2):  # any order, again
+        bucket = source.acquire(index)
+        assert bucket.version == 0
+        source.release(bucket, 0)
+        for name, value in contents(source, index).items():
+            assert torch.equal(value, tensors()[name])
+    source.close()
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_bytes_come_back_with_a_version_that_is_theirs(name: str, tmp_path: Path) -> None:
+    """Multiplied by version + 1. Sources that can drop changed bytes may give the base again, as version 0."""
+    source = SOURCES[name](*checkpoint(tmp_path), tmp_path)
+    for version in range(1, 4):
+        for index in range(4):
+            bucket = source.acquire(index)
+            for spec, view in zip(source.layouts[index].parameters, bucket.views, strict=True):
+                assert torch.equal(view, tensors()[spec.name] * (bucket.version + 1))
+                view.copy_(tensors()[spec.name] * (version + 1))
+            drops = name.startswith("streamed") and "written" not in name and not source.layouts[index].resident
+            assert bucket.version == version - 1 or (drops and bucket.version == 0)
+            source.release(bucket, version)
+    source.close()
+
+
+@every_source
+def test_lost_bytes_are_read_again(make: Make, tmp_path: Path) -> None:
+    source = make(*checkpoint(tmp_path), tmp_path)
+    bucket = source.acquire(1)
+    bucket.data.fill_(255)
+    source.release(bucket, None)
+    again = source.acquire(1)
+    assert again.version == 0
+    assert torch.equal(again.views[0], tensors()["p1"])
+    source.close()
+
+
+@every_source
+def test_prefetching_changes_nothing_but_time(make: Make, tmp_path: Path) -> None:
+    source = make(*checkpoint(tmp_path), tmp_path)
+    for _ in range(3):
+        source.prefetch([2])
+    assert torch.equal(contents(source, 2)["p3"], tensors()["p3"])
+    source.prefetch([2])
+    assert torch.equal(contents(source, 2)["p3"], tensors()["p3"])
+    source.close()
+
+
+@every_source
+def test_views_are_the_buckets_bytes_and_aligned(make: Make, tmp_path: Path) -> None:
+    source = make(*checkpoint(tmp_path), tmp_path)
+    for index, layout in enumerate(source.layouts):
+        bucket = source.acquire(index)
+        assert bucket.data.numel() == layout.nbytes
+        for view in bucket.views:
+            assert view.untyped_storage().data_ptr() == bucket.data.untyped_storage().data_ptr()
+            assert view.data_ptr() % (64 if layout.offsets is None else view.itemsize) == 0
+        source.release(bucket, 0)
+    source.close()
+
+
+def test_parameters_lie_as_far_from_a_pages_start_as_on_disk(tmp_path: Path) -> None:
+    weights, layouts = checkpoint(tmp_path)
+    source = StreamedSource(weights, laid_out_as_on_disk(layouts, weights), host_memory)
+    begin = {name: entry.start for name, entry in parse_header(tmp_path / "model.safetensors").items()}
+    for index, layout in enumerate(source.layouts):
+        bucket = source.acquire(index)
+        for spec, view in zip(layout.parameters, bucket.views, strict=True):
+            assert (view.data_ptr() - begin[spec.name]) % PAGE == 0
+        assert layout.nbytes < 2 * PAGE, "what follows on disk follows in the bucket"
+        source.release(bucket, 0)
+    source.close()
+
+
+def test_converted_parameters_are_packed(tmp_path: Path) -> None:
+    weights, layouts = checkpoint(tmp_path)
+    spec = replace(layouts[0].parameters[0], dtype=torch.float16)
+    (layout,) = laid_out_as_on_disk([replace(layouts[0], parameters=(spec,))], weights)
+    assert layout.offsets == (0,)
+
+
+@every_source
+def test_a_failed_read_is_reported_by_acquire_and_can_be_repeated(make: Make, tmp_path: Path) -> None:
+    weights, layouts = checkpoint(tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) - 4])  # the head's tensor loses its end
+    source = make(weights, layouts, tmp_path)
+    source.prefetch([3])
+    with pytest.raises(CheckpointError, match="p4"):
+        source.acquire(3)
+    path.write_bytes(whole)
+    assert torch.equal(contents(source, 3)["p4"], tensors()["p4"])
+    source.close()
+
+
+class BrokenWeights:
+    """A base whose reads fail as long as it is broken."""
+
+    def __init__(self, weights: TensorReader) -> None:
+        self._weights = weights
+        self.fingerprint = weights.fingerprint
+        self.broken = True
+        self.attempts = 0
+        self.attempted = threading.Event()
+
+    def page_offset(self, spec: ParameterSpec) -> int | None:
+        return self._weights.page_offset(spec)
+
+    def itemsize(self, parameter: str) -> int:
+        return self._weights.itemsize(parameter)
+
+    def origin(self, parameter: str) -> str:
+        return self._weights.origin(parameter)
+
+    def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
+        if parameter == "p4":
+            broken = self.broken
+            self.attempts += 1
+            self.attempted.set()
+            if broken:
+                raise CheckpointError("p4", found="no bytes", expected="some", remedy="mend it")
+        self._weights.read_into(parameter, out, start)
+
+    def close(self) -> None:
+        self._weights.close()
+
+
+@every_source
+@pytest.mark.parametrize("mended", [True, False])
+def test_what_failed_ahead_of_its_need_is_read_once_more(make: Make, mended: bool, tmp_path: Path) -> None:
+    whole, layouts = checkpoint(tmp_path)
+    weights = BrokenWeights(whole)
+    source = make(weights, layouts, tmp_path)
+    source.prefetch([3])
+    assert weights.attempted.wait(10)
+    weights.broken = not mended
+    if not mended:
+        with pytest.raises(CheckpointError, match="p4"):
+            source.acquire(3)
+        assert weights.attempts == 2, "in advance, and when it was needed"
+        weights.broken = False
+    assert torch.equal(contents(source, 3)["p4"], tensors()["p4"])
+    assert weights.attempts == (2 if mended else 3)
+    source.close()
+
+
+@every_source
+def test_a_closed_source_says_so_and_closes_twice(make: Make, tmp_path: Path) -> None:
+    source = make(*checkpoint(tmp_path), tmp_path)
+    source.acquire(0)
+    source.close()
+    source.close()
+    with pytest.raises(ClosedError):
+        source.acquire(0)
+
+
+def test_pinned_source_allocates_one_arena_of_the_models_size(tmp_path: Path) -> None:
+    weights, layouts = checkpoint(tmp_path)
+    asked: list[int] = []
+
+    def counted(nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        return host_memory(nbytes)
+
+    PinnedSource(weights, layouts, counted).close()
+    assert asked == [sum(whole_pages(layout.nbytes) for layout in layouts)]
+
+
+def test_opening_reads_no_weights(tmp_path: Path) -> None:
+    weights, layouts = checkpoint(tmp_path)
+    reads: list[str] = []
+
+    class Counting:
+        fingerprint = "counted"
+
+        def page_offset(self, spec: ParameterSpec) -> int | None:
+            return None
+
+        def itemsize(self, parameter: str) -> int:
+            return 4
+
+        def origin(self, parameter: str) -> str:
+            return "counted"
+
+        def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
+            reads.append(parameter)
+            weights.read_into(parameter, out, start)
+
+        def close(self) -> None:
+            weights.close()
+
+    source = PinnedSource(Counting(), layouts, host_memory)
+    assert reads == []
+    source.acquire(1)
+    assert sorted(reads) == ["p1", "p2"]
+    source.acquire(1)
+    assert sorted(reads) == ["p1", "p2"]
+    source.close()

@@ -1,0 +1,174 @@
+"""Damage at random to every file of a run, and copies of a live one: the undisturbed bits or one typed line."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from command_lines import assert_typed, run_here
+from runs import small_run
+
+from zo2adapters.trainers.options import Storage
+from zo2adapters.trainers.trainer import Trainer
+from zo2core import StepResult
+
+STEPS = 6
+SNAPSHOTS = (2, 3, 5)  # steps after which the live run is copied
+EXAMPLES = {"short": 60, "long": 10_000}
+PARTS = 4  # tests that share them
+
+
+class Runs(NamedTuple):
+    """Copies of a run that was under way, and what it came to."""
+
+    copies: dict[int, Path]  # by the steps that were taken
+    model: bytes  # of the undisturbed run, after all steps
+    half: bytes  # and after the first two
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    place = tmp_path_factory.mktemp("runs")
+    options = small_run(place, steps=STEPS, storage=Storage(write_back_every=2))
+    copies: dict[int, Path] = {}
+    with Trainer(options, quiet=True) as trainer:
+        step = trainer.engine.step
+
+        def copying(*arguments: object, **others: object) -> StepResult:
+            result = step(*arguments, **others)  # type: ignore[arg-type]
+            if result.step + 1 in SNAPSHOTS:
+                copies[result.step + 1] = place / f"copy-{result.step + 1}"
+                shutil.copytree(options.output, copies[result.step + 1])
+            return result
+
+        trainer.engine.step = copying  # type: ignore[method-assign]
+        trainer.run()
+    half = run_here("export", "--run", options.output, "--at", 2, "--output", place / "half")
+    assert half.status == 0, half
+    return Runs(copies, weights(options.output / "model"), weights(place / "half"))
+
+
+def weights(model: Path) -> bytes:
+    return (model / "model.safetensors").read_bytes()
+
+
+Damage = Callable[[random.Random, Path, Path], None]  # what is done to a file of a run, given another copy of the run
+
+
+def flip(rng: random.Random, file: Path, other: Path) -> None:
+    """One bit."""
+    raw = bytearray(file.read_bytes())
+    if raw:
+        raw[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+        file.write_bytes(raw)
+
+
+def zero(rng: random.Random, file: Path, other: Path) -> None:
+    """A stretch of zeros, as a disk leaves them."""
+    raw = bytearray(file.read_bytes())
+    start = rng.randrange(len(raw) + 1)
+    stop = min(start + rng.choice([1, 16, 512, 4096]), len(raw))
+    raw[start:stop] = bytes(stop - start)
+    file.write_bytes(raw)
+
+
+def cut(rng: random.Random, file: Path, other: Path) -> None:
+    """Anything off the end."""
+    raw = file.read_bytes()
+    file.write_bytes(raw[: rng.randrange(len(raw) + 1)])
+
+
+def grow(rng: random.Random, file: Path, other: Path) -> None:
+    """Something at the end."""
+    with file.open("ab") as stream:
+        stream.write(rng.choice([b"\n", b"{}\n", b'{"step":3}\n', rng.randbytes(40)]))
+
+
+def drop_line(rng: random.Random, file: Path, other: Path) -> None:
+    lines = file.read_bytes().splitlines(keepends=True)
+    if lines:
+        del lines[rng.randrange(len(lines))]
+    file.write_bytes(b"".join(lines))
+
+
+def double_line(rng: random.Random, file: Path, other: Path) -> None:
+    lines = file.read_bytes().splitlines(keepends=True)
+    if lines:
+        lines.insert(rng.randrange(len(lines) + 1), rng.choice(lines))
+    file.write_bytes(b"".join(lines))
+
+
+def move_line(rng: random.Random, file: Path, other: Path) -> None:
+    lines = file.read_bytes().splitlines(keepends=True)
+    rng.shuffle(lines)
+    file.write_bytes(b"".join(lines))
+
+
+def from_another_copy(rng: random.Random, file: Path, other: Path) -> None:
+    """As if the files of a live run had been copied at different moments."""
+    if (other / file.name).exists():
+        shutil.copyfile(other / file.name, file)
+
+
+def exchange(rng: random.Random, file: Path, other: Path) -> None:
+    """The contents of two files of the run."""
+    partner = rng.choice(files(file.parent))
+    ours, theirs = file.read_bytes(), partner.read_bytes()
+    file.write_bytes(theirs)
+    partner.write_bytes(ours)
+
+
+def remove(rng: random.Random, file: Path, other: Path) -> None:
+    file.unlink()
+
+
+DAMAGE: tuple[Damage, ...] = (
+    flip, flip, zero, cut, grow, drop_line, double_line, move_line, from_another_copy, exchange, remove,
+)  # fmt: skip
+
+
+def files(run: Path) -> list[Path]:
+    return sorted(path for path in run.iterdir() if path.is_file())
+
+
+def damaged(rng: random.Random, runs: Runs, run: Path) -> Iterator[str]:
+    """Copy a run and damage it; say what was done."""
+    taken = rng.choice(SNAPSHOTS)
+    shutil.copytree(runs.copies[taken], run)
+    yield f"after {taken} steps"
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        file, damage = rng.choice(files(run)), rng.choice(DAMAGE)
+        damage(rng, file, runs.copies[rng.choice(SNAPSHOTS)])
+        yield f"{damage.__name__} {file.name}"
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_damage_ends_in_the_undisturbed_bits_or_in_one_typed_line(
+    part: int, runs: Runs, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    examples = EXAMPLES["long" if request.config.getoption("--long") else "short"]
+    silent = []
+    outcomes = {0: 0, 2: 0}
+    for number in range(part, examples, PARTS):
+        rng, run, out = random.Random(number), tmp_path / "run", tmp_path / "out"
+        done = list(damaged(rng, runs, run))
+        exported = run_here("export", "--run", run, "--at", 2, "--output", out)
+        if exported.status == 0:
+            if weights(out) != runs.half:
+                silent.append(f"{number}, exported: {', '.join(done)}")
+            shutil.rmtree(out)
+        else:
+            assert_typed(exported)
+        resumed = run_here("train", "--resume", run)
+        outcomes[resumed.status] += 1
+        if resumed.status != 0:
+            assert_typed(resumed)
+        elif weights(run / "model") != runs.model:
+            silent.append(f"{number}, resumed: {', '.join(done)}")
+        shutil.rmtree(run)
+    assert not silent
+    assert min(outcomes.values()) > 0, "both ends were seen"

@@ -1,0 +1,285 @@
+"""SIGINT, SIGTERM and SIGHUP at any moment of a command: no traceback, nothing torn, one line that says how to go on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_lines import Apart, Ended, command, environment, make_place, run_here
+from runs import outcome
+
+from zo2adapters.commands.journal import ShowJournal
+from zo2adapters.commands.signals import Interrupted
+from zo2core import Journal, OutputError
+
+STEPS = 60
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+every_signal = pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_place(tmp_path_factory.mktemp("signals"))
+
+
+def train(folder: Path, output: Path) -> list[object]:
+    given = ["--model", folder / "base", "--data", folder / "rows.jsonl", "--output", output]
+    return ["train", *given, "--steps", STEPS, "--batch-size", 3, "--lr", 1e-3, "--write-back-every", 2]
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    with contextlib.closing(Apart(tmp_path_factory.mktemp("apart"))) as server:
+        yield server
+
+
+def wait_for_steps(run: Path, steps: int) -> None:
+    """Wait until a run writes the step after so many: an interrupt may still take that one back."""
+    journal, end = run / "journal.jsonl", time.monotonic() + 100
+    while not (journal.exists() and journal.read_bytes().count(b"projected_grads") > steps):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def assert_interrupted(ended: Ended, number: signal.Signals) -> None:
+    assert ended.status == 128 + number, ended
+    assert "Traceback" not in ended.err
+    assert "Exception ignored" not in ended.err
+
+
+@every_signal
+def test_a_signal_in_training_says_how_to_go_on_and_the_run_goes_on(
+    prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    apart.start(*train(prepared, run))
+    wait_for_steps(run, 10)
+    apart.send(number)
+    ended = apart.finish()
+    assert_interrupted(ended, number)
+    assert f"zo2 train --resume {run}" in ended.err
+    match = re.search(r"stopped after (\d+) steps", ended.err)
+    assert match is not None
+    assert abs(len(Journal(run / "journal.jsonl").updates) - int(match[1])) <= 1
+    assert run_here("train", "--resume", run).status == 0
+    assert run_here(*train(prepared, tmp_path / "whole")).status == 0
+    assert outcome(run)["weights"] == outcome(tmp_path / "whole")["weights"]
+    assert outcome(run)["journal"] == outcome(tmp_path / "whole")["journal"]
+
+
+@every_signal
+def test_two_signals_at_once_are_as_good_as_one(
+    prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals
+) -> None:
+    run = tmp_path / "run"
+    apart.start(*train(prepared, run))
+    wait_for_steps(run, 3)
+    apart.send(number)
+    apart.send(number)
+    ended = apart.finish()
+    assert_interrupted(ended, number)
+    assert len(Journal(run / "journal.jsonl").updates) >= 3
+
+
+def test_signals_without_end_end_it(prepared: Path, tmp_path: Path, apart: Apart) -> None:
+    run = tmp_path / "run"
+    apart.start(*train(prepared, run))
+    wait_for_steps(run, 3)
+    for _ in range(50):
+        apart.send(signal.SIGTERM)
+        time.sleep(0.001)
+    assert_interrupted(apart.finish(), signal.SIGTERM)
+    assert len(Journal(run / "journal.jsonl").updates) >= 3
+
+
+@pytest.mark.parametrize(("number", "after"), [(signal.SIGINT, 0.0), (signal.SIGTERM, 0.7), (signal.SIGINT, 2.0)])
+def test_a_signal_while_a_command_starts_leaves_nothing(
+    prepared: Path, tmp_path: Path, number: signal.Signals, after: float
+) -> None:
+    process = subprocess.Popen(
+        command(*train(prepared, tmp_path / "run")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    wait_until_handled(process.pid)
+    time.sleep(after)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    ended = Ended(process.returncode, out, err)
+    assert_interrupted(ended, number)
+    if "nothing was begun" in ended.err:
+        assert not any(tmp_path.iterdir())
+
+
+def wait_until_handled(pid: int) -> None:
+    """Wait until a process has handlers: before that it is Python that starts, not the command."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = int(re.findall(r"SigCgt:\s*(\w+)", status)[0], 16)
+        if caught >> (signal.SIGTERM - 1) & 1:
+            return
+        time.sleep(0.002)
+    raise AssertionError("no handler")
+
+
+SLOWLY = """
+import time
+import zo2core.checkpoint.writer as writer
+real = writer._write_header
+def slow(file, parameters):
+    written = real(file, parameters)
+    file.flush()
+    time.sleep(5)
+    return written
+writer._write_header = slow
+"""
+
+
+@every_signal
+def test_a_signal_while_a_model_is_written_leaves_no_half_of_it(
+    prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals
+) -> None:
+    apart.start("export", "--model", prepared / "base", "--output", tmp_path / "new", patch=SLOWLY)
+    end = time.monotonic() + 100
+    while not list(tmp_path.glob(".new.partial-*/new/model.safetensors")):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    apart.send(number)
+    apart.send(number)
+    ended = apart.finish()
+    assert_interrupted(ended, number)
+    assert f"{tmp_path / 'new'} was not written; the same command writes it" in ended.err
+    assert not list(tmp_path.iterdir())
+
+
+TOO_LATE = """
+import os, signal
+import zo2core.checkpoint.writer as writer
+def interrupted(path, ignore_errors):
+    os.rmdir(path)
+    os.kill(os.getpid(), signal.SIGTERM)
+writer.shutil.rmtree = interrupted
+"""
+
+
+def test_a_signal_after_a_model_was_written_says_that_it_is_there(prepared: Path, tmp_path: Path, apart: Apart) -> None:
+    ended = apart.run("export", "--model", prepared / "base", "--output", tmp_path / "new", patch=TOO_LATE)
+    assert_interrupted(ended, signal.SIGTERM)
+    assert ended.line == f"{tmp_path / 'new'} is there, and whole"
+    assert run_here("evaluate", "--model", tmp_path / "new", "--data", prepared / "rows.jsonl").status == 0
+
+
+@every_signal
+def test_a_signal_in_tuning_says_how_to_go_on(prepared: Path, tmp_path: Path, apart: Apart, number: signal.Signals) -> None:
+    given = ["--model", prepared / "base", "--data", prepared / "rows.jsonl", "--batch-size", 3, "--forwards", 400]
+    arguments = ["tune", *given, "--learning-rates", "1e-4", "1e-3"]
+    apart.start(*arguments, "--output", tmp_path / "tuned")
+    wait_for_steps(tmp_path / "tuned" / "lr-0.0001-eps-0.001", 5)
+    apart.send(number)
+    ended = apart.finish()
+    assert_interrupted(ended, number)
+    assert ended.line.startswith(f"the same command goes on: what was done of the trials is in {tmp_path / 'tuned'}")
+    again, whole = (run_here(*arguments, "--output", tmp_path / name) for name in ("tuned", "whole"))
+    assert (again.status, again.err.splitlines()[-1]) == (whole.status, whole.err.splitlines()[-1])
+
+
+ON_A_TERMINAL = """
+import fcntl, os, sys, termios
+os.setsid()
+terminal = os.open({!r}, os.O_RDWR)
+fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+os.dup2(terminal, 2)
+sys.stderr = open(2, "w", buffering=1, closefd=False)  # as a process has it that starts on a terminal
+"""
+
+
+def test_a_run_whose_terminal_is_closed_stops_as_after_sigterm(prepared: Path, tmp_path: Path, apart: Apart) -> None:
+    run = tmp_path / "run"
+    ours, terminal = os.openpty()
+    apart.start(*train(prepared, run), patch=ON_A_TERMINAL.format(os.ttyname(terminal)))
+    wait_for_steps(run, 5)
+    os.close(terminal)
+    os.close(ours)
+    assert apart.finish().status == 128 + signal.SIGHUP
+    assert 5 <= len(Journal(run / "journal.jsonl").updates) < STEPS
+
+
+def test_a_signal_that_was_ignored_stays_ignored(prepared: Path, tmp_path: Path, apart: Apart) -> None:
+    run = tmp_path / "run"
+    apart.start(*train(prepared, run), patch="import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)")
+    wait_for_steps(run, 3)
+    apart.send(signal.SIGINT)
+    assert apart.finish().status == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (RuntimeError("trying to pop from empty mode stack"), 143, "zo2: interrupted"),
+        (OutputError("trace.json", found="no space", expected="room", remedy="free some"), 143, "found no space"),
+    ],
+)
+def test_an_error_that_came_of_a_signal_ends_as_the_signal_does(
+    error: Exception, status: int, said: str, prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_in_two(journal: object) -> None:
+        try:
+            raise Interrupted(signal.SIGTERM)
+        finally:
+            raise error
+
+    monkeypatch.setattr(ShowJournal, "run", cut_in_two)
+    ended = run_here("journal", prepared / "base")
+    assert (ended.status, ended.line.count(said)) == (status, 1), ended
+    assert "Traceback" not in ended.err
+
+
+def test_signals_at_random_moments_tear_nothing(
+    prepared: Path, tmp_path: Path, apart: Apart, request: pytest.FixtureRequest
+) -> None:
+    """From the first option to the last byte of the model, again and again, with one signal, two or three."""
+    rng = random.Random(5)
+    wanted = 300 if request.config.getoption("--long") else 6
+    assert run_here(*train(prepared, tmp_path / "whole")).status == 0
+    expected = outcome(tmp_path / "whole")
+    run, interrupted, attempts = tmp_path / "run", 0, 0
+    while True:
+        arguments = ["train", "--resume", run] if (run / "options.json").exists() else train(prepared, run)
+        apart.start(*arguments)
+        if interrupted < wanted:
+            wait_until_handled(apart.pid)
+            time.sleep(rng.uniform(0, 2))
+            number = rng.choice(NUMBERS)
+            for _ in range(rng.randint(1, 3)):
+                apart.send(number)
+                time.sleep(rng.choice([0, 0.001, 0.02]))
+        ended = apart.finish()
+        if ended.status == 0 and interrupted >= wanted:
+            break
+        assert ended.status in (0, 129, 130, 143), ended
+        assert "Traceback" not in ended.err, ended.err
+        assert "Exception ignored" not in ended.err, ended.err
+        interrupted += 1
+        if ended.status == 0:
+            shutil.rmtree(run)
+        attempts += 1
+        assert attempts < 4 * wanted
+    assert {key: outcome(run)[key] for key in ("journal", "weights")} == {
+        key: expected[key] for key in ("journal", "weights")
+    }
+    assert json.loads((run / "options.json").read_text())["options"]["steps"] == STEPS
+    assert not [name for name in os.listdir(run) if "partial" in name]

@@ -1,0 +1,43 @@
+"""MeZO over a whole model whose blocks reach the device in fewer bits: a literal loop that engines are held against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from zo2adapters import MonolithicMeZO
+from zo2core.kernels.carrying import FP8
+
+
+def through(theta: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix, carried: as the papers of the formats say it, and not as the code does."""
+    if dtype is not FP8:
+        return theta.to(dtype).to(theta.dtype)
+    largest = theta.abs().amax(dim=1).clamp(min=1e-40)
+    scale = torch.tensor([[2.0 ** max(math.ceil(math.log2(row / 448)), -100)] for row in largest])
+    scale = scale.to(theta.device)
+    return (theta / scale).to(dtype).to(theta.dtype) * scale
+
+
+class CarriedMeZO(MonolithicMeZO):
+    """MeZO over the whole model, whose evaluations are made at the weights as a device is given them."""
+
+    carried: torch.dtype
+
+    def _probe(self, batch: Mapping[str, torch.Tensor], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        saved = [p.data.clone() for _, p in self._trainable]
+        losses: list[torch.Tensor] = []
+        for move, shift in ((1, 1), (-2, -1)):
+            if not losses or not self.perturb_in_place:
+                for (name, p), own in zip(self._trainable, saved, strict=True):
+                    p.data.copy_(through(own, self.carried) if ".layers." in name and own.ndim == 2 else own)
+            self._perturb(seed, move if self.perturb_in_place else shift)
+            losses.append(self.loss(batch))
+        for (_, p), own in zip(self._trainable, saved, strict=True):
+            p.data.copy_(own)
+        for move in (1, -2, 1) if self.perturb_in_place else ():
+            self._perturb(seed, move)
+        plus, minus = losses
+        return plus, minus

@@ -1,0 +1,57 @@
+"""Small models with peft adapters: whole, and streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import make_batch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from zo2core import (
+    Distribution,
+    MeZOSGD,
+    PhiloxNoise,
+    ZOEngine,
+)
+
+peft: Any = pytest.importorskip("peft")
+
+TARGETS = {"opt": ["q_proj", "fc1"], "llama": ["q_proj", "down_proj"], "qwen2": ["v_proj", "gate_proj"], "qwen3": ["k_proj"]}
+
+
+def lora(**changes: Any) -> Any:
+    return peft.LoraConfig(**{"r": 3, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], **changes})
+
+
+def values_of(model: Any) -> dict[str, torch.Tensor]:
+    """An adapter's first values, as the model has them."""
+    values: dict[str, torch.Tensor] = {}
+    for layout in model.layouts:
+        for spec in layout.parameters:
+            if ".default." in spec.name:
+                values[spec.name] = torch.empty(spec.shape, dtype=spec.dtype)
+                model.weights.read_into(spec.name, values[spec.name].view(-1))
+    return values
+
+
+def monolithic(base: Path, config: Any, values: Mapping[str, torch.Tensor], frozen: tuple[str, ...]) -> PreTrainedModel:
+    """The whole model with peft's modules in it."""
+    whole: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    peft.inject_adapter_in_model(config, whole)
+    for name, parameter in whole.named_parameters():
+        if name in values:
+            parameter.data = values[name].clone()
+            parameter.requires_grad = not any(part in name for part in frozen)
+    whole.config.use_cache = False
+    return whole
+
+
+def steps(model: Any, count: int = 3, **options: Any) -> list[float]:
+    batch = make_batch(40, [7, 5])
+    noise = PhiloxNoise(Distribution.RADEMACHER)
+    with ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False), noise=noise, **options) as engine:
+        return [loss for _ in range(count) for loss in engine.step(batch).losses]

@@ -1,0 +1,101 @@
+"""A small run: model, tokenizer and rows in a folder, and the options that train on them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import WORDS, save_model, save_tokenizer, small_config
+
+from zo2adapters.trainers.batching import Batching
+from zo2adapters.trainers.lr_schedules import Decay
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.options import Storage, TrainOptions
+from zo2adapters.trainers.trainer import Trainer
+
+
+def small_run(folder: Path, *, layers: int = 3, dtype: torch.dtype = torch.float32, **changes: Any) -> TrainOptions:
+    """Make ``base`` and ``rows.jsonl`` in a folder.
+
+    Args:
+        folder: Exists.
+        layers: Of a Llama.
+        dtype: Of its checkpoint.
+        changes: To the options of the run, which is to be in ``run``.
+    """
+    base = save_model(folder / "base", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=layers), dtype)
+    save_tokenizer(base)
+    rows = [{"prompt": f"the cat {word}", "completion": f" {other}"} for word in WORDS[5:] for other in WORDS[8:]]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = TrainOptions(
+        model=str(base),
+        data=folder / "rows.jsonl",
+        output=folder / "run",
+        steps=3,
+        optimization=Optimization(lr=1e-2),
+        batching=Batching(batch_size=3),
+    )
+    return replace(options, **changes)
+
+
+STEPS = 6
+
+
+def resumable_run(tmp_path: Path) -> TrainOptions:
+    """Six steps, with evaluations, a decay and weights on disk."""
+    return small_run(
+        tmp_path,
+        evaluation=tmp_path / "rows.jsonl",
+        evaluate_every=2,
+        steps=STEPS,
+        seed=3,
+        optimization=Optimization(lr=1e-2, decay=Decay.LINEAR, warmup_steps=2),
+        storage=Storage(write_back_every=2),
+    )
+
+
+def finish(options: TrainOptions, *, resume: bool = False) -> None:
+    with Trainer(options, resume=resume, quiet=True) as trainer:
+        trainer.run()
+
+
+def interrupt_after(options: TrainOptions, steps: int) -> None:
+    """Train for some steps and end as a killed process does: nothing is flushed, exported or closed in order."""
+    with Trainer(options, quiet=True) as trainer:
+        step, taken = trainer.engine.step, 0
+
+        def counted(*arguments: Any) -> object:
+            nonlocal taken
+            if taken == steps:
+                raise KeyboardInterrupt
+            taken += 1
+            return step(*arguments)
+
+        trainer.engine.step = counted  # type: ignore[assignment, method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            trainer.run()
+
+
+def outcome(run: Path) -> dict[str, object]:
+    """Everything of a run that does not measure time."""
+    timed = {
+        "tokens_per_second",
+        "seconds",
+        "rss_bytes",
+        "peak_rss_bytes",
+        "evaluation_seconds",
+        "bytes_moved",
+        "bound_seconds",
+        "lanes",
+    }
+    timed |= {"tokens"}  # lost with the other numbers, where the journal outlives the metrics
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "journal": (run / "journal.jsonl").read_bytes(),
+        "weights": (run / "model" / "model.safetensors").read_bytes(),
+        "metrics": [{key: value for key, value in row.items() if key not in timed} for row in rows],
+    }

@@ -1,0 +1,65 @@
+"""A source that checks the bytes it is given back, and durations that make a missing wait fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from zo2core.protocols import Wait
+from zo2core.types import BlockLayout, Bucket, ParameterSpec, SegmentKind
+
+BLOCKS = 5
+NUMBERS = 64  # a segment
+SLOW = 0.02  # seconds
+
+
+class CheckingSource:
+    """Segments whose every number is 1000 * segment + version; whoever gives back other bytes is found out."""
+
+    def __init__(self) -> None:
+        kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * BLOCKS, SegmentKind.HEAD]
+        specs = [ParameterSpec(f"p{i}", (NUMBERS,), torch.float32, i, True) for i in range(len(kinds))]
+        self.layouts = [BlockLayout(spec.name, kind, (spec,)) for spec, kind in zip(specs, kinds, strict=True)]
+        self.capacity = BLOCKS
+        self.write_back_every = None
+        self.versions = [0] * len(kinds)
+        self.memory = [torch.empty(layout.nbytes, dtype=torch.uint8) for layout in self.layouts]
+        self.errors: list[str] = []
+        self._lock = threading.Lock()
+
+    def expected(self, index: int, version: int) -> float:
+        return 1000.0 * index + version
+
+    def prefetch(self, order: Sequence[int]) -> int:
+        return len(order)
+
+    def acquire(self, index: int) -> Bucket:
+        layout, memory = self.layouts[index], self.memory[index]
+        views = layout.views(memory)
+        views[0].fill_(self.expected(index, self.versions[index]))
+        return Bucket(index, memory, views, self.versions[index])
+
+    def release(self, bucket: Bucket, version: int | None) -> None:
+        if version is None:  # lost: what comes next is the version from before
+            return
+        if not bool((bucket.views[0] == self.expected(bucket.segment, version)).all()):
+            self.errors.append(f"segment {bucket.segment} came back with other bytes than version {version}'s")
+        self.versions[bucket.segment] = version
+        bucket.data.fill_(255)  # from here on the memory is the source's
+
+    def close(self) -> None:
+        pass
+
+
+def nothing() -> float:
+    return 0.0
+
+
+def slow() -> float:
+    return SLOW
+
+
+# The case in which each wait counts: what it waits for is slow.
+FOR_ACTIVATIONS = {Wait.MADE, Wait.AWAY, Wait.LEFT, Wait.CAME, Wait.READ}  # in test_activations.py
