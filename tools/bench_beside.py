@@ -26,10 +26,10 @@ from paper_models import block_model, scaled, whole_model
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.trainers.verification import random_batch
 from zo2core import (
-    BesideActivations,
+    DensePerturbation,
     DevicePlan,
     Distribution,
-    InWeights,
+    LowRankPerturbation,
     MemoryPolicy,
     MultiQueryRGE,
     Perturbation,
@@ -68,7 +68,11 @@ def bench(options: argparse.Namespace, rows: int, tokens: int) -> dict[str, Any]
     cut = block_model(config, dtype)
     whole = whole_model(config, dtype, device, cut.weights)
     measured: dict[str, list[float]] = {"beside": [], "in weights": [], "one forward": []}
-    with engine(BesideActivations(rank=options.rank)) as beside, engine(InWeights()) as in_weights, torch.inference_mode():
+    with (
+        engine(LowRankPerturbation(rank=options.rank)) as beside,
+        engine(DensePerturbation()) as in_weights,
+        torch.inference_mode(),
+    ):
         for number in range(WARM_UP + options.steps):
             spans = {
                 "beside": seconds(lambda: beside.step(batch), device),

@@ -37,7 +37,7 @@ class Way(NamedTuple):
     """What travels, and who replays."""
 
     name: str
-    carried: torch.dtype | None
+    transfer_dtype: torch.dtype | None
     comes_back: bool
     replay: Replay
 
@@ -55,10 +55,12 @@ WAYS = (
 
 def opened(directory: Path, way: Way | None = None) -> HFBlockModel:
     """The model in mixed precision."""
-    carried, back = (None, False) if way is None else (way.carried, way.comes_back)
+    transfer_dtype, back = (None, False) if way is None else (way.transfer_dtype, way.comes_back)
     return open_checkpoint(
         directory,
-        precision=Precision(stored=torch.float32, computed=torch.bfloat16, carried=carried, carried_back=back),
+        precision=Precision(
+            stored=torch.float32, computed=torch.bfloat16, transfer_dtype=transfer_dtype, transfer_back=back
+        ),
     )
 
 

@@ -25,11 +25,11 @@ from paper_places import Usage
 from zo2adapters import open_checkpoint
 from zo2adapters.trainers.verification import random_batch
 from zo2core import (
-    BesideActivations,
+    DensePerturbation,
     Distribution,
     HostPlan,
-    InWeights,
     Lane,
+    LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     PhiloxNoise,
@@ -70,7 +70,7 @@ def bench(sides: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[
                         MeZOSGD(lr=1e-7, zo_eps=1e-3, perturb_in_place=False),
                         noise=PhiloxNoise(Distribution.RADEMACHER),
                         memory=MemoryPolicy(host=host),
-                        perturbation=InWeights() if options.rank is None else BesideActivations(rank=options.rank),
+                        perturbation=DensePerturbation() if options.rank is None else LowRankPerturbation(rank=options.rank),
                     )
                 )
             )

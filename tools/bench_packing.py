@@ -20,7 +20,7 @@ from zo2adapters import open_checkpoint, pack
 from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.rows import read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
-from zo2core import BesideActivations, Distribution, InWeights, PhiloxNoise, ZOEngine
+from zo2core import DensePerturbation, Distribution, LowRankPerturbation, PhiloxNoise, ZOEngine
 
 WARM_UP = 1
 
@@ -32,7 +32,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     batches = training_batches(dataset, batch_size=options.rows, seed=0)
     in_weights = options.rank is None
     noise = PhiloxNoise(Distribution.RADEMACHER if in_weights else Distribution.GAUSSIAN)
-    perturbation = InWeights() if in_weights else BesideActivations(rank=options.rank)
+    perturbation = DensePerturbation() if in_weights else LowRankPerturbation(rank=options.rank)
     seconds: dict[str, list[float]] = {"padded": [], "packed": []}
     tokens: dict[str, list[float]] = {"padded": [], "packed": []}
     model = open_checkpoint(options.model, precision="auto" if in_weights else "exact")

@@ -49,7 +49,7 @@ from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.checkpoint import ARCHITECTURES, DTYPES
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.models.skeleton import build_skeleton
-from zo2core import BesideActivations, Distribution, Encoding, Int8Rows, MultiQueryRGE, NF4Blocks, PhiloxNoise, ZOEngine
+from zo2core import Distribution, Encoding, Int8Rows, LowRankPerturbation, MultiQueryRGE, NF4Blocks, PhiloxNoise, ZOEngine
 from zo2core.kernels import fill
 from zo2core.types import Batch
 
@@ -146,7 +146,7 @@ def works_of(
         engines = []
         for stack in (None, 1):
             model = open_checkpoint(base, adapter=Adapter(config=lora(), frozen=("lora_A",)))
-            perturbation = BesideActivations(rank=RANK, period=10**6, stack=stack)
+            perturbation = LowRankPerturbation(rank=RANK, period=10**6, stack=stack)
             engine = Forwards(model, estimator, noise=PhiloxNoise(Distribution.RADEMACHER), perturbation=perturbation)
             engines.append(opened.enter_context(engine))
         batch = batch_of(model.config.vocab_size, effective // q, tokens, torch.device("cpu"))

@@ -33,17 +33,17 @@ from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.trainers.allocator import keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import (
-    BesideActivations,
     Distribution,
     HostPlan,
     Lane,
+    LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     PhiloxNoise,
     WriteBackPolicy,
     ZOEngine,
 )
-from zo2core.beside.factor_store import BESIDE_UP_TO
+from zo2core.perturbation.factor_store import BESIDE_UP_TO
 from zo2core.types import Batch, trained
 
 JOURNAL = "journal.jsonl"
@@ -75,7 +75,7 @@ def opened_engine(model: HFBlockModel, options: argparse.Namespace, run: Path | 
         journal=None if run is None else run / JOURNAL,
         write_back=None if run is None else WriteBackPolicy(directory=run),
         memory=MemoryPolicy() if options.buckets is None else few,
-        perturbation=BesideActivations(rank=options.rank, period=options.period),
+        perturbation=LowRankPerturbation(rank=options.rank, period=options.period),
     )
 
 

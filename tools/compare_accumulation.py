@@ -33,9 +33,9 @@ from zo2adapters.tasks.demo_task import read_rows
 from zo2adapters.tasks.rows import read_dataset
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.demo_base import RECIPE, DemoTask, prepare
-from zo2core import BesideActivations, Distribution, InWeights, MeZOSGD, PhiloxNoise, ZOEngine
-from zo2core.beside import Factors, FactorStore
+from zo2core import DensePerturbation, Distribution, LowRankPerturbation, MeZOSGD, PhiloxNoise, ZOEngine
 from zo2core.kernels import fill
+from zo2core.perturbation import Factors, FactorStore
 from zo2core.types import Evaluation, ParameterSpec, Update
 
 ZO_EPS = RECIPE.optimization.zo_eps
@@ -61,7 +61,7 @@ class Sides:
 
     def __init__(self, base: torch.Tensor, rank: int, lr: float) -> None:
         self.spec = ParameterSpec("matrix", tuple(base.shape), base.dtype, 0, decays=True)
-        self.store = FactorStore(BesideActivations(rank=rank), GAUSSIAN, 0, base.device)
+        self.store = FactorStore(LowRankPerturbation(rank=rank), GAUSSIAN, 0, base.device)
         self.base, self.rank, self.lr = base, rank, lr
         self.exact = torch.zeros(base.shape, dtype=torch.float64)  # the change so far
         self.updates: list[Update] = []
@@ -120,7 +120,7 @@ def in_weights(options: argparse.Namespace) -> dict[str, Any]:
     first = sides[options.sizes[0]]  # V is the same for all
     drawn, looks = torch.empty(options.side * options.rank), []
     for step in range(max(options.steps)):
-        if step % BesideActivations(rank=options.rank).period == 0:
+        if step % LowRankPerturbation(rank=options.rank).period == 0:
             shared = first.advance().float()
         seed, grad = told.getrandbits(62), told.gauss(0, 1)
         fill(drawn, GAUSSIAN, seed, 0)
@@ -165,7 +165,7 @@ def train(task: DemoTask, way: Way, *, lr: float, seed: int, steps: int, looks: 
     pad, curve = pad_token_id(tokenizer), []
     grads: list[float] = []
     model = open_checkpoint(task.model, dtype=way.dtype)
-    perturbation = InWeights() if way.rank is None else BesideActivations(rank=way.rank)
+    perturbation = DensePerturbation() if way.rank is None else LowRankPerturbation(rank=way.rank)
     estimator = MeZOSGD(lr=lr, zo_eps=ZO_EPS, perturb_in_place=False)
     with ZOEngine(model, estimator, noise=PhiloxNoise(GAUSSIAN), seed=seed, perturbation=perturbation) as engine:
         for step in range(steps + 1):

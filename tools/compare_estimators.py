@@ -37,10 +37,10 @@ from zo2adapters.trainers.demo_base import RECIPE, DemoTask, prepare
 from zo2adapters.trainers.lr_schedules import LearningRate
 from zo2core import (
     FZOO,
-    BesideActivations,
+    DensePerturbation,
     Distribution,
     EstimatorName,
-    InWeights,
+    LowRankPerturbation,
     MeZOSGD,
     MultiQueryRGE,
     PerRowRGE,
@@ -102,9 +102,9 @@ def in_precision(name: str, lr: float, **opening: Any) -> EstimatorVariant:
     return EstimatorVariant(f"{name}, lr {lr:g}", rademacher, perturb_in_place=False, lr=lr, opening=opening)
 
 
-def mixed(carried: torch.dtype | None = None, *, back: bool = False) -> Precision:
+def mixed(transfer_dtype: torch.dtype | None = None, *, back: bool = False) -> Precision:
     """Stored in float32, computed in bfloat16."""
-    return Precision(stored=torch.float32, computed=torch.bfloat16, carried=carried, carried_back=back)
+    return Precision(stored=torch.float32, computed=torch.bfloat16, transfer_dtype=transfer_dtype, transfer_back=back)
 
 
 SMALL_LR = 1e-5  # at which most updates are lost in bfloat16
@@ -119,8 +119,8 @@ PRECISIONS = [
         )
     ),
     *(
-        in_precision(f"mixed, {name} carried{' both ways' if back else ''}", LR, precision=mixed(carried, back=back))
-        for name, carried in (("bfloat16", torch.bfloat16), ("float8", torch.float8_e4m3fn))
+        in_precision(f"mixed, {name} carried{' both ways' if back else ''}", LR, precision=mixed(transfer_dtype, back=back))
+        for name, transfer_dtype in (("bfloat16", torch.bfloat16), ("float8", torch.float8_e4m3fn))
         for back in (False, True)
     ),
 ]
@@ -156,7 +156,7 @@ def run(task: DemoTask, place: int, *, seed: int, forwards: int) -> dict[str, An
     curve: list[dict[str, float]] = []
     seconds = 0.0
     model = open_checkpoint(task.model, **variant.opening)
-    perturbation = InWeights() if variant.rank is None else BesideActivations(rank=variant.rank)
+    perturbation = DensePerturbation() if variant.rank is None else LowRankPerturbation(rank=variant.rank)
     estimator = variant.estimator(steps)
     with ZOEngine(model, estimator, noise=variant.noise(), seed=seed, perturbation=perturbation) as engine:
         for step in range(steps + 1):

@@ -25,10 +25,10 @@ from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2core import (
     FZOO,
     Batch,
-    BesideActivations,
     DataError,
+    DensePerturbation,
     Distribution,
-    InWeights,
+    LowRankPerturbation,
     MeZOSGD,
     MultiQueryRGE,
     NonFiniteLossError,
@@ -217,7 +217,7 @@ class ZerothOrder:
         adapter = Adapter(config=LoraConfig(**self.lora), frozen=("lora_A",), seed=seed) if self.lora else None
         opened = open_checkpoint(model, adapter=adapter, **self.opening)
         noise = None if self.noise is None else PhiloxNoise(self.noise)
-        perturbation = InWeights() if self.rank is None else BesideActivations(rank=self.rank)
+        perturbation = DensePerturbation() if self.rank is None else LowRankPerturbation(rank=self.rank)
         estimator = self.estimator(lr)
         if isinstance(estimator, PerRowRGE):
             estimator = replace(estimator, q=rows)
@@ -322,13 +322,13 @@ VARIANTS: tuple[Variant, ...] = (
     ZerothOrder(name="rademacher-mixed", opening=IN_MIXED, noise=RADEMACHER, estimator=two_point),
     ZerothOrder(
         name="rademacher-mixed-float8-carried",
-        opening={**IN_MIXED, "carried": "float8"},
+        opening={**IN_MIXED, "transfer_dtype": "float8"},
         noise=RADEMACHER,
         estimator=two_point,
     ),
     ZerothOrder(
         name="rademacher-mixed-bfloat16-carried",
-        opening={**IN_MIXED, "carried": "bfloat16"},
+        opening={**IN_MIXED, "transfer_dtype": "bfloat16"},
         noise=RADEMACHER,
         estimator=two_point,
     ),

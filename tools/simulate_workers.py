@@ -39,9 +39,9 @@ from zo2core.journal.update_record import encode
 from zo2core.types import Evaluation
 from zo2core.workers import Split
 from zo2core.workers.exchange import TCPStore
+from zo2core.workers.messages import Round, unbundled
 from zo2core.workers.rendezvous import open_store
 from zo2core.workers.report import Report, combined
-from zo2core.workers.round import Round, unbundled
 from zo2core.workers.seal import Seal
 
 MOST_DIRECTIONS = 64  # a step: each is replayed by every worker
@@ -214,11 +214,11 @@ def near(size: int, steps: int, seed: int, seconds: float) -> dict[str, Any]:
 
     def work(rank: int) -> None:
         with Workers.joined(rank=rank, size=size, store=clients[rank], key=KEY) as workers:
-            workers.heard(None)  # all are there
+            workers.all_gather(None)  # all are there
             began = time.perf_counter()
             for step in range(steps):
                 time.sleep(shares[rank][step])
-                workers.heard([1.0, 1.0])
+                workers.all_gather([1.0, 1.0])
             if rank == 0:
                 taken.append((time.perf_counter() - began) / steps)
 

@@ -3,17 +3,6 @@
 import types as _types
 import typing as _typing
 
-from zo2core.beside import BesideActivations as BesideActivations
-from zo2core.beside import Columns as Columns
-from zo2core.beside import Factors as Factors
-from zo2core.beside import InWeights as InWeights
-from zo2core.beside import Learned as Learned
-from zo2core.beside import Moved as Moved
-from zo2core.beside import Perturbation as Perturbation
-from zo2core.beside import StackedModel as StackedModel
-from zo2core.beside import factor_bytes as factor_bytes
-from zo2core.beside import kept_bytes_a_step as kept_bytes_a_step
-from zo2core.beside import require_perturbation as require_perturbation
 from zo2core.checkpoint import Piece as Piece
 from zo2core.checkpoint import SafetensorsReader as SafetensorsReader
 from zo2core.checkpoint import TensorEntry as TensorEntry
@@ -76,17 +65,26 @@ from zo2core.journal import Journal as Journal
 from zo2core.journal import branch_journal as branch_journal
 from zo2core.journal import copy_journal as copy_journal
 from zo2core.kernels import Distribution as Distribution
-from zo2core.kernels.carrying import carried_layout as carried_layout
 from zo2core.kernels.encoding import decoded as decoded
 from zo2core.kernels.encoding import encode as encode
+from zo2core.kernels.low_bit import low_bit_layout as low_bit_layout
 from zo2core.noise import PhiloxNoise as PhiloxNoise
 from zo2core.noise import SequentialNoise as SequentialNoise
+from zo2core.perturbation import Columns as Columns
+from zo2core.perturbation import DensePerturbation as DensePerturbation
+from zo2core.perturbation import Factors as Factors
+from zo2core.perturbation import Learned as Learned
+from zo2core.perturbation import LowRankPerturbation as LowRankPerturbation
+from zo2core.perturbation import Moved as Moved
+from zo2core.perturbation import Perturbation as Perturbation
+from zo2core.perturbation import StackedModel as StackedModel
+from zo2core.perturbation import factor_bytes as factor_bytes
+from zo2core.perturbation import kept_bytes_a_step as kept_bytes_a_step
+from zo2core.perturbation import require_perturbation as require_perturbation
 from zo2core.planning.autotune import evaluation_seconds as evaluation_seconds
 from zo2core.planning.autotune import read_bytes_per_second as read_bytes_per_second
 from zo2core.planning.autotune import replay_seconds as replay_seconds
 from zo2core.planning.autotune import write_bytes_per_second as write_bytes_per_second
-from zo2core.planning.carrying import Replay as Replay
-from zo2core.planning.carrying import choose_carrying as choose_carrying
 from zo2core.planning.device_plan import DevicePlan as DevicePlan
 from zo2core.planning.device_plan import plan_device_memory as plan_device_memory
 from zo2core.planning.host_budget import free_memory as free_memory
@@ -95,6 +93,8 @@ from zo2core.planning.host_budget import resident_memory as resident_memory
 from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS as MOST_USEFUL_BUCKETS
 from zo2core.planning.host_plan import HostPlan as HostPlan
 from zo2core.planning.host_plan import plan_host as plan_host
+from zo2core.planning.low_bit import Replay as Replay
+from zo2core.planning.low_bit import choose_low_bit_transfer as choose_low_bit_transfer
 from zo2core.planning.memory_plan import MemoryPart as MemoryPart
 from zo2core.planning.memory_plan import MemoryPlan as MemoryPlan
 from zo2core.planning.policies import MemoryPolicy as MemoryPolicy
@@ -128,8 +128,8 @@ from zo2core.schedulers import SerialScheduler as SerialScheduler
 from zo2core.sources import PinnedSource as PinnedSource
 from zo2core.sources import StreamedSource as StreamedSource
 from zo2core.sources.base_digests import verify_base as verify_base
-from zo2core.sources.carrying import staging_bytes as staging_bytes
 from zo2core.sources.loader import laid_out_as_on_disk as laid_out_as_on_disk
+from zo2core.sources.low_bit import staging_bytes as staging_bytes
 from zo2core.sources.scratch import scratch_bytes as scratch_bytes
 from zo2core.sweep.activation_offload import ROOMS as ROOMS
 from zo2core.sweep.activation_offload import streams_that_stay as streams_that_stay

@@ -14,24 +14,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zo2core.beside import (
-    BesideActivations,
-    FactorStore,
-    InWeights,
-    Perturbation,
-    StackedModel,
-    choose_perturbation,
-    open_factors,
-)
 from zo2core.devices import choose_device
 from zo2core.errors import JournalError, OptionError
 from zo2core.estimators import direction_seeds, require_distribution, with_perturb_in_place
 from zo2core.journal import Journal, digest, json_object
 from zo2core.noise import PhiloxNoise, choose_noise
-from zo2core.planning.carrying import Replay, require_drawable
+from zo2core.perturbation import (
+    DensePerturbation,
+    FactorStore,
+    LowRankPerturbation,
+    Perturbation,
+    StackedModel,
+    choose_perturbation,
+    open_factors,
+)
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.low_bit import Replay, require_drawable
 from zo2core.planning.policies import ACTIVATIONS, MemoryPolicy, WriteBackPolicy
 from zo2core.planning.run_spec import Machine, RunRequest, RunSpec, plan
 from zo2core.planning.speeds import MeasuredSpeeds, Speeds
@@ -41,17 +41,17 @@ from zo2core.protocols import BlockModel, BlockSource, CounterNoise, Device, Noi
 from zo2core.schedulers import OverlappedScheduler, SerialScheduler
 from zo2core.schedulers.overlapped import spread
 from zo2core.sources.base_digests import BaseDigests
-from zo2core.sources.carrying import CarryingSource
 from zo2core.sources.choice import open_source
 from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sources.low_bit import LowBitSource
 from zo2core.sources.scratch import Scratch
 from zo2core.sources.shared import SharedSource, shared_bytes
 from zo2core.sweep.activation_offload import ActivationOffload
-from zo2core.sweep.host_replay import CarryingScheduler, HostReplay
-from zo2core.sweep.landing import Landing
+from zo2core.sweep.host_replay import HostReplay, LowBitScheduler
 from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.perturber import Perturber, choose_perturber
 from zo2core.sweep.shared_perturber import SharedPerturber
+from zo2core.sweep.update_loss import UpdateLoss
 from zo2core.sweep.visits import StackedVisits, Visits, WeightVisits
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Distribution
@@ -77,7 +77,7 @@ class Parts(NamedTuple):
     activations: ActivationOffload
     activation_bytes: int  # that activations may take where forwards run
     worker: ThreadPoolExecutor | None  # the second thread; None where one host thread issues the work of a device
-    landing: Landing
+    landing: UpdateLoss
     workers: Workers  # of the run; often one alone
     visits: Visits  # makes the visitor of each sweep
     require_version: Callable[[int], None]  # refuses what was made of bytes that another worker has taken further
@@ -176,7 +176,7 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             opened.callback(kept.close)
         base_digests = BaseDigests(run.journal.base_digests, learns=run.estimator is not None)
         source = _open_source(spec, run, base_digests, opened, is_shared=is_shared)
-        landing = Landing(run.noise)
+        landing = UpdateLoss(run.noise)
         scheduler = _scheduler(spec, run, source, landing, opened, overlap=options.overlap)
         room = None if options.memory.least_activations is None else spec.activation_bytes
         return _assembled(
@@ -218,9 +218,9 @@ def adopt(model: BlockModel, estimator: ZOEstimator, given: GivenParts, options:
         trace = _open_trace(options.trace, opened)
         journal = _open_journal(options.journal, opened, trains=True)
         workers = SoloWorker() if options.workers is None else options.workers
-        workers.meet(journal)
-        choose_perturbation(InWeights(), journal)  # refuses a run beside the activations
-        journal.begin(_header(model, given.noise, estimator, options.seed, options.provenance, InWeights()))
+        workers.sync_journal(journal)
+        choose_perturbation(DensePerturbation(), journal)  # refuses a run beside the activations
+        journal.begin(_header(model, given.noise, estimator, options.seed, options.provenance, DensePerturbation()))
         workers.require_agreement(journal, given.noise, model.layouts, given.device.torch_device)
         scheduler = given.scheduler
         if scheduler is None:
@@ -233,7 +233,7 @@ def adopt(model: BlockModel, estimator: ZOEstimator, given: GivenParts, options:
             source=given.source,
             scheduler=scheduler,
             base_digests=BaseDigests({}, learns=False),
-            landing=Landing(noise),
+            landing=UpdateLoss(noise),
             activations=ActivationOffload(device, None, timeline=timeline),
             activation_bytes=activation_bytes,
             keep_noise=True,
@@ -249,7 +249,7 @@ def _assembled(
     source: BlockSource,
     scheduler: Scheduler,
     base_digests: BaseDigests,
-    landing: Landing,
+    landing: UpdateLoss,
     activations: ActivationOffload,
     activation_bytes: int,
     keep_noise: bool,
@@ -259,7 +259,7 @@ def _assembled(
     """The parts of a run whose segments have a place: the work buffer is made, and the model's modules are bound to it."""
     model, device = run.model, run.device
     buffer = WorkBuffer(
-        model.layouts, device, run.noise, keep_noise=device.in_place and keep_noise, walks=run.perturb_in_place
+        model.layouts, device, run.noise, keep_noise=device.in_place and keep_noise, perturbs_in_place=run.perturb_in_place
     )
     worker = _start_worker(device, opened)
     visits = _visits(run, source, buffer, activations, worker, landing)
@@ -300,7 +300,7 @@ def _opened_run(
     journal = _open_journal(options.journal, opened, trains=estimator is not None)
     workers = SoloWorker() if options.workers is None else options.workers
     if estimator is not None:
-        workers.meet(journal)
+        workers.sync_journal(journal)
     if estimator is None and options.journal is not None and journal.header is None:
         raise JournalError(journal.name, found="no journal", expected="one that a run has begun", remedy="check the path")
     device = options.device
@@ -309,9 +309,9 @@ def _opened_run(
         opened.callback(device.close)
     perturbation, noise = choose_perturbation(options.perturbation, journal), options.noise
     if estimator is not None:
-        estimator = with_perturb_in_place(estimator, default=isinstance(perturbation, InWeights))
+        estimator = with_perturb_in_place(estimator, default=isinstance(perturbation, DensePerturbation))
     if noise is None and journal.noise is None:
-        if estimator is None or isinstance(perturbation, BesideActivations):
+        if estimator is None or isinstance(perturbation, LowRankPerturbation):
             noise = PhiloxNoise(Distribution.GAUSSIAN)  # also where nothing will be drawn: it goes with all else
         elif estimator.distribution is not None:
             noise = PhiloxNoise(estimator.distribution)
@@ -349,7 +349,7 @@ def _planned(request: RunRequest, run: _Run, speeds: Speeds) -> tuple[RunSpec, b
     apart = replace(machine, neighbours=len(workers.neighbours()))
     together = plan(request, replace(apart, shares=True), speeds)
     can_share = device.in_place and not request.has_to_write and together.host_plan.buckets is None
-    if all(workers.heard(can_share)):
+    if all(workers.all_gather(can_share)):
         return together, True
     return plan(request, apart, speeds), False
 
@@ -382,25 +382,25 @@ def _open_source(spec: RunSpec, run: _Run, base_digests: BaseDigests, opened: Ex
 
 
 def _scheduler(
-    spec: RunSpec, run: _Run, source: BlockSource, landing: Landing, opened: ExitStack, *, overlap: bool
+    spec: RunSpec, run: _Run, source: BlockSource, landing: UpdateLoss, opened: ExitStack, *, overlap: bool
 ) -> Scheduler:
     """What moves segments, as planned; where blocks travel other than as they are stored, the host makes them ready."""
-    if spec.carrying is None:
+    if spec.low_bit is None:
         return _plain_scheduler(spec, run, source, overlap=overlap, goes_round=True)
     assert isinstance(run.noise, CounterNoise), "what is carried otherwise was refused"
     host = HostReplay(spec.layouts, run.noise, run.journal.updates, landing)
     opened.callback(host.close)
-    carrying = CarryingSource(
+    low_bit = LowBitSource(
         source,
         spread([index for index, layout in enumerate(spec.layouts) if not layout.resident], spec.kept),
         run.device.host_memory,
         host.replay,
-        comes_back=spec.carrying.comes_back,
+        comes_back=spec.low_bit.comes_back,
         timeline=run.timeline,
     )
-    opened.callback(carrying.close)
-    plain = _plain_scheduler(spec, run, carrying, overlap=overlap, goes_round=False)
-    return CarryingScheduler(plain, carrying, host)
+    opened.callback(low_bit.close)
+    plain = _plain_scheduler(spec, run, low_bit, overlap=overlap, goes_round=False)
+    return LowBitScheduler(plain, low_bit, host)
 
 
 def _plain_scheduler(spec: RunSpec, run: _Run, source: BlockSource, *, overlap: bool, goes_round: bool) -> Scheduler:
@@ -415,7 +415,7 @@ def _visits(
     buffer: WorkBuffer,
     activations: ActivationOffload,
     worker: ThreadPoolExecutor | None,
-    landing: Landing,
+    landing: UpdateLoss,
 ) -> Visits:
     """What makes the visitors of this run's sweeps. A run without an estimator perturbs nothing."""
     model, estimator = run.model, run.estimator
@@ -490,7 +490,7 @@ def _header(
         "seed": None if estimator is None else seed,
         "model": json_object("model.description", model.description),
         "provenance": None if provenance is None else json_object("provenance", provenance),
-        **({} if isinstance(perturbation, InWeights) else {"perturbation": dict(perturbation.options)}),
+        **({} if isinstance(perturbation, DensePerturbation) else {"perturbation": dict(perturbation.options)}),
     }
 
 

@@ -23,7 +23,7 @@ from zo2adapters.cli import main
 from zo2adapters.models.adapter_export import export_adapter
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import BesideActivations, InWeights, MultiQueryRGE, OptionError, OutputError, Perturbation, ZOEngine
+from zo2core import DensePerturbation, LowRankPerturbation, MultiQueryRGE, OptionError, OutputError, Perturbation, ZOEngine
 
 peft: Any = pytest.importorskip("peft")
 CONFIGS: dict[str, PretrainedConfig] = {
@@ -37,7 +37,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 
 def engine(base: Path, perturbation: Perturbation | None = None, **options: Any) -> ZOEngine:
     estimator = MultiQueryRGE(q=2, lr=3e-2, zo_eps=1e-2, perturb_in_place=False)
-    beside = BesideActivations(rank=2, period=3) if perturbation is None else perturbation
+    beside = LowRankPerturbation(rank=2, period=3) if perturbation is None else perturbation
     return ZOEngine(open_checkpoint(base, **options), estimator, perturbation=beside, seed=3)
 
 
@@ -78,7 +78,7 @@ def test_a_model_with_another_head_is_loaded_by_stock_peft_too(tmp_path: Path) -
     auto, batch = AutoModelForSequenceClassification, {**make_batch(39, [7, 4]), "labels": torch.tensor([2, 0])}
     base = tmp_path / "base"
     random_model(config, torch.float32, auto_class=auto).save_pretrained(base)
-    with engine(base, BesideActivations(rank=1), head="sequence-classification") as opened:
+    with engine(base, LowRankPerturbation(rank=1), head="sequence-classification") as opened:
         for _ in range(3):
             opened.step(batch)
         export_adapter(opened, opened._model, tmp_path / "adapter", base=str(base))  # type: ignore[arg-type]
@@ -107,9 +107,9 @@ def test_the_command_writes_one_of_any_step_and_says_so(tmp_path: Path, capsys: 
 def test_what_has_no_such_form_is_refused(tmp_path: Path) -> None:
     base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
     out = tmp_path / "adapter"
-    with engine(base, InWeights()) as opened, pytest.raises(OptionError, match="directions in the weights"):
+    with engine(base, DensePerturbation()) as opened, pytest.raises(OptionError, match="directions in the weights"):
         export_adapter(opened, opened._model, out, base="")  # type: ignore[arg-type]
-    with engine(base, BesideActivations(rank=5, period=1)) as opened:
+    with engine(base, LowRankPerturbation(rank=5, period=1)) as opened:
         for _ in range(3):
             opened.step(batch)
         with pytest.raises(OptionError, match=r"found 20 columns of all periods; expected at most \d+, for model\."):

@@ -281,7 +281,7 @@ def test_a_run_whose_steps_are_rounded_away_says_so_once(
     ("chosen", "remedy"),
     [
         (["--precision", "exact"], "(--precision mixed, or --dtype float32)"),
-        (["--carried", "float16-back"], "(--carried float16)"),
+        (["--transfer-dtype", "float16-back"], "(--transfer-dtype float16)"),
     ],
 )
 def test_what_is_proposed_against_rounded_away_updates_is_what_the_run_lacks(

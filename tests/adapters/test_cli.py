@@ -164,7 +164,7 @@ def test_options_of_a_run_are_kept_as_runs_have_always_kept_them(base: Path, row
         "adapter_frozen": [],
         "dtype": "auto",
         "precision": "exact",
-        "carried": "stored",
+        "transfer_dtype": "stored",
         "optimization": {
             "lr": 0.01,
             "zo_eps": 0.001,

@@ -19,7 +19,7 @@ from zo2adapters.models.llama import LLAMA
 from zo2adapters.models.skeleton import build_skeleton
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.scoring import score
-from zo2core import BesideActivations, MeZOSGD, MultiQueryRGE, PerRowRGE, Replayer, UnsupportedModelError, ZOEngine
+from zo2core import LowRankPerturbation, MeZOSGD, MultiQueryRGE, PerRowRGE, Replayer, UnsupportedModelError, ZOEngine
 
 COPIES = 4  # vectors of the hidden size that each token has in both models
 AXES = {"gemma3n_text": (1, 2), "deepseek_v4": (0, 1)}
@@ -106,7 +106,7 @@ def test_directions_of_low_rank_are_right_or_refused_by_name(tmp_path: Path) -> 
 
     def losses(name: str, chunk: int | None, stack: int | None) -> tuple[float, ...]:
         model = open_checkpoint(tmp_path / name, loss_chunk=chunk)
-        with ZOEngine(model, estimator, perturbation=BesideActivations(rank=2, stack=stack)) as engine:
+        with ZOEngine(model, estimator, perturbation=LowRankPerturbation(rank=2, stack=stack)) as engine:
             return engine.step(SQUARE, seed=0).losses
 
     one_by_one = losses("gemma3n_text", None, 1)

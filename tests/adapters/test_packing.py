@@ -32,7 +32,7 @@ from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     BatchError,
-    BesideActivations,
+    LowRankPerturbation,
     MeZOSGD,
     MultiQueryRGE,
     OptionError,
@@ -108,7 +108,7 @@ def test_beside_the_activations_a_step_of_packed_rows_is_one_of_padded_ones(tmp_
     losses = []
     for batch in (padded, pack(padded)):
         estimator = MultiQueryRGE(q=2, perturb_in_place=False, **NUMBERS)
-        with ZOEngine(open_checkpoint(base), estimator, perturbation=BesideActivations(rank=2), seed=1) as engine:
+        with ZOEngine(open_checkpoint(base), estimator, perturbation=LowRankPerturbation(rank=2), seed=1) as engine:
             losses.append([loss for _ in range(3) for loss in engine.step(batch).losses])
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 

@@ -25,13 +25,13 @@ from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.quantizer import quantize
 from zo2core import (
-    BesideActivations,
     CheckpointError,
+    DensePerturbation,
     Distribution,
     HostPlan,
-    InWeights,
     JournalError,
     Lane,
+    LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     OptionError,
@@ -107,7 +107,7 @@ def test_lora_beside_the_activations_is_the_stacked_loop(
         MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False),
         seed=5,
         memory=MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False)),
-        perturbation=BesideActivations(rank=2, period=2),
+        perturbation=LowRankPerturbation(rank=2, period=2),
     ) as engine:
         for _ in range(5):
             [seed] = {evaluation.seed for evaluation in engine.ask()}
@@ -123,7 +123,7 @@ def test_lora_on_a_quantised_base_is_lora_on_the_dequantised_one(method: str, tm
         replayer.export(tmp_path / "plain")
     adapter = Adapter(config=lora(), seed=2)
     streamed = MemoryPolicy(host=HostPlan((), 1 << 40, 1, keep_noise=False))
-    for perturbation in (InWeights(), BesideActivations(rank=2, period=2)):
+    for perturbation in (DensePerturbation(), LowRankPerturbation(rank=2, period=2)):
         expected = steps(open_checkpoint(tmp_path / "plain", adapter=adapter), perturbation=perturbation)
         model = open_checkpoint(tmp_path / method, adapter=adapter)
         assert steps(model, perturbation=perturbation) == expected
@@ -245,7 +245,9 @@ def test_first_values_are_pefts(start: bool | str, tmp_path: Path) -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("options", [{"precision": "mixed"}, {"carried": "bfloat16"}, {"head": "sequence-classification"}])
+@pytest.mark.parametrize(
+    "options", [{"precision": "mixed"}, {"transfer_dtype": "bfloat16"}, {"head": "sequence-classification"}]
+)
 def test_an_adapter_goes_with_exact_precision_and_the_next_token(options: dict[str, str], tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
     with pytest.raises(OptionError, match="beside an adapter"):

@@ -32,10 +32,10 @@ from zo2adapters.models.quantizer import quantize
 from zo2adapters.tasks.generation import generate
 from zo2core import (
     BatchError,
-    BesideActivations,
     CheckpointError,
     HostPlan,
     JournalError,
+    LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     OptionError,
@@ -266,7 +266,7 @@ def test_what_cannot_be_beside_the_activations_is_refused_before_anything_is_rea
             model,
             MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False),
             journal=tmp_path / "journal.jsonl",
-            perturbation=BesideActivations(rank=2),
+            perturbation=LowRankPerturbation(rank=2),
         )
     assert not (tmp_path / "journal.jsonl").exists()
 

@@ -36,7 +36,7 @@ def base(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("stored", "computed", "carried"),
+    ("stored", "computed", "transfer_dtype"),
     [
         (torch.int8, None, None),
         (torch.bfloat16, torch.float16, None),
@@ -46,9 +46,9 @@ def base(tmp_path: Path) -> Path:
         (torch.float16, None, torch.bfloat16),
     ],
 )
-def test_dtypes_that_do_not_go_together_are_refused(stored: Any, computed: Any, carried: Any) -> None:
+def test_dtypes_that_do_not_go_together_are_refused(stored: Any, computed: Any, transfer_dtype: Any) -> None:
     with pytest.raises(OptionError, match="precision"):
-        Precision(stored=stored, computed=computed, carried=carried)
+        Precision(stored=stored, computed=computed, transfer_dtype=transfer_dtype)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +242,10 @@ def test_what_is_read_of_the_base_counts_as_it_is_on_disk(tmp_path: Path) -> Non
 
 def test_a_run_says_its_precision_and_what_it_costs(options: TrainOptions, tmp_path: Path) -> None:
     with Trainer(options, quiet=True) as trainer:
-        assert trainer.remarks()[0].startswith("precision: mixed, weights in float32, computed in ")
+        assert trainer.notices()[0].startswith("precision: mixed, weights in float32, computed in ")
     exact = replace(options, output=tmp_path / "exact", model_options=RunModelOptions(precision="exact"))
     with Trainer(exact, quiet=True) as trainer:
-        line = trainer.remarks()[0]
+        line = trainer.notices()[0]
     assert line.startswith("precision: exact, all in float16")
     assert "--precision mixed" in line
     assert "times as long as in bfloat16" in line
@@ -254,7 +254,7 @@ def test_a_run_says_its_precision_and_what_it_costs(options: TrainOptions, tmp_p
 def test_a_run_whose_weights_are_only_read_does_not_warn_of_lost_updates(options: TrainOptions, tmp_path: Path) -> None:
     optimization = replace(options.optimization, rank=8)
     with Trainer(replace(options, output=tmp_path / "rank", optimization=optimization), quiet=True) as trainer:
-        line = trainer.remarks()[0]
+        line = trainer.notices()[0]
     assert line.startswith("precision: exact, computed in float16; weights are only read, updates add up in float32")
     assert "rounded away" not in line
     assert "--precision mixed" not in line

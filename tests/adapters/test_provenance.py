@@ -15,8 +15,8 @@ from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.provenance import provenance
-from zo2adapters.trainers.sharing import device_kinds
 from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.worker_options import device_kinds
 from zo2core import JournalError, ZO2Error
 
 

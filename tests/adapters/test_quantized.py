@@ -27,7 +27,6 @@ from zo2adapters import Precision, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.quantizer import quantize
 from zo2core import (
-    BesideActivations,
     CheckpointError,
     Distribution,
     Encoding,
@@ -35,6 +34,7 @@ from zo2core import (
     HostPlan,
     Int8Rows,
     Lane,
+    LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     NF4Blocks,
@@ -144,7 +144,7 @@ def test_a_second_thread_changes_no_bit(encoding: Encoding, rows: int, columns: 
 
 
 def test_factors_take_what_plans_count(tmp_path: Path) -> None:
-    path, settings, batch = make(tmp_path, "nf4"), BesideActivations(rank=4, period=2), make_batch(40, [7, 5])
+    path, settings, batch = make(tmp_path, "nf4"), LowRankPerturbation(rank=4, period=2), make_batch(40, [7, 5])
     with engine(path, perturbation=settings) as opened:
         store = opened._parts.factors
         assert store is not None
@@ -192,7 +192,7 @@ def engine(path: Path, folder: Path | None = None, **options: Any) -> ZOEngine:
     estimator = MeZOSGD(lr=1e-3, zo_eps=1e-2, perturb_in_place=False)
     if folder is not None:
         options["journal"] = folder / "journal.jsonl"
-    options.setdefault("perturbation", BesideActivations(rank=4, period=2))
+    options.setdefault("perturbation", LowRankPerturbation(rank=4, period=2))
     return ZOEngine(open_checkpoint(path, dtype=dtype), estimator, seed=3, **options)
 
 
@@ -395,7 +395,7 @@ def test_quantised_embeddings_are_refused(tmp_path: Path) -> None:
     [
         ({"precision": "mixed"}, "precision"),
         ({"precision": Precision(stored=torch.float32, computed=torch.bfloat16)}, "precision"),
-        ({"carried": "bfloat16"}, "carried"),
+        ({"transfer_dtype": "bfloat16"}, "transfer_dtype"),
     ],
 )
 def test_other_precisions_than_one_dtype_are_refused(options: Mapping[str, Any], option: str, tmp_path: Path) -> None:
@@ -406,7 +406,7 @@ def test_other_precisions_than_one_dtype_are_refused(options: Mapping[str, Any],
 def test_directions_in_quantised_weights_are_refused(tmp_path: Path) -> None:
     model = open_checkpoint(make(tmp_path, "int8"))
     noise = PhiloxNoise(Distribution.RADEMACHER)
-    with pytest.raises(OptionError, match=r"perturbation: .*stored in int8.*BesideActivations"):
+    with pytest.raises(OptionError, match=r"perturbation: .*stored in int8.*LowRankPerturbation"):
         ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-2), noise=noise)
 
 

@@ -270,7 +270,7 @@ def test_a_prompt_that_leaves_its_completion_no_room_is_named_with_what_would_fi
     assert error.where == f"{data_file}, line 2"
     assert error.found == "a prompt of 2 tokens, which leaves none of the 2 that a row may have to its completion"
     assert error.expected == "a prompt of at most 1 tokens"
-    assert error.remedy == "shorten this row or remove it, or raise sequence_length, up to what the model takes"
+    assert error.remedy == "shorten this row or remove it, or raise `sequence_length`, up to what the model takes"
 
 
 def test_a_completion_without_tokens_and_a_text_of_one_are_told_as_such(data_file: Path) -> None:

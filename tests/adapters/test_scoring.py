@@ -116,7 +116,7 @@ def test_a_long_candidate_of_a_file_is_told_by_its_line_and_length(tmp_path: Pat
         DataError, match=r"line 1: found 3 tokens of prompt, 5 with the longest candidate; .* at most 4"
     ) as info:
         read_choices(path, load_tokenizer(tmp_path), sequence_length=4)
-    assert "raise sequence_length" in info.value.remedy
+    assert "raise `sequence_length`" in info.value.remedy
 
 
 BAD_ROWS = {

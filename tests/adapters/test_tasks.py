@@ -188,9 +188,9 @@ def test_dpo_is_evaluated_by_what_the_weights_have_gained_on_the_base(here: Path
     assert last["evaluation_accuracy"] > 0.0
 
 
-@pytest.mark.parametrize("carried", ["float8", "bfloat16-back"])
-def test_dpo_learns_with_weights_that_are_carried_in_fewer_bits(here: Path, carried: str) -> None:
-    opening = ("--model", "model", "--precision", "mixed", "--carried", carried)
+@pytest.mark.parametrize("transfer_dtype", ["float8", "bfloat16-back"])
+def test_dpo_learns_with_weights_that_are_carried_in_fewer_bits(here: Path, transfer_dtype: str) -> None:
+    opening = ("--model", "model", "--precision", "mixed", "--transfer-dtype", transfer_dtype)
     rows = ("--data", "preferences.jsonl", "--evaluation", "preferences.jsonl")
     ended = run_here("train", *opening, *rows, "--output", "run", "--steps", 2, "--lr", 1e-3)
     assert ended.status == 0, ended.err

@@ -25,7 +25,7 @@ from transformers import (
 
 from zo2adapters import Adapter, MonolithicMeZO, generate, open_checkpoint
 from zo2adapters.models.footprint import vision_bytes
-from zo2core import BatchError, BesideActivations, MeZOSGD, Replayer, UnsupportedModelError, ZOEngine
+from zo2core import BatchError, LowRankPerturbation, MeZOSGD, Replayer, UnsupportedModelError, ZOEngine
 
 NUMBERS: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2}
 IMAGE, BEFORE, BEHIND = 39, 38, 37  # tokens
@@ -232,7 +232,7 @@ def test_what_is_of_no_use_beside_images_is_refused_by_name(tmp_path: Path) -> N
         open_checkpoint(base, adapter=Adapter(config=LoraConfig(r=2)))
     estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False)
     with pytest.raises(UnsupportedModelError, match="matrices and vectors"):
-        ZOEngine(open_checkpoint(base), estimator, perturbation=BesideActivations(rank=2))
+        ZOEngine(open_checkpoint(base), estimator, perturbation=LowRankPerturbation(rank=2))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

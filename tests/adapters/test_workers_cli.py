@@ -18,9 +18,9 @@ from runs import small_run
 
 from zo2adapters.trainers.live_metrics import LiveMetrics, TrackerName
 from zo2adapters.trainers.options import Storage, TrainOptions
-from zo2adapters.trainers.sharing import alone_on, device_kinds, own_trace, require_same_steps
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import Trial, tune
+from zo2adapters.trainers.worker_options import alone_on, device_kinds, own_trace, require_same_steps
 from zo2core import OptionError, WorkerError, Workers, free_memory, resident_memory
 
 

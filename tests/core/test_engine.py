@@ -265,7 +265,7 @@ def test_a_warm_up_may_begin_at_zero(base: Path, tmp_path: Path, *, in_place: bo
     with ZOEngine(open_checkpoint(base), estimator, journal=tmp_path / "journal.jsonl") as engine:
         before = weights(engine)
         first = engine.step(BATCH)
-        assert first.landed is None
+        assert first.share_applied is None
         assert in_place or all(torch.equal(value, before[name]) for name, value in weights(engine).items())
         engine.step(BATCH)
         for update in engine.journal.updates:

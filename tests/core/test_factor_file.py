@@ -17,13 +17,13 @@ from models import make_batch, save_model, small_config
 from parity import assert_same_bits
 
 from zo2adapters import open_checkpoint
-from zo2core import BesideActivations, JournalError, MeZOSGD, WriteBackPolicy, ZO2Warning, ZOEngine, kept_bytes_a_step
-from zo2core.beside import factor_store
-from zo2core.beside.factor_file import DATA, MANIFEST, sum_elements
+from zo2core import JournalError, LowRankPerturbation, MeZOSGD, WriteBackPolicy, ZO2Warning, ZOEngine, kept_bytes_a_step
 from zo2core.io.direct_file import RangedFile
 from zo2core.io.record_log import RecordFile
 from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing
+from zo2core.perturbation import factor_store
+from zo2core.perturbation.factor_file import DATA, MANIFEST, sum_elements
 from zo2core.sweep.stacked_visitor import StackedVisitor
 from zo2core.types import Program
 
@@ -48,7 +48,7 @@ def opened(base: Path, run: Path, **policy: Any) -> ZOEngine:
         MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False),
         journal=run / "journal.jsonl",
         write_back=WriteBackPolicy(directory=run, **policy),
-        perturbation=BesideActivations(rank=2, period=PERIOD),
+        perturbation=LowRankPerturbation(rank=2, period=PERIOD),
     )
 
 
@@ -95,7 +95,7 @@ def test_a_resumed_run_draws_the_updates_of_the_open_period_alone(
     assert sorted(path.name for path in run.iterdir()) == [DATA, MANIFEST, "journal.jsonl"]
     model = open_checkpoint(base)
     model.weights.close()
-    planned = kept_bytes_a_step(BesideActivations(rank=2, period=PERIOD), model.layouts)
+    planned = kept_bytes_a_step(LowRankPerturbation(rank=2, period=PERIOD), model.layouts)
     assert (run / DATA).stat().st_size == 2 * PERIOD * planned
     kept = shutil.copytree(run, tmp_path / "kept")
     assert resumed(base, kept, expected) == directions(base, STEPS % PERIOD)
@@ -162,7 +162,7 @@ def test_what_the_system_refuses_in_passing_deletes_nothing(
 ) -> None:
     base, run, expected = stopped
     kept = shutil.copytree(run, tmp_path / "kept")
-    refused = patch("zo2core.beside.factor_file.open_regular", side_effect=OSError(24, "Too many open files"))
+    refused = patch("zo2core.perturbation.factor_file.open_regular", side_effect=OSError(24, "Too many open files"))
     with refused, pytest.warns(ZO2Warning, match=r"factors\.jsonl: Too many open files"):
         assert resumed(base, kept, expected) == directions(base, STEPS)
     assert (kept / MANIFEST).read_bytes() == (run / MANIFEST).read_bytes()
@@ -296,7 +296,7 @@ def test_periods_of_another_run_do_not_count(stopped: tuple[Path, Path, dict[str
         journal=run / "journal.jsonl",
         write_back=WriteBackPolicy(directory=run),
         seed=1,
-        perturbation=BesideActivations(rank=2, period=PERIOD),
+        perturbation=LowRankPerturbation(rank=2, period=PERIOD),
     ) as engine:
         for _ in range(PERIOD + 1):
             engine.step(BATCH)

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from low_bit_loop import CarriedMeZO
+from low_bit_loop import LowBitMeZO
 from models import CONFIGS, make_batch, save_model, small_config
 from parity import Plan, Storage, assert_parity, assert_same_bits
 from runs import small_run
@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from zo2adapters import MonolithicMeZO, Precision, generate, open_checkpoint
 from zo2adapters.cli import main
 from zo2core import (
-    BesideActivations,
     CudaDevice,
     Distribution,
     HostPlan,
+    LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
@@ -32,11 +32,11 @@ from zo2core import (
     Replay,
     ZOEngine,
 )
-from zo2core.beside import factor_store
 from zo2core.errors import DeviceError
 from zo2core.io.page_memory import anonymous_memory
 from zo2core.kernels import dispatch, philox
-from zo2core.kernels.carrying import FP8
+from zo2core.kernels.low_bit import FP8
+from zo2core.perturbation import factor_store
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.protocols import Device
 from zo2core.types import Descend, Perturb, Program
@@ -137,7 +137,7 @@ def test_directions_beside_the_activations_are_the_stacked_loops(
             memory=MemoryPolicy(
                 host=HostPlan((), 1 << 40, buckets, keep_noise=False), device=DevicePlan((), 1 << 40, 1, 1 << 24)
             ),
-            perturbation=BesideActivations(rank=2, period=2),
+            perturbation=LowRankPerturbation(rank=2, period=2),
         ) as engine,
     ):
         for _ in range(5):
@@ -150,23 +150,23 @@ def test_directions_beside_the_activations_are_the_stacked_loops(
 
 @pytest.mark.parametrize("kept", [0, 2])
 @pytest.mark.parametrize("replay", ["auto", "host"])
-@pytest.mark.parametrize("carried", [None, torch.bfloat16, torch.float16, FP8], ids=str)
+@pytest.mark.parametrize("transfer_dtype", [None, torch.bfloat16, torch.float16, FP8], ids=str)
 def test_carried_weights_are_those_of_the_monolithic_loop(
-    carried: torch.dtype | None, replay: Replay, kept: int, tmp_path: Path
+    transfer_dtype: torch.dtype | None, replay: Replay, kept: int, tmp_path: Path
 ) -> None:
     base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=BLOCKS), torch.bfloat16)
     numbers: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2}
     batch, distribution = on_gpu(make_batch(40, [7, 4])), Distribution.RADEMACHER
-    whole = (MonolithicMeZO if carried is None else CarriedMeZO)(
+    whole = (MonolithicMeZO if transfer_dtype is None else LowBitMeZO)(
         whole_on_gpu(base, torch.float32),
         **numbers,
         draw=lambda z, seed, place: dispatch.fill(z, distribution, seed, place),
         autocast=torch.bfloat16,
     )
-    if carried is not None:
-        assert isinstance(whole, CarriedMeZO)
-        whole.carried = carried
-    precision = Precision(stored=torch.float32, computed=torch.bfloat16, carried=carried)
+    if transfer_dtype is not None:
+        assert isinstance(whole, LowBitMeZO)
+        whole.transfer_dtype = transfer_dtype
+    precision = Precision(stored=torch.float32, computed=torch.bfloat16, transfer_dtype=transfer_dtype)
     memory = MemoryPolicy(device=DevicePlan((), 1 << 40, kept, 1 << 24))
     with ZOEngine(
         open_checkpoint(base, precision=precision, loss_chunk=None),
@@ -183,10 +183,10 @@ def test_carried_weights_are_those_of_the_monolithic_loop(
             assert_same_bits(name, tensor.cpu(), own[name].data.cpu())
 
 
-@pytest.mark.parametrize("carried", [torch.bfloat16, torch.float16, FP8], ids=str)
-def test_what_comes_back_rounded_does_not_depend_on_who_keeps_a_block(carried: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transfer_dtype", [torch.bfloat16, torch.float16, FP8], ids=str)
+def test_what_comes_back_rounded_does_not_depend_on_who_keeps_a_block(transfer_dtype: torch.dtype, tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama", num_hidden_layers=BLOCKS), torch.bfloat16)
-    precision = Precision(stored=torch.float32, computed=torch.bfloat16, carried=carried, carried_back=True)
+    precision = Precision(stored=torch.float32, computed=torch.bfloat16, transfer_dtype=transfer_dtype, transfer_back=True)
     weights = []
     for kept in (0, 2):
         with ZOEngine(
@@ -213,7 +213,9 @@ def test_tokens_are_those_of_transformers_own_generate(base: Path) -> None:
     assert ours == theirs[0, prompt.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("more", [[], ["--precision", "mixed", "--dtype", "bfloat16", "--carried", "bfloat16"]], ids=str)
+@pytest.mark.parametrize(
+    "more", [[], ["--precision", "mixed", "--dtype", "bfloat16", "--transfer-dtype", "bfloat16"]], ids=str
+)
 def test_a_run_resumed_on_the_gpu_ends_as_the_undisturbed_one(more: list[str], tmp_path: Path) -> None:
     options = small_run(tmp_path)
     train = ["train", "--model", options.model, "--data", str(options.data), "--lr", "1e-2", "--device", "cuda", *more]

@@ -77,9 +77,9 @@ def test_moves_lead_from_one_evaluation_to_the_next(
 
 def test_an_updates_seeds_are_those_of_its_walk_and_of_its_probes() -> None:
     extra = update((5,))
-    walked = Update(0, (Evaluation(8, 0.0), Evaluation(7, 1.0)), (5,), (0.1,), 1e-2, 1e-3, 0.0, True, (1.0, 1.0))
+    unrounded = Update(0, (Evaluation(8, 0.0), Evaluation(7, 1.0)), (5,), (0.1,), 1e-2, 1e-3, 0.0, True, (1.0, 1.0))
     assert seeds_of(extra) == (5,)
-    assert seeds_of(walked) == (7, 5), "an evaluation without a shift moves nothing"
+    assert seeds_of(unrounded) == (7, 5), "an evaluation without a shift moves nothing"
 
 
 @pytest.mark.parametrize("distribution", [None, Distribution.GAUSSIAN])

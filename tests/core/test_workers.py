@@ -32,12 +32,12 @@ from zo2adapters import open_checkpoint
 from zo2core import (
     FZOO,
     BatchError,
-    BesideActivations,
     ClosedError,
     Distribution,
     Guarded,
     Journal,
     JournalError,
+    LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     MultiQueryRGE,
@@ -64,10 +64,10 @@ from zo2core.sources.shared import SharedSource
 from zo2core.types import Evaluation
 from zo2core.workers import Split
 from zo2core.workers.exchange import TCPStore
+from zo2core.workers.messages import COLLECTOR, Round, unbundled
 from zo2core.workers.report import Report, combined
-from zo2core.workers.round import COLLECTOR, Round, unbundled
 from zo2core.workers.seal import SEAL_BYTES, Seal
-from zo2core.workers.share import choose_split, evaluations_apart
+from zo2core.workers.shards import choose_split, evaluations_apart
 
 STEPS = 4
 RGE = MultiQueryRGE(lr=1e-2, zo_eps=1e-2, q=3, weight_decay=0.1)
@@ -142,13 +142,13 @@ def test_every_row_of_every_evaluation_is_one_workers(size: int, evaluations: in
     taken = [
         (place, row)
         for rank in range(size)
-        for share in [split.share(rank, evaluations, unit)]
+        for share in [split.shard(rank, evaluations, unit)]
         for place in share.evaluations
         for row in range(*share.rows(rows).indices(rows))
     ]
     assert sorted(taken) == list(itertools.product(range(evaluations), range(rows)))
-    assert all(split.share(rank, evaluations, unit).evaluations for rank in range(size))
-    assert all(split.share(rank, evaluations, unit).evaluations.start % unit == 0 for rank in range(size))
+    assert all(split.shard(rank, evaluations, unit).evaluations for rank in range(size))
+    assert all(split.shard(rank, evaluations, unit).evaluations.start % unit == 0 for rank in range(size))
 
 
 def test_a_split_is_the_one_that_was_asked_for_or_the_one_with_the_least_to_do() -> None:
@@ -324,7 +324,7 @@ def test_beside_the_activations_stacks_of_one_size_give_the_same_bits(tmp_path: 
 
     def run(workers: Workers | None) -> dict[str, torch.Tensor]:
         rank = "alone" if workers is None else workers.rank
-        options: dict[str, Any] = {"perturbation": BesideActivations(rank=2, stack=2), "workers": workers}
+        options: dict[str, Any] = {"perturbation": LowRankPerturbation(rank=2, stack=2), "workers": workers}
         with ZOEngine(models[rank], estimator, journal=tmp_path / f"{rank}.jsonl", **options) as engine:
             for _ in range(3):
                 engine.step(batch)
@@ -681,7 +681,7 @@ def test_a_bundle_has_what_was_said_or_is_none() -> None:
 
 
 def test_a_worker_without_the_key_is_refused(tmp_path: Path) -> None:
-    outcomes = attempted(2, lambda workers: workers.heard(1.0), key=[b"one" * 8, b"two" * 8], timeout=3.0)
+    outcomes = attempted(2, lambda workers: workers.all_gather(1.0), key=[b"one" * 8, b"two" * 8], timeout=3.0)
     assert isinstance(outcomes[0], WorkerError)
     assert "key" in str(outcomes[0])
     assert isinstance(outcomes[1], WorkerError)
@@ -692,7 +692,7 @@ def test_who_is_silent_is_named() -> None:
     client_of(store)
     workers = Workers.joined(rank=0, size=2, store=store, key=KEY, timeout=0.3)
     with pytest.raises(WorkerError, match="worker 1"):
-        workers.heard(1.0)
+        workers.all_gather(1.0)
     workers.close("the test has ended")
 
 
@@ -946,7 +946,7 @@ def waiting_worker(port: int, rank: int, told: Any) -> None:
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     with Workers.joined(rank=rank, size=2, store=store, key=KEY, timeout=600.0) as workers:
         told.set()
-        workers.heard(1)
+        workers.all_gather(1)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -962,9 +962,9 @@ def test_who_is_interrupted_while_it_waits_says_so_and_goes(rank: int) -> None:
     assert process.exitcode == 1
     other = Workers.joined(rank=1 - rank, size=2, store=store, key=KEY, timeout=60.0)
     if rank == 1:
-        other.heard(1)  # what it said before it was interrupted counts
+        other.all_gather(1)  # what it said before it was interrupted counts
     with pytest.raises(WorkerError, match=f"worker {rank}: found that it has left: KeyboardInterrupt"):
-        other.heard(1)
+        other.all_gather(1)
     other.close("the test has ended")
 
 

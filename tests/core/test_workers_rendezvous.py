@@ -103,8 +103,8 @@ def test_workers_of_torchrun_on_one_host_have_a_random_key_and_leave_no_file(
             with Workers.from_torchrun(timeout=SECONDS) as workers:
                 store, seal = joining.result()
                 second = Exchange(store, 1, 2, seal, timeout=SECONDS)
-                answering = thread.submit(second.told, "values", 2)
-                assert workers.heard(1) == [1, 2]
+                answering = thread.submit(second.all_gather, "values", 2)
+                assert workers.all_gather(1) == [1, 2]
                 answering.result()
                 second.close()
         assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -15,8 +15,8 @@ import torch
 
 import zo2core
 from zo2core import Evaluation, Journal, Update
-from zo2core.beside.factor_file import FactorFile
 from zo2core.io.record_log import RecordFile
+from zo2core.perturbation.factor_file import FactorFile
 from zo2core.sources.scratch import Scratch
 from zo2core.types import BlockLayout, ParameterSpec, SegmentKind
 

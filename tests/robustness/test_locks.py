@@ -23,9 +23,9 @@ from zo2core import (
     ScratchError,
     ZO2Warning,
 )
-from zo2core.beside.factor_file import DATA as FACTORS
 from zo2core.io.durable import LockedFileError, close_locked, open_locked
 from zo2core.io.record_log import RecordFile
+from zo2core.perturbation.factor_file import DATA as FACTORS
 from zo2core.sources.scratch import DATA, MANIFEST
 
 

@@ -10,9 +10,9 @@ from toy import ToyBlockModel
 
 from zo2adapters import open_checkpoint
 from zo2core import (
-    BesideActivations,
     HostPlan,
     Journal,
+    LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     PhiloxNoise,
@@ -49,5 +49,5 @@ def beside(base: Path, run: Path, journal: Path) -> ZOEngine:
         MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False),
         journal=journal,
         write_back=WriteBackPolicy(directory=run),
-        perturbation=BesideActivations(rank=2, period=2),
+        perturbation=LowRankPerturbation(rank=2, period=2),
     )

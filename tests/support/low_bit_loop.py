@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from zo2adapters import MonolithicMeZO
-from zo2core.kernels.carrying import FP8
+from zo2core.kernels.low_bit import FP8
 
 
 def through(theta: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -21,10 +21,10 @@ def through(theta: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (theta / scale).to(dtype).to(theta.dtype) * scale
 
 
-class CarriedMeZO(MonolithicMeZO):
+class LowBitMeZO(MonolithicMeZO):
     """MeZO over the whole model, whose evaluations are made at the weights as a device is given them."""
 
-    carried: torch.dtype
+    transfer_dtype: torch.dtype
 
     def _probe(self, batch: Mapping[str, torch.Tensor], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         saved = [p.data.clone() for _, p in self._trainable]
@@ -32,7 +32,7 @@ class CarriedMeZO(MonolithicMeZO):
         for move, shift in ((1, 1), (-2, -1)):
             if not losses or not self.perturb_in_place:
                 for (name, p), own in zip(self._trainable, saved, strict=True):
-                    p.data.copy_(through(own, self.carried) if ".layers." in name and own.ndim == 2 else own)
+                    p.data.copy_(through(own, self.transfer_dtype) if ".layers." in name and own.ndim == 2 else own)
             self._perturb(seed, move if self.perturb_in_place else shift)
             losses.append(self.loss(batch))
         for (_, p), own in zip(self._trainable, saved, strict=True):

@@ -11,14 +11,14 @@ from transformers import (
     PreTrainedModel,
 )
 
-from zo2adapters.models.beside import BesideModules
+from zo2adapters.models.low_rank import LowRankModules
 from zo2core import (
     Distribution,
     Factors,
     Moved,
 )
-from zo2core.beside import factor_store
 from zo2core.kernels import fill
+from zo2core.perturbation import factor_store
 
 EPS, LR = 1e-2, 1e-2
 
@@ -43,7 +43,7 @@ class StackedLoop:
         self.index = {name: index for index, name in enumerate(self.base)}
         self.updates: list[tuple[int, float, float]] = []  # seed, projected_grad and lr of each probe
         self.ends: list[int] = []  # of each step, in updates
-        self.modules = BesideModules(dict(whole.named_modules()))
+        self.modules = LowRankModules(dict(whole.named_modules()))
 
     def draw(self, name: str, seed: int, *shape: int) -> torch.Tensor:
         drawn = torch.empty(math.prod(shape), device=self.base[name].device)

@@ -13,7 +13,7 @@ from zo2adapters.ranges import shown
 from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
-from zo2adapters.trainers.sharing import local_device, own_trace
+from zo2adapters.trainers.worker_options import local_device, own_trace
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Workers
 
 if TYPE_CHECKING:

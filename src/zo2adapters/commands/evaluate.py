@@ -15,7 +15,7 @@ from zo2adapters.commands.at_step import AtStep
 from zo2adapters.ranges import require_between
 from zo2adapters.tasks.row_format import RowFormat
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.sharing import Sharing, is_first
+from zo2adapters.trainers.worker_options import WorkerOptions, is_first
 from zo2core import NonFiniteLossError, OptionError, Replayer, Workers, parse_size
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Evaluate(AtStep):
 
     def run(self) -> None:
         """Print loss and perplexity; of candidates how often the likeliest one is right; of answers F1 and exact match."""
-        with Sharing(key_file=self.key_file).workers() as workers:
+        with WorkerOptions(key_file=self.key_file).workers() as workers:
             self._evaluate(workers)
 
     def _evaluate(self, workers: Workers | None) -> None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from zo2adapters.ranges import require_at_least, require_between
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.model_options import CarriedName, ModelOptions, precision_of_run
+from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
 from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
 from zo2adapters.trainers.options import evaluations_due
-from zo2core import OptionError, Replay, SequentialNoise, WriteBackPolicy, choose_carrying, require_perturbation
+from zo2core import OptionError, Replay, SequentialNoise, WriteBackPolicy, choose_low_bit_transfer, require_perturbation
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
@@ -29,7 +29,7 @@ class Plan:
     model: str
     """Model directory with safetensors weights, or a hub id."""
     model_options: ModelOptions = field(default_factory=ModelOptions)
-    carried: CarriedName = "stored"
+    transfer_dtype: TransferName = "stored"
     """What blocks are carried in, as for training."""
     replay: Replay = "auto"
     """Who replays for a GPU, as for training."""
@@ -97,7 +97,7 @@ class Plan:
             architecture=told.architecture,
             dtype=told.dtype,
             precision=precision_of_run(told.precision, exact_mezo=exact, on_cpu=on_cpu),
-            carried=self.carried,
+            transfer_dtype=self.transfer_dtype,
             loss_chunk=self.batching.loss_chunk or "auto",
         )
         shapes = self._shapes(model, directory)
@@ -123,7 +123,7 @@ class Plan:
             )
             print(on_device.to_json() if self.json else on_device.table())
             return
-        choose_carrying(self.replay, model.layouts, drawn, in_place=True)  # or refuses it
+        choose_low_bit_transfer(self.replay, model.layouts, drawn, in_place=True)  # or refuses it
         planned = plan_run(
             model,
             shapes,

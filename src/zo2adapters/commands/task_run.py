@@ -12,7 +12,7 @@ from zo2adapters.commands.rows import WriteRows
 from zo2adapters.trainers.model_options import RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources, RunOptions
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, require_new
-from zo2adapters.trainers.sharing import own_rank
+from zo2adapters.trainers.worker_options import own_rank
 from zo2core import OptionError, read_regular
 
 

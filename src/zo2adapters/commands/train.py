@@ -17,7 +17,14 @@ from zo2adapters.trainers.branching import branched_run
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
 from zo2adapters.trainers.provenance import distrust
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory, header_of
-from zo2adapters.trainers.sharing import Sharing, directory_to_resume, holds_run, is_first, own_directory, own_rank
+from zo2adapters.trainers.worker_options import (
+    WorkerOptions,
+    directory_to_resume,
+    holds_run,
+    is_first,
+    own_directory,
+    own_rank,
+)
 from zo2core import OptionError, Workers
 
 # What a resumed run may be told anew. No bit of the result depends on where weights are kept, except by the device.
@@ -74,7 +81,7 @@ class Train(RunOptions):
     """Step of the run named by --resume to branch from: --output gets a new run, which begins with the steps before it.
     Steps are undone in this way. --steps, --lr and the like may be given anew."""
     execution: Execution = field(default_factory=Execution)
-    sharing: Sharing = field(default_factory=Sharing)
+    worker_options: WorkerOptions = field(default_factory=WorkerOptions)
 
     def begun(self) -> Train | None:
         """The options of the run to go on with, as this command's; None for a new run.
@@ -183,7 +190,7 @@ class Train(RunOptions):
             return
         if self.shots is not None:
             raise OptionError("shots", found=str(self.shots), expected="none without --task", remedy="leave it out")
-        with self.sharing.workers() as workers:
+        with self.worker_options.workers() as workers:
             self._train(workers)
 
     def _train_on_benchmark(self, task: str) -> None:
@@ -216,7 +223,7 @@ class Train(RunOptions):
                 options, resume = _own_run(options)
             opened = Trainer(options, resume=resume, quiet=not first, execution=self.execution, workers=workers)
         with opened as trainer:
-            for line in (*trainer.remarks(), trainer.storage()) if first else ():
+            for line in (*trainer.notices(), trainer.storage()) if first else ():
                 print(line, file=sys.stderr)
             if keeps_memory(trainer.host_plan):
                 keep_freed_memory()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import RunOptions, TrainOptions
-from zo2adapters.trainers.sharing import Sharing, is_first
+from zo2adapters.trainers.worker_options import WorkerOptions, is_first
 from zo2core import OptionError, Workers
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Tune(RunOptions):
             )
         own = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
         options = TrainOptions(model=self.model, data=self.data, output=self.output, **own)
-        with Sharing(key_file=self.key_file).workers() as workers:
+        with WorkerOptions(key_file=self.key_file).workers() as workers:
             first = is_first(workers)
             best = tune(
                 options,

@@ -20,9 +20,9 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from zo2adapters.frameworks.arguments import ZOArguments
-from zo2adapters.frameworks.heeded import autocast_of, head_for, require_heeded, require_supported_trainer
 from zo2adapters.frameworks.opening import open_for
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_run, write_token_ids
+from zo2adapters.frameworks.supported import autocast_of, head_for, require_supported, require_supported_trainer
 from zo2adapters.frameworks.swept_batches import SweptBatches
 from zo2adapters.frameworks.trainer_loss import TrainerLoss
 from zo2adapters.models.called_forward import CalledForward
@@ -70,7 +70,7 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
             raise OptionError(
                 "args", found=f"a {type(args).__name__}", expected="the trainer's arguments", remedy="pass them by name"
             )
-        require_heeded(args, options)
+        require_supported(args, options)
         if getattr(args, "precompute_ref_log_probs", None) is False:  # DPO would load the reference whole
             setattr(args, "precompute_ref_log_probs", True)  # noqa: B010 - no other trainer's arguments have it
         self.zo = ZOArguments() if zo is None else zo

@@ -34,9 +34,9 @@ def segment_layouts(
     model: PreTrainedModel,
     architecture: Architecture,
     autocast: torch.dtype | None = None,
-    carried: torch.dtype | None = None,
+    transfer_dtype: torch.dtype | None = None,
     *,
-    carried_back: bool = False,
+    transfer_back: bool = False,
     encodings: Mapping[str, Encoding] = MappingProxyType({}),
     trained: Collection[str] | None = None,
     kept: Collection[str] = (),
@@ -47,9 +47,10 @@ def segment_layouts(
         model: The model.
         architecture: Where its parts are.
         autocast: The dtype of ``torch.autocast`` in the forward; None runs without.
-        carried: The dtype in which the layers' matrices are carried; None: as they are stored. Vectors are few and matter
+        transfer_dtype: The dtype in which the layers' matrices are carried; None: as they are stored. Vectors are few
+            and matter
             much: they always are.
-        carried_back: Whether they come back in it, too.
+        transfer_back: Whether they come back in it, too.
         encodings: By parameter: in which it is stored; others are stored in their dtype.
         trained: Parameters that are trained, all others being frozen. None: all are.
         kept: Parameters of the layers that are to stay in memory: they are the embedding's, and layers borrow them.
@@ -76,8 +77,8 @@ def segment_layouts(
         spec = replace(spec, encoding=encodings.get(name), frozen=trained is not None and name not in trained)
         if is_common or (name in kept and not {0, blocks + 1} & set(users)):
             users = [0, *users]
-        if carried is not None and len(spec.shape) > 1 and not {0, blocks + 1} & set(users):
-            spec = replace(spec, carried_dtype=carried, carried_back=carried_back)
+        if transfer_dtype is not None and len(spec.shape) > 1 and not {0, blocks + 1} & set(users):
+            spec = replace(spec, transfer_dtype=transfer_dtype, transfer_back=transfer_back)
         for place, user in enumerate(users):
             modules = [model.get_submodule(alias.rpartition(".")[0]) for alias in aliases.get(user, ())]
             own = replace(spec, forward_dtype=autocast_dtype(modules, autocast))

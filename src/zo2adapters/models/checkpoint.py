@@ -71,7 +71,7 @@ def open_checkpoint(
     *,
     dtype: torch.dtype | str = "auto",
     precision: Precision | str = "exact",
-    carried: str = "stored",
+    transfer_dtype: str = "stored",
     export_dtype: torch.dtype | str = "auto",
     architecture: Architecture | Path | None = None,
     loss_chunk: int | Literal["auto"] | None = "auto",
@@ -88,7 +88,8 @@ def open_checkpoint(
         precision: ``"exact"`` is one dtype for all, in which small updates of 16-bit weights are rounded away as they are in
             MeZO; ``"mixed"`` stores float32 and computes in 16 bits; ``"auto"`` is mixed for weights of 16 bits, else
             exact; a ``Precision`` says all of it, and takes no ``dtype``.
-        carried: In which the layers' matrices travel to a device with memory of its own: "stored", "bfloat16", "float16" or
+        transfer_dtype: In which the layers' matrices travel to a device with memory of its own: "stored", "bfloat16",
+            "float16" or
             "float8", or "bfloat16-back" and so on where they come back in it, too; see ``Precision``.
         export_dtype: To which exported weights are rounded, once. "auto" is the checkpoint's own in mixed precision, else
             they are written as they are stored.
@@ -119,8 +120,10 @@ def open_checkpoint(
     if kind is not CAUSAL_LM and loss_chunk not in (None, "auto"):
         raise OptionError("loss_chunk", found=f"{loss_chunk} for {head}", expected="none", remedy="leave it out")
     chosen_config = None if adapter is None else peft_config(adapter)
-    if adapter is not None and (kind is not CAUSAL_LM or precision not in ("auto", "exact") or carried != "stored"):
-        option, found = ("head", head) if kind is not CAUSAL_LM else ("precision", f"{precision}, {carried} carried")
+    if adapter is not None and (kind is not CAUSAL_LM or precision not in ("auto", "exact") or transfer_dtype != "stored"):
+        option, found = (
+            ("head", head) if kind is not CAUSAL_LM else ("precision", f"{precision}, transfer_dtype {transfer_dtype}")
+        )
         expected = "a causal language model in exact precision beside an adapter, whose parameters are float32 anyway"
         raise OptionError(option, found=found, expected=expected, remedy="leave it out")
     precision = precision if adapter is None else "exact"
@@ -134,9 +137,9 @@ def open_checkpoint(
     own = _dtype("auto", config, entries)
     if quantization is not None:
         entries, encoded = without_encodings(entries, quantization, own)
-        precision = exact_where_encoded(precision, carried)
+        precision = exact_where_encoded(precision, transfer_dtype)
     given = dtype != "auto"
-    chosen = choose_precision(precision, _dtype(dtype, config, entries), given=given, carried=carried)
+    chosen = choose_precision(precision, _dtype(dtype, config, entries), given=given, transfer_dtype=transfer_dtype)
     if adapter is not None and reads_images(config):
         raise UnsupportedModelError(
             f"model type {config.model_type}",
@@ -178,8 +181,8 @@ def open_checkpoint(
     options: dict[str, Any] = {
         "saved_form": SavedForm(parts, load_buffers(matched.buffers, skeleton)),
         "autocast": chosen.autocast,
-        "carried": None if chosen.carried is chosen.stored else chosen.carried,
-        "carried_back": chosen.carried_back,
+        "transfer_dtype": None if chosen.transfer_dtype is chosen.stored else chosen.transfer_dtype,
+        "transfer_back": chosen.transfer_back,
         "export_dtype": exported if rounds else None,
         "encodings": encodings,
     }

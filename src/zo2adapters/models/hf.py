@@ -21,11 +21,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zo2adapters.models.architecture import Architecture, require_axes, segment_aliases, segment_layouts
-from zo2adapters.models.beside import BesideModules, tell_shape
 from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.chunked_loss import chunked_loss
 from zo2adapters.models.decisive_config import decisive_config
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
+from zo2adapters.models.low_rank import LowRankModules, tell_shape
 from zo2adapters.models.packing import require_apart
 from zo2adapters.models.prepared_batch import (
     PreparedBatch,
@@ -60,8 +60,8 @@ class HFBlockModel:
         saved_form: In which tensors the checkpoint keeps the parameters, and what else it keeps.
         loss_chunk: Labelled tokens whose logits are there at a time; None: all.
         autocast: The dtype of ``torch.autocast`` in the forward; None runs without.
-        carried: The dtype in which the layers' matrices are carried to a device; None: as they are stored.
-        carried_back: Whether they come back in it, too.
+        transfer_dtype: The dtype in which the layers' matrices are carried to a device; None: as they are stored.
+        transfer_back: Whether they come back in it, too.
         export_dtype: To which exported weights are rounded; None: they are written as they are stored.
         targets: Entries of a batch that the loss alone reads.
         encodings: By parameter: in which it is stored, to be read only; others are stored in their dtype.
@@ -84,8 +84,8 @@ class HFBlockModel:
         saved_form: SavedForm | None = None,
         loss_chunk: int | None = None,
         autocast: torch.dtype | None = None,
-        carried: torch.dtype | None = None,
-        carried_back: bool = False,
+        transfer_dtype: torch.dtype | None = None,
+        transfer_back: bool = False,
         export_dtype: torch.dtype | None = None,
         targets: Sequence[str] = ("labels",),
         encodings: Mapping[str, Encoding] | None = None,
@@ -97,15 +97,15 @@ class HFBlockModel:
             skeleton,
             architecture,
             autocast,
-            carried,
-            carried_back=carried_back,
+            transfer_dtype,
+            transfer_back=transfer_back,
             encodings=encodings or {},
             trained=trained,
             kept=kept,
         )
         self.autocast = autocast
-        self.carried = carried
-        self.carried_back = carried_back
+        self.transfer_dtype = transfer_dtype
+        self.transfer_back = transfer_back
         self.export_dtype = export_dtype
         self.weights = weights
         self.companions = companions
@@ -121,7 +121,7 @@ class HFBlockModel:
         self._skeleton = skeleton
         self._called: Callable[..., Any] = skeleton  # what runs HF's forward
         self._recorder = CallRecorder()
-        self._beside: BesideModules | None = None  # the modules, once they are patched
+        self._beside: LowRankModules | None = None  # the modules, once they are patched
         self._stand_in_branches = BranchCache()  # the same for any number of stand-ins
         layers = skeleton.get_submodule(architecture.blocks)
         assert isinstance(layers, nn.ModuleList)
@@ -132,8 +132,8 @@ class HFBlockModel:
     @property
     def description(self) -> Mapping[str, Any]:
         """What of the config decides the forwards, with transformers' defaults, and the attention that it chose."""
-        dtypes = {"autocast": self.autocast, "carried": self.carried}
-        dtypes["carried_back"] = self.carried if self.carried_back else None
+        dtypes = {"autocast": self.autocast, "carried": self.transfer_dtype}  # names that journals have
+        dtypes["carried_back"] = self.transfer_dtype if self.transfer_back else None  # names that journals have
         return decisive_config(self.config, dtypes, self.saved_form.constants)
 
     @property
@@ -207,7 +207,7 @@ class HFBlockModel:
 
     def require_stackable(self) -> None:
         """Patch the modules for directions beside the activations. See the contract."""
-        self._beside = self._beside or BesideModules(self._modules)
+        self._beside = self._beside or LowRankModules(self._modules)
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
         """Join batches of equal shapes. See the contract."""

@@ -89,13 +89,13 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
             "adapter", found=name, expected=f"{' or '.join(KINDS)} as peft_type", remedy=f"use one of {classes}"
         )
     plain, defaults = config.to_dict(), type(config)().to_dict()
-    known = kind.decisive | kind.heeded | NEUTRAL
-    unheeded = [key for key, value in plain.items() if key not in known and value != defaults.get(key)]
-    unheeded += kind.unheeded(config)
-    if unheeded:
+    known = kind.decisive | kind.supported | NEUTRAL
+    unused_options = [key for key, value in plain.items() if key not in known and value != defaults.get(key)]
+    unused_options += kind.unused_options(config)
+    if unused_options:
         raise OptionError(
-            f"adapter.{unheeded[0]}",
-            found=str(plain[unheeded[0]])[:80],
+            f"adapter.{unused_options[0]}",
+            found=str(plain[unused_options[0]])[:80],
             expected=kind.accepted,
             remedy="leave it out",
         )

@@ -15,9 +15,9 @@ from zo2core import OptionError
 
 _STORED = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HALVES = (torch.bfloat16, torch.float16)
-_CARRIED = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.float8_e4m3fn}
+_TRANSFER_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.float8_e4m3fn}
 _BACK = "-back"
-CARRIED = ("stored", *_CARRIED, *(f"{name}{_BACK}" for name in _CARRIED))  # what may be asked for
+TRANSFER_DTYPES = ("stored", *_TRANSFER_DTYPES, *(f"{name}{_BACK}" for name in _TRANSFER_DTYPES))  # what may be asked for
 _ROUNDS = 20  # of the probe; the best counts
 _CLEARLY = 0.5  # times bfloat16's seconds: float16 has fewer exponents, so it has to be worth it
 
@@ -34,11 +34,12 @@ class Precision:
     Args:
         stored: In which updates are replayed and kept. A block is converted as it is read; the checkpoint stays as it is.
         computed: In which matrix products run; by default what is stored.
-        carried: In which a block's matrices travel to a device with memory of its own, whose weights they are then, widened
+        transfer_dtype: In which a block's matrices travel to a device with memory of its own, whose weights they are
+            then, widened
             again: ``torch.bfloat16``, ``torch.float16`` or ``torch.float8_e4m3fn`` with a scale for each output row. By
             default blocks travel as they are stored. Evaluations are made at these weights wherever they are computed, so
             that every device gives the same bits.
-        carried_back: Whether what is carried also comes back, so that every update is rounded to it (ZO2,
+        transfer_back: Whether what is carried also comes back, so that every update is rounded to it (ZO2,
             arXiv 2503.12668, section 5.5). Without, the host replays in what is stored.
 
     Raises:
@@ -47,8 +48,8 @@ class Precision:
 
     stored: torch.dtype
     computed: torch.dtype | None = None
-    carried: torch.dtype | None = None
-    carried_back: bool = False
+    transfer_dtype: torch.dtype | None = None
+    transfer_back: bool = False
 
     def __post_init__(self) -> None:
         if self.stored not in _STORED:
@@ -65,17 +66,19 @@ class Precision:
                 expected=f"{self.stored}, or torch.bfloat16 or torch.float16 where torch.float32 is stored",
                 remedy="store torch.float32 to compute in 16 bits",
             )
-        carried = tuple(_CARRIED.values())
-        if self.carried not in (None, self.stored) and (self.stored is not torch.float32 or self.carried not in carried):
+        offered = tuple(_TRANSFER_DTYPES.values())
+        if self.transfer_dtype not in (None, self.stored) and (
+            self.stored is not torch.float32 or self.transfer_dtype not in offered
+        ):
             raise OptionError(
-                "precision.carried",
-                found=f"{self.carried} where {self.stored} is stored",
-                expected=f"{self.stored}, or one of {', '.join(map(str, carried))} where torch.float32 is stored",
+                "precision.transfer_dtype",
+                found=f"{self.transfer_dtype} where {self.stored} is stored",
+                expected=f"{self.stored}, or one of {', '.join(map(str, offered))} where torch.float32 is stored",
                 remedy="leave it out: blocks travel as they are stored",
             )
-        if self.carried_back and self.carried in (None, self.stored):
+        if self.transfer_back and self.transfer_dtype in (None, self.stored):
             raise OptionError(
-                "precision.carried_back",
+                "precision.transfer_back",
                 found="True where blocks travel as they are stored",
                 expected="a dtype in which they are carried",
                 remedy="leave it out",
@@ -87,40 +90,42 @@ class Precision:
         return None if self.computed in (None, self.stored) else self.computed
 
 
-def choose_precision(precision: Precision | str, dtype: torch.dtype, *, given: bool, carried: str = "stored") -> Precision:
+def choose_precision(
+    precision: Precision | str, dtype: torch.dtype, *, given: bool, transfer_dtype: str = "stored"
+) -> Precision:
     """The precision by its name, for a dtype, and what is carried by its name.
 
     Args:
         precision: As for ``open_checkpoint``, and so is what follows.
         dtype: The checkpoint's, or the one that a caller gave.
         given: Whether a caller gave it.
-        carried: One of ``CARRIED``.
+        transfer_dtype: One of ``TRANSFER_DTYPES``.
 
     Raises:
         OptionError: if a name is unknown, or the dtypes do not go together.
     """
     chosen = _by_name(precision, dtype, given=given)
-    if carried == "stored":
+    if transfer_dtype == "stored":
         return chosen
-    name = carried.removesuffix(_BACK) if isinstance(carried, str) else ""
-    if name not in _CARRIED or isinstance(precision, Precision):
+    name = transfer_dtype.removesuffix(_BACK) if isinstance(transfer_dtype, str) else ""
+    if name not in _TRANSFER_DTYPES or isinstance(precision, Precision):
         raise OptionError(
-            "carried",
-            found=repr(carried),
-            expected=f"one of {', '.join(CARRIED)}, and none beside a Precision",
+            "transfer_dtype",
+            found=repr(transfer_dtype),
+            expected=f"one of {', '.join(TRANSFER_DTYPES)}, and none beside a Precision",
             remedy="choose one of these",
         )
-    return replace(chosen, carried=_CARRIED[name], carried_back=carried.endswith(_BACK))
+    return replace(chosen, transfer_dtype=_TRANSFER_DTYPES[name], transfer_back=transfer_dtype.endswith(_BACK))
 
 
-def exact_where_encoded(precision: Precision | str, carried: str) -> Precision | str:
+def exact_where_encoded(precision: Precision | str, transfer_dtype: str) -> Precision | str:
     """The precision of a checkpoint whose matrices are stored in 8 or 4 bits: they are decoded to one dtype.
 
     Raises:
         OptionError: if another was asked for.
     """
-    if carried != "stored" or precision not in ("auto", "exact"):
-        option, found = ("carried", carried) if carried != "stored" else ("precision", str(precision))
+    if transfer_dtype != "stored" or precision not in ("auto", "exact"):
+        option, found = ("transfer_dtype", transfer_dtype) if transfer_dtype != "stored" else ("precision", str(precision))
         raise OptionError(
             option,
             found=f"{found} for quantised weights",

@@ -13,9 +13,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.dealing import in_order, is_own
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.rows import TOO_LONG, parsed_rows
+from zo2adapters.tasks.sharding import in_order, is_own_shard
 from zo2core import DataError, Runner
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -102,7 +102,7 @@ def answer(
     f1, exact = [], []
     for number, group in enumerate(groups):
         progress(len(group))
-        if not is_own(engine, number):
+        if not is_own_shard(engine, number):
             continue
         columns = list(generate(engine, model, [row.prompt for row in group], **options))
         for written, row in zip(zip(*columns, strict=True), group, strict=True):

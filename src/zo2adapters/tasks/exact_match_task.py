@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.dealing import in_order, is_own
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.language_modelling_task import LanguageModelling
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
+from zo2adapters.tasks.sharding import in_order, is_own_shard
 from zo2adapters.tasks.task import TaskOptions
 from zo2core import Batch, OptionError, Runner, StepResult, ZOEngine
 
@@ -40,7 +40,7 @@ class ExactMatch(LanguageModelling):
     def evaluate(self, engine: Runner, rows: Dataset) -> dict[str, float]:
         """One less the share of matches, and it."""
         starts = range(0, len(rows), self._options.batch_size)
-        own = [start for number, start in enumerate(starts) if is_own(engine, number)]
+        own = [start for number, start in enumerate(starts) if is_own_shard(engine, number)]
         counts = [self._wrong(engine, rows.rows[start : start + self._options.batch_size], None) for start in own]
         wrong = int(sum(in_order(engine, counts, [1] * len(starts), rows.rows)))
         return {"loss": wrong / len(rows), "exact_match": 1 - wrong / len(rows)}

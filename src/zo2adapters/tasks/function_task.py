@@ -12,9 +12,9 @@ import torch
 
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.dealing import in_order, is_own
 from zo2adapters.tasks.language_modelling_task import LanguageModelling
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
+from zo2adapters.tasks.sharding import in_order, is_own_shard
 from zo2adapters.tasks.task import TaskOptions
 from zo2core import Batch, OptionError, Runner, StepResult, ZOEngine, open_regular
 
@@ -40,7 +40,7 @@ class FunctionTask(LanguageModelling):
 
         def batches() -> Iterator[Batch]:
             for number, start in enumerate(starts):
-                if is_own(engine, number):
+                if is_own_shard(engine, number):
                     yield self.batch(rows.rows[start : start + self._options.batch_size])
 
         own = [float(value) for outputs in engine.forwards(batches(), self._forward) for value in outputs]

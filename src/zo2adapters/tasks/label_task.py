@@ -10,8 +10,8 @@ import torch
 
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.tasks.dealing import in_order, is_own
 from zo2adapters.tasks.labelled import LabelledRow, LabelledRows, classifies, labelled_batch, padding_of
+from zo2adapters.tasks.sharding import in_order, is_own_shard
 from zo2adapters.tasks.task import Task, TaskOptions
 from zo2core import Batch, Runner, StepResult, ZOEngine
 
@@ -56,7 +56,9 @@ def evaluate_labels(
         ``loss``, the mean over rows; where rows have a class also ``accuracy``, the share whose likeliest class is right.
     """
     groups = [rows.rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    batches = (labelled_batch(group, pad_token_id=pad) for number, group in enumerate(groups) if is_own(engine, number))
+    batches = (
+        labelled_batch(group, pad_token_id=pad) for number, group in enumerate(groups) if is_own_shard(engine, number)
+    )
     outputs = engine.forwards(batches, CalledForward(model, _loss_and_right))
     own = [value for outputs_of_sweep in outputs for output in outputs_of_sweep for value in output.tolist()]
     values = in_order(engine, own, [2] * len(groups), rows.rows)

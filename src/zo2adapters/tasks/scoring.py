@@ -15,8 +15,8 @@ from zo2adapters.models.footprint import forward_bytes
 from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.prepared_batch import predictions
 from zo2adapters.tasks.batches import collate
-from zo2adapters.tasks.dealing import in_order, is_own
 from zo2adapters.tasks.rows import TokenizedRow
+from zo2adapters.tasks.sharding import in_order, is_own_shard
 from zo2core import Batch, BatchError, Runner
 
 
@@ -123,7 +123,7 @@ def score(
         for number, group in enumerate(groups):
             if progress is not None:
                 progress(len(group))
-            if is_own(engine, number):
+            if is_own_shard(engine, number):
                 yield collate(group, pad_token_id=pad_token_id)
 
     sums: list[float] = []

@@ -12,9 +12,9 @@ from zo2core import (
     MOST_USEFUL_BUCKETS,
     ROOMS,
     CounterNoise,
+    DensePerturbation,
     DevicePlan,
     HostPlan,
-    InWeights,
     Machine,
     MeasuredSpeeds,
     MemoryPolicy,
@@ -23,10 +23,10 @@ from zo2core import (
     Replay,
     RunRequest,
     SequentialNoise,
-    carried_layout,
     interval_within,
     kept_bytes_a_step,
     laid_out_as_on_disk,
+    low_bit_layout,
     parse_size,
     plan,
     shown_bytes,
@@ -91,7 +91,7 @@ def plan_device_run(
     evaluations: int | None = None,
     write_limit_tb: float | None = None,
     replay: Replay = "auto",
-    perturbation: Perturbation = InWeights(),  # noqa: B008 - frozen
+    perturbation: Perturbation = DensePerturbation(),  # noqa: B008 - frozen
     stacked: int = 1,
 ) -> DeviceRunPlan:
     """Plan a run on a GPU that need not be here. Nothing is loaded or measured.
@@ -139,7 +139,7 @@ def plan_device_run(
         replay=replay,
     )
     spec = plan(request, Machine(in_place=False, on_host=False), MeasuredSpeeds(model.weights))
-    device_plan, host_plan, carrying, used = spec.device_plan, spec.host_plan, spec.carrying, spec.layouts
+    device_plan, host_plan, low_bit, used = spec.device_plan, spec.host_plan, spec.low_bit, spec.layouts
     assert device_plan is not None, "a device of its own has a plan"
     own, streams = expected_held_bytes(config, running * stacked, tokens), -(-evaluations // stacked) * -(-rows // running)
     left = device_plan.activation_bytes - forward_bytes(
@@ -150,9 +150,9 @@ def plan_device_run(
     read = 0
     if host_plan.buckets is not None:
         read = _share(blocks, len(blocks) - device_plan.kept - max(host_plan.buckets - MOST_USEFUL_BUCKETS, 0))
-    moving = [(layout if carrying is None else carried_layout(layout)).nbytes for layout in used if not layout.resident]
+    moving = [(layout if low_bit is None else low_bit_layout(layout)).nbytes for layout in used if not layout.resident]
     moved = _share(moving, len(blocks) - device_plan.kept)
-    is_changed = isinstance(perturbation, InWeights)  # else weights are only read
+    is_changed = isinstance(perturbation, DensePerturbation)  # else weights are only read
     every = 1 if write_limit_tb is None else interval_within(used, write_limit_tb)
     kept = kept_bytes_a_step(perturbation, used, None if write_limit_tb is None else write_limit_tb * 1e9)
     return DeviceRunPlan(
@@ -161,7 +161,7 @@ def plan_device_run(
         blocks=len(blocks),
         read_bytes=read,
         moved_bytes=moved,
-        returned_bytes=moved if is_changed and (carrying is None or carrying.comes_back) else 0,
+        returned_bytes=moved if is_changed and (low_bit is None or low_bit.comes_back) else 0,
         waiting_bytes=waiting,
         terabytes_per_1000_steps=terabytes_written(used, every) if is_changed else kept / 1e9,
         bus=parse_size(bus, option="bus"),

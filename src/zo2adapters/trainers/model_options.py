@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 DtypeName: TypeAlias = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 PrecisionName: TypeAlias = Literal["auto", "exact", "mixed"]
-CarriedName: TypeAlias = Literal["stored", "bfloat16", "float16", "float8", "bfloat16-back", "float16-back", "float8-back"]
+TransferName: TypeAlias = Literal["stored", "bfloat16", "float16", "float8", "bfloat16-back", "float16-back", "float8-back"]
 HeadName: TypeAlias = Literal["causal-lm", "sequence-classification"]
 
 
@@ -48,7 +48,7 @@ class ModelOptions:
 class RunModelOptions(ModelOptions):
     """How the checkpoint of a run is opened."""
 
-    carried: CarriedName = "stored"
+    transfer_dtype: TransferName = "stored"
     """What the layers' matrices travel to a GPU in, in mixed precision: as they are stored, or in fewer bits, and then the
     host replays and nothing comes back. With -back they come back in it, too, and every update is rounded to it.
     Evaluations see what travels: it is part of the result, on the CPU too."""
@@ -94,7 +94,7 @@ class RunModelOptions(ModelOptions):
             adapter=adapter,
             dtype=self.dtype,
             precision=self.precision,
-            carried=self.carried,
+            transfer_dtype=self.transfer_dtype,
             export_dtype=export_dtype,
             loss_chunk=loss_chunk or "auto",
         )

@@ -10,13 +10,13 @@ from typing import Any
 from zo2adapters.ranges import require_between
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2core import (
-    BesideActivations,
     BlockLayout,
     Clipped,
+    DensePerturbation,
     Distribution,
     EstimatorName,
     Guarded,
-    InWeights,
+    LowRankPerturbation,
     NoiseGenerator,
     OptionError,
     Perturbation,
@@ -126,8 +126,8 @@ class Directions:
             OptionError: if rank or period is out of its range.
         """
         if self.rank is None:
-            return InWeights()
-        return BesideActivations(rank=self.rank, period=self.period, stack=self.stack)
+            return DensePerturbation()
+        return LowRankPerturbation(rank=self.rank, period=self.period, stack=self.stack)
 
 
 @dataclass(frozen=True, kw_only=True)

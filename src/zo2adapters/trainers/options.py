@@ -167,26 +167,24 @@ class RunOptions:
                 remedy="name them, or leave it out",
             )
         if self.optimization.per_row and not names_model_loss(self.objective):
-            raise _in_vain("per_row", f"--objective {self.objective}", "loss, which is each row's own")
+            raise _unused("per_row", f"--objective {self.objective}", "loss, which is each row's own")
         if self.takes_labels:
             if not names_model_loss(self.objective):
-                raise _in_vain(
-                    "objective", f"{self.objective} with --head {self.model_options.head}", "the model's own loss"
-                )
+                raise _unused("objective", f"{self.objective} with --head {self.model_options.head}", "the model's own loss")
             if self.beta is not None:
-                raise _in_vain("beta", f"{self.beta} with --head {self.model_options.head}", "the model's own loss")
+                raise _unused("beta", f"{self.beta} with --head {self.model_options.head}", "the model's own loss")
             if self.batching.pack:
-                raise _in_vain("pack", f"--head {self.model_options.head}", "a causal language model")
+                raise _unused("pack", f"--head {self.model_options.head}", "a causal language model")
             if self.optimization.per_row:
-                raise _in_vain("per_row", f"--head {self.model_options.head}", "a causal language model")
+                raise _unused("per_row", f"--head {self.model_options.head}", "a causal language model")
         if self.optimization.per_row and self.batching.pack:
-            raise _in_vain("per_row", "--pack", "rows whose losses stay apart")
+            raise _unused("per_row", "--pack", "rows whose losses stay apart")
         if self.optimization.per_row and self.batching.micro_batch_size is not None:
-            raise _in_vain("per_row", "--micro-batch-size", "whole rows of one batch")
+            raise _unused("per_row", "--micro-batch-size", "whole rows of one batch")
         if self.optimization.rank is not None and self.storage.snapshot_every is not None:
-            raise _in_vain("rank", "--snapshot-every", "no snapshot: no weight changes")
+            raise _unused("rank", "--snapshot-every", "no snapshot: no weight changes")
         if self.model_options.adapter is not None and self.storage.snapshot_every is not None:
-            raise _in_vain("adapter", "--snapshot-every", "no snapshot: a few parameters change, which are in memory")
+            raise _unused("adapter", "--snapshot-every", "no snapshot: a few parameters change, which are in memory")
         self.model_options.require_valid()
         require_between("seed", self.seed, -LARGEST, LARGEST)
         self.batching.require_valid()
@@ -281,6 +279,9 @@ class TrainOptions(RunOptions):
         Raises:
             OptionError, TypeError, ValueError, KeyError: if the values are not those of a run.
         """
+        if _EARLIER_TRANSFER_DTYPE in values:
+            values = {**values, "transfer_dtype": values[_EARLIER_TRANSFER_DTYPE]}
+            del values[_EARLIER_TRANSFER_DTYPE]
         beside = {own.name for own in dataclasses.fields(RunModelOptions)}
         values = {**values, "model_options": {name: values[name] for name in beside & values.keys()}}
         for kind, kept in ((cls, values), *((kind, values[name]) for name, kind in _GROUPS.items())):
@@ -317,14 +318,15 @@ _GROUPS: dict[str, Any] = {
     "batching": Batching,
     "storage": Storage,
 }
+_EARLIER_TRANSFER_DTYPE = "carried"  # in runs of earlier versions
 _LATER = {
-    *("architecture", "precision", "carried", "schedule_steps", "estimator", "guard", "objective", "keep_best", "report_to"),
-    *("beta", "head"),
+    *("architecture", "precision", "transfer_dtype", "schedule_steps", "estimator", "guard", "objective", "keep_best"),
+    *("beta", "head", "report_to"),
     *("clip_grad", "clip_median", "write_limit_tb", "rank", "period", "stack", "per_row"),
     *("adapter", "adapter_frozen", "pack"),
 }
 """Options that runs of earlier versions have not written down."""
 
 
-def _in_vain(option: str, found: str, expected: str) -> OptionError:
+def _unused(option: str, found: str, expected: str) -> OptionError:
     return OptionError(option, found=found, expected=expected, remedy="leave one of the two out")

@@ -12,7 +12,7 @@ from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2adapters.trainers.sharing import local_device, own_trace
+from zo2adapters.trainers.worker_options import local_device, own_trace
 from zo2core import Journal, MemoryPolicy, Replayer, Workers, WriteBackPolicy, ZOEngine, ZOEstimator, parse_size
 
 

@@ -18,11 +18,11 @@ from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.run_engine import reserved_for
 from zo2core import (
-    BesideActivations,
     BlockLayout,
     CounterNoise,
     HostDevice,
     HostPlan,
+    LowRankPerturbation,
     Machine,
     MeasuredSpeeds,
     MemoryPolicy,
@@ -182,7 +182,7 @@ def plan_run(
     written: float = 0 if every is None else model_bytes // every
     scratch_size, written_tb = 0 if every is None else scratch_bytes(layouts), terabytes_written(layouts, every)
     disk_seconds = read_seconds + (written / speeds.writing(scratch) if streamed and written else 0.0)
-    if isinstance(perturbation, BesideActivations):
+    if isinstance(perturbation, LowRankPerturbation):
         written = kept_bytes_a_step(perturbation, layouts, None if write_limit_tb is None else write_limit_tb * 1e9)
         written_tb, lag = written / 1e9, 0.0
     else:
@@ -239,7 +239,7 @@ def _update_seconds(
     drawn = SequentialNoise(model.layouts) if noise is None else noise
     forwards, queries, perturbation = optimization.evaluations, optimization.queries, optimization.perturbation
     replay = replay_seconds(drawn, layouts, in_place=not isinstance(drawn, CounterNoise))
-    if isinstance(perturbation, BesideActivations):
+    if isinstance(perturbation, LowRankPerturbation):
         # Weights are only read: factors are drawn, once for the evaluations and once for the update.
         return replay * _factor_share(layouts, perturbation.rank) * (forwards + queries) + decoding_seconds(layouts)
     if isinstance(drawn, CounterNoise):

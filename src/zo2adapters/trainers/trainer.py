@@ -21,16 +21,16 @@ from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.base_check import require_finite_base, verify_with_progress
 from zo2adapters.trainers.evaluations import best_step, due_steps, is_due, losses_of, row_of_evaluation, shown_steps, told
-from zo2adapters.trainers.health import Watch, diverged, ruined
 from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.metrics import progress, step_record, write_row
 from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_due
 from zo2adapters.trainers.provenance import provenance, require_same_files
-from zo2adapters.trainers.remarks import remarks, storage
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, header_of, holds_model, require_new
 from zo2adapters.trainers.run_engine import build_engine, replayer, reserved_bytes
-from zo2adapters.trainers.sharing import device_kinds, is_first, require_same_steps, settled_alike
+from zo2adapters.trainers.run_health import Watch, diverged, ruined
+from zo2adapters.trainers.run_notices import notices, storage
 from zo2adapters.trainers.step_bar import StepBar
+from zo2adapters.trainers.worker_options import device_kinds, is_first, require_same_steps, settled_alike
 from zo2core import (
     CheckpointError,
     DivergenceError,
@@ -151,9 +151,9 @@ class Trainer:
                 self.close()
                 raise
 
-    def remarks(self) -> list[str]:
+    def notices(self) -> list[str]:
         """What a user should know of precision and data, a line each."""
-        return remarks(self.options, self._model, self._data)
+        return notices(self.options, self._model, self._data)
 
     def divergence(self) -> str | None:
         """Say if the steps left nothing of the model, in a line; None if they did not."""
@@ -214,7 +214,7 @@ class Trainer:
         with closing(Journal(options.output / JOURNAL if self._resumed else None)) as journal:
             taken = len(journal.updates)
         _require_steps_to_come(options, taken)
-        taken = taken if self._workers is None else min(self._workers.heard(taken))
+        taken = taken if self._workers is None else min(self._workers.all_gather(taken))
         batches = training_batches(self._data, batch_size=batch_size, seed=options.seed, first_step=taken)
         steps = options.steps - taken
         is_all = steps * batch_size >= 2 * len(self._data)  # they have a whole epoch, wherever in one they begin
@@ -227,7 +227,7 @@ class Trainer:
         )
         evaluated = {*losses_of(self._run.metrics(engine.journal)), *engine.journal.evaluations}
         if self._workers is not None:  # whoever came late has no metrics, and all have to evaluate together
-            evaluated = {*self._workers.heard(sorted(evaluated))[0]}
+            evaluated = {*self._workers.all_gather(sorted(evaluated))[0]}
         lost = [step for step in due_steps(options, engine.journal) if step < engine.version and step not in evaluated]
         tracker = options.report_to if is_first(self._workers) else "none"
         with (

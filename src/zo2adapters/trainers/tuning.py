@@ -23,8 +23,8 @@ from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import OPTIONS, RunDirectory, replace_file, require_new
 from zo2adapters.trainers.run_plan import step_seconds
-from zo2adapters.trainers.sharing import alone_on, is_first
 from zo2adapters.trainers.trainer import Trainer
+from zo2adapters.trainers.worker_options import alone_on, is_first
 from zo2core import (
     DivergenceError,
     NonFiniteLossError,
@@ -151,10 +151,10 @@ def tune(
         workers.require_same("trials", zlib.crc32(repr((forwards, [trial.directory.name for trial in trials])).encode()))
     if not is_first(workers):
         assert workers is not None
-        workers.heard(None)  # the first one has made the directory
+        workers.all_gather(None)  # the first one has made the directory
     asked = _begin(options, forwards, trials)
     if workers is not None and is_first(workers):
-        workers.heard(None)
+        workers.all_gather(None)
     schedule = Schedule(len(trials), tuple(rounds), options.optimization.evaluations)
     try:
         before(schedule)
@@ -248,7 +248,7 @@ def _is_own(place: int, workers: Workers | None) -> bool:
 def _of_all(trials: Sequence[Trial], made: Sequence[Trial], workers: Workers | None) -> list[Trial]:
     """All trials, with what the workers made of theirs."""
     own = {trial.directory.name: (trial.steps, trial.loss) for trial in made}
-    of_workers = [own] if workers is None else workers.heard(own)
+    of_workers = [own] if workers is None else workers.all_gather(own)
     results = {name: result for of_worker in of_workers for name, result in of_worker.items()}
     by_trial = [(trial, *results[trial.directory.name]) for trial in trials]
     return [replace(trial, steps=steps, loss=loss) for trial, steps, loss in by_trial]

@@ -10,12 +10,12 @@ from typing import Self
 
 import torch
 
-from zo2core.beside import Learned
 from zo2core.build import Parts
 from zo2core.checkpoint import WrittenOtherwise, require_unused, write_checkpoint
 from zo2core.errors import OptionError
 from zo2core.journal import Journal
 from zo2core.kernels.encoding import decoded
+from zo2core.perturbation import Learned
 from zo2core.planning import DevicePlan, HostPlan
 from zo2core.profiling import Sweep, TraceRecorder
 from zo2core.protocols import BlockModel, Forward, Objective

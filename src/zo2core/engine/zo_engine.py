@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from zo2core.beside import Perturbation
 from zo2core.build import GivenParts, Parts, RunOptions, adopt, build
 from zo2core.engine.runner import Runner
 from zo2core.errors import OptionError
 from zo2core.journal import Journal
 from zo2core.methods import ZerothOrder
+from zo2core.perturbation import Perturbation
 from zo2core.planning import ACTIVATIONS, MemoryPolicy, Replay, WriteBackPolicy
 from zo2core.profiling import Timeline, Trace
 from zo2core.protocols import BlockModel, BlockSource, Device, Forward, NoiseGenerator, Scheduler, ZOEstimator
@@ -35,7 +35,7 @@ class ZOEngine(Runner):
         seed: Of the run: each step's directions depend on it and on the step only.
         write_back: When changed segments are written to disk. None: never; a resumed run replays the whole journal.
         provenance: What of the caller's decides the run, as JSON values: the journal keeps it and refuses another one.
-        perturbation: ``InWeights()``, the default of a new run, or ``BesideActivations(rank=...)``.
+        perturbation: ``DensePerturbation()``, the default of a new run, or ``LowRankPerturbation(rank=...)``.
         workers: Others that work on the same run; None: there are none.
 
     Raises:

@@ -12,7 +12,7 @@ from zo2core.io.durable import make_directory, replace_file
 from zo2core.io.record_log import Record, to_line
 from zo2core.journal.header import json_object
 from zo2core.journal.journal import Journal
-from zo2core.journal.notes import DIGESTS
+from zo2core.journal.side_records import DIGESTS
 from zo2core.journal.update_record import encode
 
 

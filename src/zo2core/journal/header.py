@@ -100,10 +100,10 @@ def digest(parameters: Iterable[ParameterSpec]) -> str:
     """Identifies a model's parameters: names, shapes, dtypes, places, decay, how they are carried and encoded."""
     listed: list[list[object]] = []
     for spec in parameters:
-        carried = [str(spec.carried_dtype), spec.carried_back] if spec.is_carried else []  # older journals have none
+        transfer = [str(spec.transfer_dtype), spec.transfer_back] if spec.is_low_bit else []  # older journals have none
         encoded = [] if spec.encoding is None else [repr(spec.encoding)]
         frozen = ["frozen"] if spec.frozen else []
-        listed.append([spec.name, list(spec.shape), str(spec.dtype), spec.index, spec.decays, *carried, *encoded, *frozen])
+        listed.append([spec.name, list(spec.shape), str(spec.dtype), spec.index, spec.decays, *transfer, *encoded, *frozen])
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 

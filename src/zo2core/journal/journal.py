@@ -17,7 +17,7 @@ from zo2core.errors import JournalError, reason
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, from_line, to_json, to_line
 from zo2core.journal.damage import ImpossibleRecordError, damaged, shown, unwritable
 from zo2core.journal.header import FORMAT, Header, completed, differences, may_begin_a_journal, require_header
-from zo2core.journal.notes import DIGEST, DIGESTS, EVALUATION, Notes, evaluation_record
+from zo2core.journal.side_records import DIGEST, DIGESTS, EVALUATION, Notes, evaluation_record
 from zo2core.journal.update_record import decode, encode
 from zo2core.types import Update
 

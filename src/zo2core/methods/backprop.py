@@ -15,7 +15,7 @@ from zo2core.errors import NonFiniteLossError, OptionError
 from zo2core.profiling import Sweep
 from zo2core.protocols import Forward, Objective
 from zo2core.sweep.gradient_visitor import GradientVisits
-from zo2core.sweep.objective import Pieces, batches_of, cut
+from zo2core.sweep.objective import MicroBatches, batches_of, cut
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.sweep.visits import SweepVisitor
 from zo2core.types import Batch, GradientStepResult, Lane, LaneUse
@@ -83,9 +83,9 @@ class Backprop:
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> GradientStepResult:
         """Take a step on a batch. See ``BackpropEngine.step``."""
         began = time.perf_counter()
-        is_own = forward is None and not isinstance(self._model, Objective)
+        is_own_shard = forward is None and not isinstance(self._model, Objective)
         runs = self._model if forward is None else forward
-        pieces = cut(batches_of(batch), self._micro_batch_size, None if is_own else runs)
+        pieces = cut(batches_of(batch), self._micro_batch_size, None if is_own_shard else runs)
         prepared = list(self._sweeps.prepared(pieces.batches, runs))
         weights = _weights(pieces)
         try:
@@ -135,7 +135,7 @@ class Backprop:
         return norm.item()
 
 
-def _weights(pieces: Pieces) -> list[float] | None:
+def _weights(pieces: MicroBatches) -> list[float] | None:
     """The weight of each micro-batch in a mean over labelled tokens; None for an objective, which says it itself."""
     if pieces.objective is not None:
         return None

@@ -27,29 +27,29 @@ class OpenStep(NamedTuple):
     @property
     def places(self) -> range:
         """Places of the evaluations to be made here, among the step's."""
-        return self.plan.share.evaluations
+        return self.plan.shard.evaluations
 
     @property
     def own(self) -> tuple[Evaluation, ...]:
         """The evaluations to be made here."""
         return tuple(self.evaluations[place] for place in self.places)
 
-    def without_share(self) -> OpenStep:
+    def without_shard(self) -> OpenStep:
         """The same step, of which nothing is to be made here."""
-        return self._replace(plan=self.plan.without_share())
+        return self._replace(plan=self.plan.without_shard())
 
     def sharded(self, batches: Sequence[Batch]) -> tuple[OpenStep, Sequence[Batch]]:
         """This step, and of each batch the rows that are this worker's."""
-        if self.plan.share.parts == 1:
+        if self.plan.shard.parts == 1:
             return self, batches
-        slices = [self.plan.share.rows(len(batch["labels"])) for batch in batches]
+        slices = [self.plan.shard.rows(len(batch["labels"])) for batch in batches]
         own = [rows_of(batch, rows.start, rows.stop) for batch, rows in zip(batches, slices, strict=True)]
         return self._replace(tokens=sum(map(labelled_tokens, own))), own
 
     @property
     def has_no_loss(self) -> bool:
         """Whether this worker's rows have no labelled token."""
-        return self.plan.share.parts > 1 and self.tokens == 0
+        return self.plan.shard.parts > 1 and self.tokens == 0
 
     def groups(
         self, batches_at: Callable[[Evaluation], Sequence[Batch]], *, in_place: bool

@@ -19,9 +19,9 @@ from zo2core.methods.open_step import OpenStep
 from zo2core.profiling import Sweep
 from zo2core.protocols import Forward, Objective, ZOEstimator
 from zo2core.sources.base_digests import BaseDigests
-from zo2core.sweep.landing import Landing
-from zo2core.sweep.microbatch import rows_of_group, rows_to_deal
-from zo2core.sweep.objective import Pieces, batches_of, cut, losses_as_tensors
+from zo2core.sweep.microbatch import rows_of_group, rows_to_shard
+from zo2core.sweep.objective import MicroBatches, batches_of, cut, losses_as_tensors
+from zo2core.sweep.update_loss import UpdateLoss
 from zo2core.sweep.visits import Groups
 from zo2core.types import Batch, Evaluation, Lane, LaneUse, RowGroup, StepResult
 from zo2core.workers import Plan, Workers
@@ -68,7 +68,7 @@ class ZerothOrder:
         journal: Journal,
         workers: Workers,
         base_digests: BaseDigests,
-        landing: Landing,
+        landing: UpdateLoss,
         micro_batch_size: int | None,
     ) -> None:
         self._estimator = estimator
@@ -78,7 +78,7 @@ class ZerothOrder:
         self._journal = journal
         self._workers = workers
         self._base_digests = base_digests
-        self._landing = landing
+        self._update_loss = landing
         self._micro_batch_size = micro_batch_size
         self._open_step: OpenStep | None = None
         self._first_version = self._version  # of this object's steps
@@ -88,23 +88,23 @@ class ZerothOrder:
         open_step = self._begin(seed)
         try:
             batches = batches_of(batch)
-            is_own = forward is None and not isinstance(self._model, Objective)
+            is_own_shard = forward is None and not isinstance(self._model, Objective)
             groups = dict.fromkeys(evaluation.rows for evaluation in open_step.evaluations)
-            if not is_own and any(groups):
+            if not is_own_shard and any(groups):
                 raise OptionError(
                     "forward",
                     found="an objective, with a direction for each group of rows",
                     expected="the model's own loss",
                     remedy="leave it out, or evaluate every direction on all rows with MultiQueryRGE",
                 )
-            open_step = self._shared(open_step, batches, shards_rows=is_own and not any(groups))
+            open_step = self._shared(open_step, batches, shards_rows=is_own_shard and not any(groups))
             way = self._model if forward is None else forward
             try:
-                return self._take(*self._evaluated(open_step, batches, list(groups), way, is_own=is_own))
+                return self._take(*self._evaluated(open_step, batches, list(groups), way, is_own_shard=is_own_shard))
             except OutrunError:
                 if not self._workers.has_deadline:
                     raise
-                return self._take(open_step.without_share(), [])  # the step went on without this worker
+                return self._take(open_step.without_shard(), [])  # the step went on without this worker
         finally:
             self._open_step = None
 
@@ -143,15 +143,15 @@ class ZerothOrder:
         listed = self._estimator.evaluations(step, direction_seeds(self._seed, step, seed))
         evaluations = tuple(evaluation.validated() for evaluation in listed)
         self._sweeps.settle(step)
-        self._landing.begin(step)
+        self._update_loss.begin(step)
         return OpenStep(step, lr, evaluations, began, Plan.alone(len(evaluations)))
 
     def _shared(self, open_step: OpenStep, batches: Sequence[Batch], *, shards_rows: bool) -> OpenStep:
         """Leave to other workers what is theirs of a step."""
         digest = self._workers.digest(batches) if batches else None
-        plan = self._workers.plan(open_step.evaluations, rows_to_deal(batches) if shards_rows else None)
+        plan = self._workers.plan(open_step.evaluations, rows_to_shard(batches) if shards_rows else None)
         if self._version > self._first_version and self._workers.is_decided:  # the first sweep notes what the base is
-            plan = plan.without_share()
+            plan = plan.without_shard()
         return open_step._replace(plan=plan, batch=digest)
 
     def _evaluated(
@@ -161,7 +161,7 @@ class ZerothOrder:
         groups: Sequence[RowGroup | None],
         forward: Forward,
         *,
-        is_own: bool,
+        is_own_shard: bool,
     ) -> tuple[OpenStep, list[torch.Tensor]]:
         """Make this worker's losses in one sweep."""
         if not open_step.places:
@@ -171,11 +171,11 @@ class ZerothOrder:
             if self._version == self._first_version:
                 self._sweeps.sweep([])  # all the same: the first sweep notes what the base is
             return open_step, losses_as_tensors([0.0] * len(open_step.places))
-        pieces: dict[RowGroup | None, Pieces] = {}
+        pieces: dict[RowGroup | None, MicroBatches] = {}
         prepared: dict[RowGroup | None, list[Batch]] = {}
         for group in groups:
             rows = own if group is None else [rows_of_group(batch, group) for batch in own]
-            pieces[group] = cut(rows, self._micro_batch_size, None if is_own else forward)
+            pieces[group] = cut(rows, self._micro_batch_size, None if is_own_shard else forward)
             prepared[group] = list(self._sweeps.prepared(pieces[group].batches, forward))
         swept = open_step.groups(lambda at: prepared[at.rows], in_place=bool(self._estimator.perturb_in_place))
         outputs = self._sweeps.sweep(swept, forward)
@@ -204,7 +204,7 @@ class ZerothOrder:
         self._open_step = None
         sweep = Sweep.of_step(open_step.step, open_step.began, time.perf_counter())
         lanes = self._sweeps.ended(sweep)
-        return StepResult.of(update, sweep.done - open_step.began, lanes, self._landing.share(update))
+        return StepResult.of(update, sweep.done - open_step.began, lanes, self._update_loss.share_applied(update))
 
     def _require_open_step(self) -> OpenStep:
         if self._open_step is None:

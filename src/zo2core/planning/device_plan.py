@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zo2core.kernels.carrying import carried_layout, carrying_bytes
+from zo2core.kernels.low_bit import low_bit_bytes, low_bit_layout
 from zo2core.noise.sizes import SCRATCH, drawn_bytes
 from zo2core.planning.host_budget import parse_size
 from zo2core.planning.memory_plan import MemoryPart, MemoryPlan
 from zo2core.protocols import CounterNoise, NoiseGenerator
 from zo2core.schedulers.overlapped import SLOTS
-from zo2core.types import BlockLayout, walk_bytes, work_bytes
+from zo2core.types import BlockLayout, unrounded_bytes, work_bytes
 
 AUTO_SHARE = 0.95  # of the free memory; the rest is the allocator's
 _SCRATCHES = 3  # replay, decay, move
@@ -36,9 +36,9 @@ def plan_device_memory(
     free: int,
     activation_bytes: int,
     least_activation_bytes: int | None = None,
-    walks: bool = True,
+    perturbs_in_place: bool = True,
     probes: int = 1,
-    carries: bool = False,
+    is_low_bit: bool = False,
     factors: int = 0,
 ) -> DevicePlan:
     """Keep as many blocks on the device as fit.
@@ -50,9 +50,10 @@ def plan_device_memory(
         free: Bytes of the device that are free.
         activation_bytes: Bytes that activations and logits take; reserved if they fit.
         least_activation_bytes: Bytes that they take if all but the streams at work wait in host memory; None: they cannot.
-        walks: Whether evaluations walk from one to the next, which takes memory where the forward's weights are rounded.
+        perturbs_in_place: Whether evaluations walk from one to the next, which takes memory where the forward's weights
+            are rounded.
         probes: Directions of an update: their z are held together while it is replayed.
-        carries: Whether blocks that pass through are in the slots as they are carried, and not as they are stored.
+        is_low_bit: Whether blocks that pass through are in the slots as they are carried, and not as they are stored.
         factors: Bytes of the factors of directions beside the activations.
 
     Raises:
@@ -62,7 +63,7 @@ def plan_device_memory(
     budget = int(AUTO_SHARE * free) if memory == "auto" else parse_size(memory, option="device_memory")
     blocks = [layout.nbytes for layout in layouts if not layout.resident]
     largest = max(blocks, default=0)
-    passing = [carried_layout(layout) if carries else layout for layout in layouts if not layout.resident]
+    passing = [low_bit_layout(layout) if is_low_bit else layout for layout in layouts if not layout.resident]
     slot = max((layout.nbytes for layout in passing), default=0)
     drawn = 0 if isinstance(noise, CounterNoise) else drawn_bytes(layouts, noise)
     itemsize = max(spec.dtype.itemsize for layout in layouts for spec in layout.parameters)
@@ -76,7 +77,10 @@ def plan_device_memory(
             MemoryPart("embedding and head", sum(layout.nbytes for layout in layouts if layout.resident)),
             MemoryPart(f"{slots} slots for {moving} blocks", slots * slot),
             MemoryPart(f"{kept} blocks that stay", kept * largest),
-            MemoryPart("work buffer", work_bytes(layouts) + walk_bytes(layouts, walks=walks) + carrying_bytes(layouts)),
+            MemoryPart(
+                "work buffer",
+                work_bytes(layouts) + unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place) + low_bit_bytes(layouts),
+            ),
             MemoryPart("noise as it is drawn", (probes + 1) * drawn + scratch),
             *([MemoryPart("factors of directions", factors)] if factors else []),
             MemoryPart("activations, reserved", activations),

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zo2core.io.direct_file import STAGING, whole_pages
-from zo2core.kernels.carrying import carrying_bytes
+from zo2core.kernels.low_bit import low_bit_bytes
 from zo2core.noise.sizes import noise_bytes
 from zo2core.planning.host_budget import free_memory, parse_size, resident_memory
 from zo2core.planning.memory_plan import MemoryPart, MemoryPlan
 from zo2core.sources.loader import READERS
 from zo2core.sources.reading_order import READ_AHEAD
-from zo2core.types import BlockLayout, walk_bytes, work_bytes
+from zo2core.types import BlockLayout, unrounded_bytes, work_bytes
 
 # Note: Headroom. The allocators of Python and torch keep memory beside what is counted here, and other programs may take
 # some in the meantime.
@@ -42,7 +42,7 @@ def plan_host(
     activation_bytes: int,
     compute_on_host: bool = True,
     may_keep_noise: bool = True,
-    walks: bool = True,
+    perturbs_in_place: bool = True,
     staging: int = 0,
     factors: int = 0,
     neighbours: int = 1,
@@ -57,7 +57,8 @@ def plan_host(
         activation_bytes: Bytes reserved for activations and logits.
         compute_on_host: Whether work and noise buffer are host memory, too.
         may_keep_noise: Whether there is a use for a noise buffer; counter-based noise has none.
-        walks: Whether evaluations walk from one to the next, which takes memory where the forward's weights are rounded.
+        perturbs_in_place: Whether evaluations walk from one to the next, which takes memory where the forward's weights
+            are rounded.
         staging: Bytes for blocks as they are carried to a device.
         factors: Bytes of the factors of directions beside the activations.
         neighbours: Workers on this host: what is free is theirs together.
@@ -71,7 +72,7 @@ def plan_host(
     budget = process + int(AUTO_SHARE * free_memory() / neighbours) if memory == "auto" else parse_size(memory)
     blocks = sum(not layout.resident for layout in layouts)
     work, noise = (work_bytes(layouts), noise_bytes(layouts)) if compute_on_host else (0, 0)
-    work += walk_bytes(layouts, walks=walks) + carrying_bytes(layouts) if compute_on_host else 0
+    work += unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place) + low_bit_bytes(layouts) if compute_on_host else 0
 
     def counted(buckets: int | None, *, keep_noise: bool) -> HostPlan:
         used = layouts if buckets is None else streamed

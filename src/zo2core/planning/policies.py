@@ -66,9 +66,9 @@ class MemoryPolicy:
         in_place: bool,
         free: Callable[[], int],
         overlap: bool,
-        walks: bool,
+        perturbs_in_place: bool,
         probes: int,
-        carries: bool,
+        is_low_bit: bool,
         factors: int,
     ) -> DevicePlan | None:
         """The plan for a device's memory; None where it computes in host memory, or one thing is done after the other.
@@ -79,9 +79,9 @@ class MemoryPolicy:
             in_place: Whether segments are computed on in host memory.
             free: Says how many bytes of the device are free.
             overlap: Whether transfers overlap with compute.
-            walks: As for ``plan_device_memory``, and so are the others.
+            perturbs_in_place: As for ``plan_device_memory``, and so are the others.
             probes: As there.
-            carries: As there.
+            is_low_bit: As there.
             factors: As there.
 
         Raises:
@@ -113,9 +113,9 @@ class MemoryPolicy:
             free=free(),
             activation_bytes=self.activation_bytes,
             least_activation_bytes=self.least_activation_bytes,
-            walks=walks,
+            perturbs_in_place=perturbs_in_place,
             probes=probes,
-            carries=carries,
+            is_low_bit=is_low_bit,
             factors=factors,
         )
 

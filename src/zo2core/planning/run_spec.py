@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from zo2core.beside import InWeights, Perturbation, factor_bytes
-from zo2core.planning.carrying import Carrying, Replay, choose_carrying
+from zo2core.perturbation import DensePerturbation, Perturbation, factor_bytes
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_plan import HostPlan, plan_host
+from zo2core.planning.low_bit import LowBitTransfer, Replay, choose_low_bit_transfer
 from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
 from zo2core.planning.speeds import Speeds
 from zo2core.planning.write_interval import interval_of
 from zo2core.protocols import CounterNoise, NoiseGenerator
-from zo2core.sources.carrying import staging_bytes
+from zo2core.sources.low_bit import staging_bytes
 from zo2core.types import BlockLayout
 
 
@@ -42,7 +42,7 @@ class RunRequest:
     layouts: Sequence[BlockLayout]
     on_disk: Sequence[BlockLayout]
     noise: NoiseGenerator
-    perturbation: Perturbation = InWeights()  # noqa: RUF009 - frozen
+    perturbation: Perturbation = DensePerturbation()  # noqa: RUF009 - frozen
     perturb_in_place: bool = True
     takes_steps: bool = True
     directions: int = 1
@@ -56,7 +56,7 @@ class RunRequest:
     def changes_weights(self) -> bool:
         """Whether stored weights change: else nothing is sent back or written back."""
         frozen = any(spec.frozen for layout in self.layouts for spec in layout.parameters)
-        return isinstance(self.perturbation, InWeights) and not frozen
+        return isinstance(self.perturbation, DensePerturbation) and not frozen
 
     @property
     def has_to_write(self) -> bool:
@@ -90,7 +90,7 @@ class RunSpec:
     layouts: Sequence[BlockLayout]  # as they lie in buckets
     host_plan: HostPlan
     device_plan: DevicePlan | None  # None where the device computes in host memory, or one thing is done after the other
-    carrying: Carrying | None  # how blocks travel other than as they are stored
+    low_bit: LowBitTransfer | None  # how blocks travel other than as they are stored
     activation_bytes: int  # that activations may take where forwards run
     waiting_bytes: int  # of host memory, for activations that have no room there
     write_back: WriteBackPolicy | None  # None: no segment is written back
@@ -116,7 +116,7 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
         CheckpointError, ScratchError: if a speed was to be measured and could not be.
     """
     memory, layouts, noise = request.memory, request.layouts, request.noise
-    carrying = choose_carrying(request.replay, layouts, noise, in_place=machine.in_place)
+    low_bit = choose_low_bit_transfer(request.replay, layouts, noise, in_place=machine.in_place)
     factors = factor_bytes(request.perturbation, layouts, request.updates)
     device_plan = memory.plan_device(
         layouts,
@@ -124,9 +124,9 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
         in_place=machine.in_place,
         free=machine.device_free,
         overlap=request.overlap,
-        walks=request.perturb_in_place,
+        perturbs_in_place=request.perturb_in_place,
         probes=request.directions,
-        carries=carrying is not None,
+        is_low_bit=low_bit is not None,
         factors=0 if machine.on_host else factors,
     )
     room = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
@@ -140,8 +140,8 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
             activation_bytes=memory.activation_bytes if machine.in_place else waiting,
             compute_on_host=machine.on_host,
             may_keep_noise=not isinstance(noise, CounterNoise),
-            walks=request.perturb_in_place,
-            staging=0 if carrying is None else staging_bytes(layouts),
+            perturbs_in_place=request.perturb_in_place,
+            staging=0 if low_bit is None else staging_bytes(layouts),
             factors=factors if machine.on_host else 0,
             neighbours=machine.neighbours,
             sharers=machine.neighbours if machine.shares else 1,
@@ -151,7 +151,7 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
         layouts=layouts if host_plan.buckets is None else request.on_disk,
         host_plan=host_plan,
         device_plan=device_plan,
-        carrying=carrying,
+        low_bit=low_bit,
         activation_bytes=room,
         waiting_bytes=waiting,
         write_back=write_back,

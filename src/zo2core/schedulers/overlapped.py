@@ -169,7 +169,7 @@ class OverlappedScheduler:
                 if brought < min(len(coming), AHEAD):  # the host waits for the disk now, while the device computes
                     self._bring_ahead(coming[brought])
             if self._goes_round:
-                self._go_round(order)
+                self._prefetch_next_sweep(order)
         finally:
             if arrival is not None:
                 reached.append(arrival)
@@ -249,7 +249,7 @@ class OverlappedScheduler:
         """The segments of an order that have to be brought in."""
         return [index for index in order if index not in self._on_device and index not in self._ahead]
 
-    def _go_round(self, order: Sequence[int]) -> None:
+    def _prefetch_next_sweep(self, order: Sequence[int]) -> None:
         """Bring in what the next sweep needs first; the host, which ran ahead, waits until that has gone back."""
         coming = self._missing(upcoming(order, 0))
         for position in range(min(len(coming), AHEAD)) if self._free else ():

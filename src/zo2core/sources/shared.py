@@ -30,7 +30,7 @@ _MARK = 8  # bytes
 _DIGEST = 64  # bytes for a digest's text
 
 
-class Turn:
+class SegmentLock:
     """A segment while its lock is held.
 
     Args:
@@ -109,7 +109,7 @@ class SharedSource(SegmentSource):
         """Do nothing: the version stands beside the bytes, and lost bytes are marked where they are lost."""
 
     @contextmanager
-    def turn(self, index: int) -> Iterator[Turn]:
+    def turn(self, index: int) -> Iterator[SegmentLock]:
         """Hold the lock of a segment that was acquired; bytes that another worker lost are read again.
 
         Raises:
@@ -151,9 +151,9 @@ class SharedSource(SegmentSource):
         return int(self._marks[segment]) > UNREAD
 
     @contextmanager
-    def _turn(self, index: int) -> Iterator[Turn]:
+    def _turn(self, index: int) -> Iterator[SegmentLock]:
         with self._locks[index], self._memory.locked(index):
-            yield Turn(self._marks, index)
+            yield SegmentLock(self._marks, index)
 
     def _read(self, index: int) -> None:
         """Read a segment from the base unless its bytes are there. Its lock is held."""

@@ -69,16 +69,16 @@ class CounterPerturber:
     def replay(self, index: int, stores: Stores, version: int) -> int:
         """Bring the store to the present version and, in the same pass, the work buffer to the first evaluation."""
         if self._buffer.comes_back[index]:
-            self._replay_carried(index, stores, version)
+            self._replay_low_bit(index, stores, version)
             return self._trajectory.version
-        leads = not self._buffer.is_carried[index]
+        leads = not self._buffer.is_low_bit[index]
         for programs in self._programs(version, leads=leads):
             last = programs[False].then is not None
             self._run(index, stores, programs, self._copy(self._first) if last and self._first is not None else None)
         self._at = self._first if leads else None
         return self._trajectory.version
 
-    def _replay_carried(self, index: int, stores: Stores, version: int) -> None:
+    def _replay_low_bit(self, index: int, stores: Stores, version: int) -> None:
         """Replay update by update where each is rounded to what a device gives back."""
         self._at = None
         missing = self._trajectory.updates[version : self._trajectory.version]
@@ -156,8 +156,10 @@ class CounterPerturber:
     def _weights(self, view: ParameterView, stores: Stores, program: Program) -> torch.Tensor:
         """The weights that a program runs on: in a store, or where they were widened."""
         store = stores[view.owner]
-        if view.spec.is_carried and (program.then is not None or not view.is_stored_in(store)):
-            assert program.then is not None or view.spec.carried_back, "what never comes back is replayed where it is stored"
+        if view.spec.is_low_bit and (program.then is not None or not view.is_stored_in(store)):
+            assert program.then is not None or view.spec.transfer_back, (
+                "what never comes back is replayed where it is stored"
+            )
             return view.targets()[0]
         return store[view.position]
 

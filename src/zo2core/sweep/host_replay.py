@@ -11,10 +11,10 @@ import torch
 
 from zo2core.devices import HostDevice
 from zo2core.protocols import CounterNoise, Scheduler, Store, Visitor
-from zo2core.sources.carrying import CarryingSource
+from zo2core.sources.low_bit import LowBitSource
 from zo2core.sweep.counter_perturber import CounterPerturber
-from zo2core.sweep.landing import Landing
 from zo2core.sweep.perturber import PARALLEL_FROM
+from zo2core.sweep.update_loss import UpdateLoss
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout, Bucket, Update
 from zo2core.updates import Trajectory
@@ -31,13 +31,15 @@ class HostReplay:
     """
 
     def __init__(
-        self, layouts: Sequence[BlockLayout], noise: CounterNoise, updates: Sequence[Update], landing: Landing
+        self, layouts: Sequence[BlockLayout], noise: CounterNoise, updates: Sequence[Update], landing: UpdateLoss
     ) -> None:
         self._layouts = layouts
         self._noise = noise
         self._updates = updates
-        self._landing = landing
-        self._buffer = WorkBuffer(layouts, HostDevice(), noise, keep_noise=False, walks=False)  # its pages stay untouched
+        self._update_loss = landing
+        self._buffer = WorkBuffer(
+            layouts, HostDevice(), noise, keep_noise=False, perturbs_in_place=False
+        )  # its pages stay untouched
         self._threads = max(1, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="zo2-replay")
         self.begin()
@@ -53,7 +55,7 @@ class HostReplay:
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring a segment to the present version. See ``Visitor``."""
         version = self._perturber.replay(index, {index: store}, version)
-        self._landing.sample(index, store, self._layouts[index].parameters)
+        self._update_loss.sample(index, store, self._layouts[index].parameters)
         return version
 
     def close(self) -> None:
@@ -61,7 +63,7 @@ class HostReplay:
         self._pool.shutdown()
 
 
-class CarryingScheduler:
+class LowBitScheduler:
     """A scheduler whose source has the blocks made ready for each sweep anew.
 
     Args:
@@ -70,7 +72,7 @@ class CarryingScheduler:
         replay: What it brings them to their present version with.
     """
 
-    def __init__(self, scheduler: Scheduler, source: CarryingSource, replay: HostReplay) -> None:
+    def __init__(self, scheduler: Scheduler, source: LowBitSource, replay: HostReplay) -> None:
         self._scheduler = scheduler
         self._source = source
         self._replay = replay
@@ -96,7 +98,7 @@ class CarryingScheduler:
         if self._interrupted:
             self.settle()
         with self._source.only_when_acquired():
-            if index in self._source.carried:
+            if index in self._source.low_bit_segments:
                 with self._source.stored(index) as bucket:
                     yield bucket
             else:

@@ -102,7 +102,7 @@ def rows_of_group(batch: Batch, group: RowGroup) -> Batch:
     return rows_of(batch, group.number * share, (group.number + 1) * share)
 
 
-def rows_to_deal(batches: Sequence[Batch]) -> int | None:
+def rows_to_shard(batches: Sequence[Batch]) -> int | None:
     """The rows of the smallest of batches, where all have labels (rows, tokens); None where they cannot be dealt."""
     labels = [batch.get("labels") for batch in batches]
     counts = [len(label) for label in labels if isinstance(label, torch.Tensor) and label.dim() == 2]

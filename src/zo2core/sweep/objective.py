@@ -13,7 +13,7 @@ from zo2core.sweep.microbatch import combined_loss, labelled_tokens, split_rows
 from zo2core.types import Batch
 
 
-class Pieces(NamedTuple):
+class MicroBatches(NamedTuple):
     """A step's batch, cut as its objective cuts it."""
 
     objective: Objective | None  # None: the forward's own loss, a mean over labelled tokens
@@ -51,7 +51,7 @@ def batches_of(batch: Batch | Sequence[Batch]) -> list[Batch]:
     return wholes
 
 
-def cut(wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> Pieces:
+def cut(wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> MicroBatches:
     """Cut a step's batches into pieces of at most so many rows.
 
     Args:
@@ -65,13 +65,13 @@ def cut(wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> P
     if forward is None:
         pieces = [piece for whole in wholes for piece in split_rows(whole, rows)]
         if len(pieces) == 1:
-            return Pieces(None, pieces, [])
+            return MicroBatches(None, pieces, [])
         counted = [(piece, labelled_tokens(piece)) for piece in pieces]
         # What has no labelled token has no loss; what has no labels is refused as it is prepared.
         counted = [(piece, tokens) for piece, tokens in counted if tokens or "labels" not in piece] or counted[:1]
-        return Pieces(None, [piece for piece, _ in counted], [tokens for _, tokens in counted])
+        return MicroBatches(None, [piece for piece, _ in counted], [tokens for _, tokens in counted])
     if isinstance(forward, Objective):
-        return Pieces(forward, [piece for whole in wholes for piece in forward.split(whole, rows)] or wholes[:1], [])
+        return MicroBatches(forward, [piece for whole in wholes for piece in forward.split(whole, rows)] or wholes[:1], [])
     if rows is not None or len(wholes) > 1:
         raise OptionError(
             "forward",
@@ -79,7 +79,7 @@ def cut(wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> P
             expected="an Objective, which has split and loss, where `micro_batch_size` or several batches are given",
             remedy="pass one batch without `micro_batch_size`, or add these two",
         )
-    return Pieces(None, wholes, [])
+    return MicroBatches(None, wholes, [])
 
 
 def require_number(loss: torch.Tensor) -> torch.Tensor:

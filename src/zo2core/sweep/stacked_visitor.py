@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from zo2core.beside import FactorStore, Moved, StackedModel
 from zo2core.kernels.encoding import decode
+from zo2core.perturbation import FactorStore, Moved, StackedModel
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import ActivationOffload

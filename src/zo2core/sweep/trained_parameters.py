@@ -16,7 +16,7 @@ from zo2core.errors import OptionError
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Forward, Store, Stores, Streams, TensorReader
 from zo2core.sweep.activation_offload import ActivationOffload
-from zo2core.sweep.landing import Landing
+from zo2core.sweep.update_loss import UpdateLoss
 from zo2core.sweep.visitor import SegmentVisitor
 from zo2core.sweep.visits import Groups
 from zo2core.sweep.work_buffer import WorkBuffer
@@ -133,7 +133,7 @@ class PresentVisits:
     activations: ActivationOffload
     streams: Streams
     timeline: Timeline
-    landing: Landing
+    landing: UpdateLoss
 
     def visitor(self, version: int, groups: Groups, forward: Forward) -> SegmentVisitor:
         """The visitor of one sweep. See the contract."""

@@ -15,9 +15,9 @@ import torch
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Forward, Store, Streams
 from zo2core.sweep.activation_offload import ActivationOffload
-from zo2core.sweep.landing import Landing
 from zo2core.sweep.perturber import Perturber
 from zo2core.sweep.stream import run_stream
+from zo2core.sweep.update_loss import UpdateLoss
 from zo2core.types import Batch, BlockLayout, Evaluation, Lane, SegmentKind
 
 
@@ -48,7 +48,7 @@ class SegmentVisitor:
         activations: ActivationOffload,
         streams: Streams,
         timeline: Timeline,
-        landing: Landing,
+        landing: UpdateLoss,
     ) -> None:
         self._layouts = layouts
         self._forward = forward
@@ -60,7 +60,7 @@ class SegmentVisitor:
         self._activations = activations
         self._queues = streams
         self._timeline = timeline
-        self._landing = landing
+        self._update_loss = landing
         self._stores: dict[int, Store] = {}  # of the segment being visited, and of resident ones
         self.outputs: list[list[torch.Tensor]] = [[] for _ in groups]  # what the head gave, once it was visited
         activations.begin(len(self._batches), may_wait=any(evaluation is not None for evaluation in self._evaluations))
@@ -84,7 +84,7 @@ class SegmentVisitor:
         layout = self._layouts[index]
         if layout.trains:
             version = self._perturber.replay(index, self._stores, version)
-            self._landing.sample(index, store, layout.parameters)
+            self._update_loss.sample(index, store, layout.parameters)
         else:  # nothing is missing, and the first evaluation is made of what is borrowed
             self._perturber.replay(index, self._stores, self._perturber.version)
         self._timeline.note(Lane.REPLAY, layout.name, begun, self._queues.mark())

@@ -9,13 +9,13 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from zo2core.beside import FactorStore, StackedModel
+from zo2core.perturbation import FactorStore, StackedModel
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockModel, Forward, Streams, Visitor
 from zo2core.sweep.activation_offload import ActivationOffload
-from zo2core.sweep.landing import Landing
 from zo2core.sweep.perturber import Perturber
 from zo2core.sweep.stacked_visitor import StackedVisitor
+from zo2core.sweep.update_loss import UpdateLoss
 from zo2core.sweep.visitor import SegmentVisitor
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Batch, Evaluation, Update
@@ -65,7 +65,7 @@ class WeightVisits:
     activations: ActivationOffload
     streams: Streams
     timeline: Timeline
-    landing: Landing
+    landing: UpdateLoss
 
     def visitor(self, version: int, groups: Groups, forward: Forward) -> SegmentVisitor:
         """The visitor of one sweep. See the contract."""

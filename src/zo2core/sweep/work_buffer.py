@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from zo2core.kernels import encoding
-from zo2core.kernels.carrying import CarryingMemory, carrying_bytes, decode, encode, scales_places
+from zo2core.kernels.low_bit import LowBitMemory, decode, encode, low_bit_bytes, scales_places
 from zo2core.noise.sizes import SCRATCH, noise_bytes
 from zo2core.protocols import CounterNoise, Device, NoiseGenerator, Store, Stores
 from zo2core.types import (
@@ -24,9 +24,9 @@ from zo2core.types import (
     ParameterSpec,
     divide_tied,
     flat_views,
+    keeps_unrounded,
     packed_bytes,
-    walk_bytes,
-    walks_beside,
+    unrounded_bytes,
     work_bytes,
 )
 
@@ -39,7 +39,9 @@ class ParameterView(NamedTuple):
     position: int  # in that store
     scales: int | None  # of a weight that is carried in 8 bits: their position in a store that has what was carried
     work: torch.Tensor  # flat view of the work buffer: the perturbed weight, in the forward's dtype
-    walked: torch.Tensor | None  # the same as it is stored: it is perturbed here. None: it is perturbed in the work buffer
+    unrounded: (
+        torch.Tensor | None
+    )  # the same as it is stored: it is perturbed here. None: it is perturbed in the work buffer
     z: torch.Tensor | None  # flat view of the noise buffer; None where noise is not kept
     chunks: list[tuple[int, int]]  # (start, stop) in which z is drawn
     tied: bool  # used by more than one segment
@@ -50,9 +52,9 @@ class ParameterView(NamedTuple):
 
     def targets(self, start: int = 0, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Where a range's perturbed weights go: as they walk on from there, and rounded beside that, if they are."""
-        if self.walked is None:
+        if self.unrounded is None:
             return self.work[start:stop], None
-        return self.walked[start:stop], self.work[start:stop]
+        return self.unrounded[start:stop], self.work[start:stop]
 
 
 class WorkBuffer:
@@ -64,7 +66,7 @@ class WorkBuffer:
         noise: Says into which chunks a parameter is cut.
         keep_noise: Hold a segment's z from one evaluation to the next; without, it is drawn again for each. Counter-based
             noise is never held.
-        walks: Whether evaluations walk from one to the next.
+        perturbs_in_place: Whether evaluations walk from one to the next.
     """
 
     def __init__(
@@ -74,14 +76,14 @@ class WorkBuffer:
         noise: NoiseGenerator,
         *,
         keep_noise: bool = True,
-        walks: bool = True,
+        perturbs_in_place: bool = True,
     ) -> None:
         tied, own = divide_tied(layouts)
         tied_names = {spec.name for spec in tied}
         tied_bytes = packed_bytes(tied)
         work = device.empty(work_bytes(layouts))
-        walk = device.empty(walk_bytes(layouts, walks=walks))
-        self._carrying = CarryingMemory(device.empty(carrying_bytes(layouts)))
+        walk = device.empty(unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place))
+        self._low_bit = LowBitMemory(device.empty(low_bit_bytes(layouts)))
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
         z = device.empty(noise_bytes(layouts)) if self.keeps_noise else None
 
@@ -100,14 +102,14 @@ class WorkBuffer:
             used = {spec.name: spec for spec in layout.used}
             drawn = {**tied_noise, **noise_views(unshared, tied_bytes)}
             works = flat_views([spec.in_forward() for spec in used.values()], work)
-            beside = [spec for spec in used.values() if walks_beside(spec, walks=walks)]
-            walked = dict(zip((spec.name for spec in beside), flat_views(beside, walk), strict=True))
+            beside = [spec for spec in used.values() if keeps_unrounded(spec, perturbs_in_place=perturbs_in_place)]
+            unrounded = dict(zip((spec.name for spec in beside), flat_views(beside, walk), strict=True))
             views = [
                 ParameterView(
                     spec,
                     *places[spec.name],
                     perturbed,
-                    walked.get(spec.name),
+                    unrounded.get(spec.name),
                     drawn.get(spec.name),
                     [] if spec.frozen else noise.chunks(spec),
                     spec.name in tied_names,
@@ -118,8 +120,8 @@ class WorkBuffer:
             self.segments.append(tuple(view for view in views if not view.spec.frozen))
             self._frozen.append(tuple(view for view in views if view.spec.frozen))
         self._device = device
-        self.comes_back = [any(spec.is_carried and spec.carried_back for spec in layout.parameters) for layout in layouts]
-        self.is_carried = [any(spec.is_carried for spec in layout.used) for layout in layouts]
+        self.comes_back = [any(spec.is_low_bit and spec.transfer_back for spec in layout.parameters) for layout in layouts]
+        self.is_low_bit = [any(spec.is_low_bit for spec in layout.used) for layout in layouts]
         self.elements = [sum(view.spec.numel for view in views) for views in self.segments]
         self._scratch: dict[tuple[torch.dtype, str], torch.Tensor] = {}
         self._chunk = max(
@@ -151,7 +153,7 @@ class WorkBuffer:
         self.widen(index, stores)
         for view in self.segments[index]:
             target, rounded = view.targets()
-            if not view.spec.is_carried:
+            if not view.spec.is_low_bit:
                 _show(view, stores)
             if rounded is not None:
                 rounded.copy_(target)
@@ -159,20 +161,20 @@ class WorkBuffer:
     def widen(self, index: int, stores: Stores) -> None:
         """Bring those of a segment's weights that are carried to where they are perturbed, as a device is given them."""
         for view in self.segments[index]:
-            if view.spec.is_carried:
+            if view.spec.is_low_bit:
                 store, (target, _) = stores[view.owner], view.targets()
                 if view.is_stored_in(store):
-                    self._carrying.round(view.spec, store[view.position], target)
+                    self._low_bit.round(view.spec, store[view.position], target)
                 else:
                     decode(store[view.position], None if view.scales is None else store[view.scales], target)
 
     def carry(self, index: int, store: Store) -> None:
         """Round those of a segment's own weights that come back from a device to what comes back of them."""
         for view in self.segments[index]:
-            if view.owner == index and view.spec.is_carried and view.spec.carried_back:
+            if view.owner == index and view.spec.is_low_bit and view.spec.transfer_back:
                 theta = store[view.position]
                 if view.is_stored_in(store):
-                    self._carrying.round(view.spec, theta, theta)
+                    self._low_bit.round(view.spec, theta, theta)
                     continue
                 scales, (target, _) = None if view.scales is None else store[view.scales], view.targets()
                 encode(target, theta, scales)

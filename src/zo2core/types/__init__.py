@@ -13,11 +13,11 @@ from zo2core.types.layouts import (
     aligned,
     divide_tied,
     flat_views,
+    keeps_unrounded,
     packed_bytes,
     saved_form,
     trained,
-    walk_bytes,
-    walks_beside,
+    unrounded_bytes,
     work_bytes,
 )
 from zo2core.types.programs import Descend, Distribution, Perturb, Program, Table
@@ -61,12 +61,12 @@ __all__ = [
     "divide_tied",
     "encoded_bytes",
     "flat_views",
+    "keeps_unrounded",
     "packed_bytes",
     "require_tensors",
     "saved_form",
     "shown_bytes",
     "trained",
-    "walk_bytes",
-    "walks_beside",
+    "unrounded_bytes",
     "work_bytes",
 ]

@@ -32,8 +32,8 @@ class ParameterSpec:
     index: int  # position in named_parameters(): the order in which MeZO draws z
     decays: bool  # weight decay applies
     forward_dtype: torch.dtype | None = None  # to which the forward's copy is rounded, once; None: as stored
-    carried_dtype: torch.dtype | None = None  # to which the weight is rounded before it is perturbed; None: it is not
-    carried_back: bool = False  # every update is rounded to it, too: what the store holds is what a device gave back
+    transfer_dtype: torch.dtype | None = None  # to which the weight is rounded before it is perturbed; None: it is not
+    transfer_back: bool = False  # every update is rounded to it, too: what the store holds is what a device gave back
     encoding: Encoding | None = None  # in which the weight is stored, to be read only; None: it is stored in its dtype
     frozen: bool = False  # it has no noise, no updates and no version: it is only read
 
@@ -63,9 +63,9 @@ class ParameterSpec:
         return self.forward_dtype not in (None, self.dtype)
 
     @property
-    def is_carried(self) -> bool:
+    def is_low_bit(self) -> bool:
         """Whether the weight is perturbed from what a device of its own memory is given of it."""
-        return self.carried_dtype not in (None, self.dtype)
+        return self.transfer_dtype not in (None, self.dtype)
 
     def in_forward(self) -> ParameterSpec:
         """The forward's copy, as a parameter of its own."""
@@ -185,19 +185,23 @@ def work_bytes(layouts: Sequence[BlockLayout]) -> int:
     return max(packed_bytes([spec.in_forward() for spec in layout.used]) for layout in layouts)
 
 
-def walks_beside(spec: ParameterSpec, *, walks: bool) -> bool:
+def keeps_unrounded(spec: ParameterSpec, *, perturbs_in_place: bool) -> bool:
     """Whether a weight, as it is stored, is perturbed beside the work buffer, which has it rounded.
 
     Args:
         spec: The parameter.
-        walks: Whether evaluations walk from one to the next. A carried weight is widened before it is perturbed, anyway.
+        perturbs_in_place: Whether evaluations walk from one to the next. A carried weight is widened before it is
+            perturbed, anyway.
     """
-    return not spec.frozen and spec.is_rounded and (walks or spec.is_carried)
+    return not spec.frozen and spec.is_rounded and (perturbs_in_place or spec.is_low_bit)
 
 
-def walk_bytes(layouts: Sequence[BlockLayout], *, walks: bool) -> int:
+def unrounded_bytes(layouts: Sequence[BlockLayout], *, perturbs_in_place: bool) -> int:
     """Bytes in which weights are perturbed as they are stored, where the work buffer has them rounded."""
-    return max(packed_bytes([spec for spec in layout.used if walks_beside(spec, walks=walks)]) for layout in layouts)
+    return max(
+        packed_bytes([spec for spec in layout.used if keeps_unrounded(spec, perturbs_in_place=perturbs_in_place)])
+        for layout in layouts
+    )
 
 
 def divide_tied(layouts: Sequence[BlockLayout]) -> tuple[list[ParameterSpec], list[list[ParameterSpec]]]:

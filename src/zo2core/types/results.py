@@ -20,14 +20,18 @@ class StepResult(NamedTuple):
     lr: float  # applied to each probe, as the journal has it
     seconds: float  # wall time
     lanes: Mapping[Lane, LaneUse]  # busy seconds and bytes of disk, transfers and compute
-    landed: float | None  # share of the stored weights that the update changes, by a sample; None: it was not looked at
+    share_applied: (
+        float | None
+    )  # share of the stored weights that the update changes, by a sample; None: it was not looked at
 
     @classmethod
-    def of(cls, update: Update, seconds: float, lanes: Mapping[Lane, LaneUse], landed: float | None) -> StepResult:
+    def of(cls, update: Update, seconds: float, lanes: Mapping[Lane, LaneUse], share_applied: float | None) -> StepResult:
         """The report of a step that led to this update."""
         loss, *_ = update.losses
         grads, seeds = update.projected_grads, update.seeds
-        return cls(update.step, loss, update.losses, grads, seeds, update.lr, seconds, lanes=lanes, landed=landed)
+        return cls(
+            update.step, loss, update.losses, grads, seeds, update.lr, seconds, lanes=lanes, share_applied=share_applied
+        )
 
     @property
     def bytes_moved(self) -> int:

@@ -22,7 +22,7 @@ from torch.distributed import DistError, QueueEmptyError
 from torch.distributed import TCPStore as TCPStore  # type: ignore[attr-defined]
 
 from zo2core.errors import ClosedError, WorkerError, ZO2Warning
-from zo2core.workers.round import Round, unbundled
+from zo2core.workers.messages import Round, unbundled
 from zo2core.workers.seal import SEAL_BYTES, Seal
 
 TIMEOUT = 1800.0  # seconds that a worker waits for the others, unless told otherwise
@@ -115,7 +115,7 @@ class Exchange:
         self._gathered = ended
         return payloads
 
-    def told(self, kind: str, value: Any) -> dict[int, Any]:
+    def all_gather(self, kind: str, value: Any) -> dict[int, Any]:
         """As ``gather``, for JSON values."""
         said = self.gather(json.dumps(value).encode(), kind)
         return {rank: json.loads(payload) for rank, payload in said.items()}

@@ -14,7 +14,7 @@ import xxhash
 from zo2core.errors import WorkerError
 from zo2core.io.direct_file import byte_view
 from zo2core.types import Batch, Evaluation, require_tensors
-from zo2core.workers.share import Split
+from zo2core.workers.shards import Split
 
 _HEAD = struct.Struct("<IIB")  # labelled tokens, context, dtype
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of losses, by their number
@@ -115,7 +115,7 @@ def combined(reports: Mapping[int, Report], split: Split, evaluations: int, unit
     """
     parts: dict[int, list[tuple[float, int]]] = {}
     for rank in sorted(reports):
-        report, share = reports[rank], split.share(rank, evaluations, unit)
+        report, share = reports[rank], split.shard(rank, evaluations, unit)
         if len(report.losses) != len(share.evaluations):
             raise _unlike(rank, f"{len(report.losses)} losses", f"{len(share.evaluations)}, those of its share")
         for place, loss in zip(share.evaluations, report.losses, strict=True):

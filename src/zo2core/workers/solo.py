@@ -25,7 +25,7 @@ class SoloWorker(Workers):
         """This worker."""
         return (0,)
 
-    def meet(self, journal: Journal) -> None:
+    def sync_journal(self, journal: Journal) -> None:
         """Do nothing: there is no other journal."""
 
     def require_agreement(
@@ -33,7 +33,7 @@ class SoloWorker(Workers):
     ) -> None:
         """Do nothing: there is nobody to differ from."""
 
-    def heard(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """The value itself."""
         return [value]
 

@@ -20,11 +20,11 @@ from zo2core.journal import Journal
 from zo2core.protocols import NoiseGenerator
 from zo2core.types import Batch, BlockLayout, Evaluation
 from zo2core.workers.exchange import TIMEOUT, Exchange, TCPStore, silent
+from zo2core.workers.journal_sync import require_agreement, sync_journals
 from zo2core.workers.rendezvous import AnnouncedInFile, AnnouncedInStore, gather_workers, join_workers
 from zo2core.workers.report import Report, batch_digest, combined, context_of, is_finite, require_same_context
-from zo2core.workers.reunion import bring_in_line, require_agreement
 from zo2core.workers.seal import Seal, require_key
-from zo2core.workers.share import Share, Split, choose_split, evaluations_apart, require_split
+from zo2core.workers.shards import Shard, Split, choose_split, evaluations_apart, require_split
 
 T = TypeVar("T")
 
@@ -34,16 +34,16 @@ class Plan(NamedTuple):
 
     split: Split
     unit: int  # evaluations that stay together
-    share: Share  # of this worker
+    shard: Shard  # of this worker
 
     @classmethod
     def alone(cls, evaluations: int) -> Plan:
         """All of a step of so many evaluations, for one worker."""
-        return cls(Split(1, 1), 1, Share(range(evaluations)))
+        return cls(Split(1, 1), 1, Shard(range(evaluations)))
 
-    def without_share(self) -> Plan:
+    def without_shard(self) -> Plan:
         """The same, with nothing for this worker to do."""
-        return self._replace(share=self.share._replace(evaluations=range(0)))
+        return self._replace(shard=self.shard._replace(evaluations=range(0)))
 
 
 class Gathered(NamedTuple):
@@ -176,7 +176,7 @@ class Workers:
 
     def neighbours(self) -> tuple[int, ...]:
         """Ranks of those on this host, this worker among them; all workers ask at the same time."""
-        hosts = self._exchange.told("hosts", {"host": _host()})
+        hosts = self._exchange.all_gather("hosts", {"host": _host()})
         return tuple(rank for rank, own in hosts.items() if own["host"] == hosts[self.rank]["host"])
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
@@ -191,7 +191,7 @@ class Workers:
         except OSError as error:
             refused = reason(error)
         own = {"process": os.getpid(), "descriptor": None if made is None else made.descriptor, "refused": refused}
-        of_first = self._exchange.told("memory", own)[first]
+        of_first = self._exchange.all_gather("memory", own)[first]
         try:
             if of_first["refused"] is not None:
                 raise OSError(of_first["refused"])
@@ -204,17 +204,17 @@ class Workers:
                 expected=f"{nbytes} bytes for all workers of this host",
                 remedy="let the workers of a host run as one user, and free memory",
             ) from error
-        self.heard(None)  # the first one's descriptor has been used by all
+        self.all_gather(None)  # the first one's descriptor has been used by all
         return memory
 
-    def meet(self, journal: Journal) -> None:
+    def sync_journal(self, journal: Journal) -> None:
         """Bring this worker's journal in line with the longest one: the run goes on where that one ends.
 
         Raises:
             WorkerError: if a journal is of another run.
             JournalError: if a record cannot be written.
         """
-        bring_in_line(journal, self._exchange)
+        sync_journals(journal, self._exchange)
 
     def require_agreement(
         self, journal: Journal, noise: NoiseGenerator, layouts: Sequence[BlockLayout], device: torch.device
@@ -233,7 +233,7 @@ class Workers:
         """
         require_agreement(journal, noise, layouts, device, self._exchange)
 
-    def heard(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Say something and hear what all say.
 
         Args:
@@ -245,7 +245,7 @@ class Workers:
         Raises:
             WorkerError: if a worker leaves, is silent for too long, or is at something else.
         """
-        return list(self._exchange.told("values", value).values())
+        return list(self._exchange.all_gather("values", value).values())
 
     def require_same(self, what: str, digest: int) -> None:
         """Refuse to go on where workers have different things.
@@ -257,7 +257,7 @@ class Workers:
         Raises:
             WorkerError: naming the worker whose are not rank 0's.
         """
-        said = self.heard([what, digest])
+        said = self.all_gather([what, digest])
         for rank, own in enumerate(said):
             if own != said[0]:
                 raise WorkerError(
@@ -276,7 +276,7 @@ class Workers:
         Raises:
             WorkerError: if the workers did not take the same things.
         """
-        of_ranks = self.heard(list(values))
+        of_ranks = self.all_gather(list(values))
         count = sum(map(len, of_ranks))
         for rank, own in enumerate(of_ranks):
             if len(own) != len(range(rank, count, self.size)):
@@ -300,7 +300,7 @@ class Workers:
         """
         unit = evaluations_apart(evaluations, whole=self._deadline is not None)
         split = choose_split(self._asked, self.size, len(evaluations) // unit, rows)
-        return Plan(split, unit, split.share(self.rank, len(evaluations), unit))
+        return Plan(split, unit, split.shard(self.rank, len(evaluations), unit))
 
     @property
     def has_deadline(self) -> bool:

@@ -57,7 +57,7 @@ class PeftBlockModel(HFBlockModel):
                 "adapter",
                 found=f"{title}, and directions beside the activations",
                 expected="LoRA, whose matrices are linear layers of their own",
-                remedy="leave --rank out, or use InWeights(): directions in the weights take any kind",
+                remedy="leave --rank out, or use DensePerturbation(): directions in the weights take any kind",
             )
         super().require_stackable()
 

@@ -38,12 +38,12 @@ class AdapterKind(ABC):
     title: ClassVar[str]  # in messages
     config_class: ClassVar[str]  # of peft
     decisive: ClassVar[frozenset[str]]  # options that decide forwards: a run's description has them
-    heeded: ClassVar[frozenset[str]]  # options that decide first values, parameters or files, which speak for themselves
+    supported: ClassVar[frozenset[str]]  # options that decide first values, parameters or files, which speak for themselves
     accepted: ClassVar[str]  # in words: what is
     part_of_names: ClassVar[str]  # of some of its parameters, as an example
     model_class: ClassVar[Callable[..., HFBlockModel]]  # takes an ``OpenedAdapter``, and what ``HFBlockModel`` takes
 
-    def unheeded(self, config: Any) -> list[str]:
+    def unused_options(self, config: Any) -> list[str]:
         """Name the options that have a value, beside the default, that is not accepted."""
         return []
 

@@ -48,12 +48,12 @@ class LoRAKind(AdapterKind):
         {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "rank_pattern", "alpha_pattern"}
         | {"layers_to_transform", "layers_pattern", "fan_in_fan_out"}
     )
-    heeded = frozenset({"init_lora_weights", "use_dora"})
+    supported = frozenset({"init_lora_weights", "use_dora"})
     accepted = "LoRA or DoRA of linear layers alone, without dropout, whose matrices begin without weights of the base"
     part_of_names = "lora_A"
     model_class: ClassVar[Callable[..., HFBlockModel]] = PeftBlockModel
 
-    def unheeded(self, config: Any) -> list[str]:
+    def unused_options(self, config: Any) -> list[str]:
         """See the contract."""
         refused = [] if config.init_lora_weights in _KNOWN_STARTS else ["init_lora_weights"]
         return refused if is_rank(config.r) else [*refused, "r"]

@@ -36,12 +36,12 @@ class PrefixKind(AdapterKind):
     title = "a prefix"
     config_class = "PrefixTuningConfig"
     decisive = frozenset({"num_virtual_tokens", *_OF_THE_BASE})
-    heeded = frozenset({"init_weights", "encoder_hidden_size"})  # the latter is of a projection, which there is not
+    supported = frozenset({"init_weights", "encoder_hidden_size"})  # the latter is of a projection, which there is not
     accepted = "prefix tuning of a causal language model, by virtual tokens, without prefix_projection"
     part_of_names = _ENCODER
     model_class: ClassVar[Callable[..., HFBlockModel]] = PrefixBlockModel
 
-    def unheeded(self, config: Any) -> list[str]:
+    def unused_options(self, config: Any) -> list[str]:
         """See the contract."""
         refused = [] if config.task_type in (None, _TASK) else ["task_type"]
         refused += [] if config.init_weights in (None, "zero") else ["init_weights"]

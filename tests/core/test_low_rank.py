@@ -30,21 +30,21 @@ from transformers import (
 
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.beside import BesideModules
+from zo2adapters.models.low_rank import LowRankModules
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     FZOO,
     BatchError,
-    BesideActivations,
     Clipped,
+    DensePerturbation,
     Distribution,
     Factors,
     HostDevice,
     HostPlan,
-    InWeights,
     JournalError,
     Lane,
+    LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     Moved,
@@ -61,8 +61,8 @@ from zo2core import (
     ZOEngine,
     ZOEstimator,
 )
-from zo2core.beside import factor_store
 from zo2core.kernels import apply_drawing
+from zo2core.perturbation import factor_store
 from zo2core.planning.device_plan import DevicePlan
 
 PROFILE = settings.default
@@ -128,7 +128,7 @@ def test_a_run_is_the_stacked_loop(
             overlap=overlap,
             memory=MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False), device=plan),
             write_back=WriteBackPolicy(directory=tmp) if keeps_periods else None,
-            perturbation=BesideActivations(rank=rank, period=period),
+            perturbation=LowRankPerturbation(rank=rank, period=period),
         )
 
     with closing(device), patch.object(factor_store, "BESIDE_UP_TO", beside_up_to):
@@ -168,7 +168,7 @@ def test_the_sums_of_several_periods_are_the_stacked_loops(tmp_path: Path) -> No
             noise=PhiloxNoise(Distribution.RADEMACHER),
             device=device,
             memory=MemoryPolicy(device=DevicePlan((), 1 << 40, 0, 1 << 28)),
-            perturbation=BesideActivations(rank=2, period=2),
+            perturbation=LowRankPerturbation(rank=2, period=2),
         ) as engine,
     ):
         for seed in range(7):
@@ -203,7 +203,7 @@ def test_losses_are_those_of_dense_directions(model_type: str, chunk: int | None
     with ZOEngine(
         open_checkpoint(base, loss_chunk=chunk),
         MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2),
-        perturbation=BesideActivations(rank=2, period=2),
+        perturbation=LowRankPerturbation(rank=2, period=2),
     ) as engine:
         for _ in range(5):
             theta, period = dict(engine_weights(engine)), engine.version // 2
@@ -228,7 +228,7 @@ def test_updates_are_lr_times_the_projected_gradient_along_z(tmp_path: Path) -> 
         open_checkpoint(base),
         MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
         noise=PhiloxNoise(Distribution.RADEMACHER),
-        perturbation=BesideActivations(rank=3),
+        perturbation=LowRankPerturbation(rank=3),
     ) as engine:
         before = dict(engine_weights(engine))
         result = engine.step(batch, seed=9)
@@ -246,7 +246,7 @@ def test_a_row_has_a_direction_of_its_own(chunk: int | None, tmp_path: Path) -> 
     for q in (1, 2, 4):
         estimator = PerRowRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=q)
         losses, weights = [], []
-        for perturbation in (BesideActivations(rank=2), InWeights()):
+        for perturbation in (LowRankPerturbation(rank=2), DensePerturbation()):
             model, noise = open_checkpoint(base, loss_chunk=chunk), PhiloxNoise(Distribution.GAUSSIAN)
             with ZOEngine(model, estimator, noise=noise, perturbation=perturbation) as engine:
                 seeds = list(dict.fromkeys(evaluation.seed for evaluation in engine.ask()))
@@ -276,7 +276,7 @@ def test_nothing_is_written_and_a_journal_is_enough(tmp_path: Path) -> None:
         memory=MemoryPolicy(host=HostPlan((), 1 << 40, 2, keep_noise=False)),
         write_back=WriteBackPolicy(directory=tmp_path / "run", every=None),
         seed=5,
-        perturbation=BesideActivations(rank=2, period=3),
+        perturbation=LowRankPerturbation(rank=2, period=3),
     ) as engine:
         for _ in range(7):
             engine.step(batch)
@@ -294,7 +294,7 @@ def test_sums_are_kept_in_float32_where_the_base_has_16_bits(tmp_path: Path) -> 
     with ZOEngine(
         open_checkpoint(base),
         MeZOSGD(lr=1e-7, zo_eps=EPS, perturb_in_place=False),
-        perturbation=BesideActivations(rank=2, period=1000),
+        perturbation=LowRankPerturbation(rank=2, period=1000),
     ) as engine:
         for _ in range(3):
             engine.step(batch)
@@ -323,7 +323,7 @@ def test_estimators_that_cannot_be_heeded_are_refused(name: str, tmp_path: Path)
             open_checkpoint(base),
             estimator,
             noise=PhiloxNoise(Distribution.RADEMACHER),
-            perturbation=BesideActivations(rank=2),
+            perturbation=LowRankPerturbation(rank=2),
             journal=tmp_path / "journal.jsonl",
         )
     assert not (tmp_path / "journal.jsonl").exists()
@@ -337,7 +337,7 @@ def test_an_estimator_perturbs_in_place_where_directions_are_in_the_weights_unle
     base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
     options: dict[str, Any] = {"lr": LR, "zo_eps": EPS} | ({} if kind is MeZOSGD else {"q": 2})
     for where, in_place in (("weights", True), ("beside", False)):
-        perturbation = InWeights() if in_place else BesideActivations(rank=2)
+        perturbation = DensePerturbation() if in_place else LowRankPerturbation(rank=2)
         updates = []
         for told in ({"perturb_in_place": in_place}, {}):
             estimator: ZOEstimator = kind(**options, **told)
@@ -355,7 +355,7 @@ def test_an_estimator_perturbs_in_place_where_directions_are_in_the_weights_unle
 def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
     base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
     estimator, model = MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), open_checkpoint(base)
-    with ZOEngine(model, estimator, perturbation=BesideActivations(rank=2)) as engine:
+    with ZOEngine(model, estimator, perturbation=LowRankPerturbation(rank=2)) as engine:
         engine.step(batch)
     with ZOEngine(model, estimator) as engine, ZOEngine(open_checkpoint(base), estimator) as other:
         for _ in range(2):
@@ -364,7 +364,7 @@ def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
 
 def test_stacks_are_the_runs_and_not_the_memorys(tmp_path: Path) -> None:
     base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
-    estimator, move = MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=3), BesideModules.move
+    estimator, move = MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=3), LowRankModules.move
     for stack, expected in ((None, [6]), (4, [4, 2]), (1, [1] * 6)):
         for activations in (1, "1GiB"):
             sizes: list[int] = []
@@ -374,9 +374,9 @@ def test_stacks_are_the_runs_and_not_the_memorys(tmp_path: Path) -> None:
                     open_checkpoint(base),
                     estimator,
                     memory=MemoryPolicy(activations=activations),
-                    perturbation=BesideActivations(rank=2, stack=stack),
+                    perturbation=LowRankPerturbation(rank=2, stack=stack),
                 ) as engine,
-                patch.object(BesideModules, "move", autospec=True, side_effect=move) as moves,
+                patch.object(LowRankModules, "move", autospec=True, side_effect=move) as moves,
             ):
                 engine.step(batch)
                 sizes = [call.args[2] for call in moves.mock_calls]
@@ -399,7 +399,7 @@ def test_other_heads_run_one_evaluation_at_a_time(head: str, tmp_path: Path) -> 
     with ZOEngine(
         open_checkpoint(base, head=head),
         MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
-        perturbation=BesideActivations(rank=2),
+        perturbation=LowRankPerturbation(rank=2),
     ) as engine:
         losses = engine.step(batch).losses
     assert losses[0] != losses[1]
@@ -408,7 +408,7 @@ def test_other_heads_run_one_evaluation_at_a_time(head: str, tmp_path: Path) -> 
 def test_parts_that_a_caller_made_do_not_go_on_with_such_a_run(tmp_path: Path) -> None:
     base, journal = save_model(tmp_path / "base", small_config("llama")), tmp_path / "journal.jsonl"
     estimator, noise = MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), PhiloxNoise(Distribution.GAUSSIAN)
-    with ZOEngine(open_checkpoint(base), estimator, journal=journal, perturbation=BesideActivations(rank=2)) as engine:
+    with ZOEngine(open_checkpoint(base), estimator, journal=journal, perturbation=LowRankPerturbation(rank=2)) as engine:
         engine.step(make_batch(40, [7]))
     model, device = open_checkpoint(base), HostDevice()
     with (
@@ -453,9 +453,9 @@ def test_a_command_line_that_cannot_be_heeded_is_one_line(more: list[str], said:
 def test_a_run_stacks_all_of_a_step_and_its_branch_keeps_its_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options, move = small_run(tmp_path), BesideModules.move
+    options, move = small_run(tmp_path), LowRankModules.move
     train = ["train", "--model", options.model, "--data", str(options.data), "--lr", "1e-2", "--rank", "2"]
-    with patch.object(BesideModules, "move", autospec=True, side_effect=move) as moves:
+    with patch.object(LowRankModules, "move", autospec=True, side_effect=move) as moves:
         main([*train, "--output", str(tmp_path / "run"), "--steps", "2", "--queries", "2"])
     assert [call.args[2] for call in moves.mock_calls][:5] == [4] * 5
     branch = ["--resume", str(tmp_path / "run"), "--from-step", "1", "--output", str(tmp_path / "branch")]
@@ -494,7 +494,7 @@ def test_factors_that_were_not_brought_up_to_date_are_made_again(fails_at: int, 
     estimator = MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False)
     weights = []
     for disturbed in (False, True):
-        with ZOEngine(open_checkpoint(base), estimator, perturbation=BesideActivations(rank=2, period=2)) as engine:
+        with ZOEngine(open_checkpoint(base), estimator, perturbation=LowRankPerturbation(rank=2, period=2)) as engine:
             for _ in range(3):
                 engine.step(batch)
             if disturbed:
@@ -524,16 +524,16 @@ def test_options_that_cannot_be_heeded_are_refused(options: dict[str, Any], said
         options["write_back"] = WriteBackPolicy(directory=tmp_path, every=1)
     with pytest.raises(OptionError, match=said):
         ZOEngine(
-            model, MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), perturbation=BesideActivations(rank=2), **options
+            model, MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), perturbation=LowRankPerturbation(rank=2), **options
         )
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, True])
 def test_ranks_and_periods_that_are_none_are_refused(number: Any) -> None:
     with pytest.raises(OptionError, match="rank"):
-        BesideActivations(rank=number)
+        LowRankPerturbation(rank=number)
     with pytest.raises(OptionError, match="period"):
-        BesideActivations(rank=1, period=number)
+        LowRankPerturbation(rank=1, period=number)
 
 
 def test_modules_that_cannot_take_a_direction_are_refused_by_name(tmp_path: Path) -> None:
@@ -546,7 +546,7 @@ def test_modules_that_cannot_take_a_direction_are_refused_by_name(tmp_path: Path
         ZOEngine(
             open_checkpoint(base),
             MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False),
-            perturbation=BesideActivations(rank=2),
+            perturbation=LowRankPerturbation(rank=2),
         )
 
 
@@ -564,7 +564,7 @@ class TokensFirst(torch.nn.Module):
 
 def test_rows_in_another_order_are_refused() -> None:
     layer = TokensFirst()
-    modules = BesideModules(dict(layer.named_modules()))
+    modules = LowRankModules(dict(layer.named_modules()))
     rows = torch.randn(2, 6, 4)
     modules.begin(2, 6)
     expected = layer(rows)
@@ -582,15 +582,15 @@ def test_rows_in_another_order_are_refused() -> None:
 def test_a_model_that_does_not_stack_is_refused(tmp_path: Path) -> None:
     toy = ToyBlockModel(20, 8, 2, tied=True, dtype=torch.float32, file=tmp_path / "toy")
     with pytest.raises(OptionError, match="a model that stacks streams"):
-        ZOEngine(toy, MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), perturbation=BesideActivations(rank=2))
+        ZOEngine(toy, MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False), perturbation=LowRankPerturbation(rank=2))
 
 
 def test_a_journal_is_of_its_perturbation(tmp_path: Path) -> None:
     base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7])
     journal, estimator = tmp_path / "journal.jsonl", MeZOSGD(lr=LR, zo_eps=EPS, perturb_in_place=False)
-    with ZOEngine(open_checkpoint(base), estimator, journal=journal, perturbation=BesideActivations(rank=2)) as engine:
+    with ZOEngine(open_checkpoint(base), estimator, journal=journal, perturbation=LowRankPerturbation(rank=2)) as engine:
         engine.step(batch)
-    for other in (BesideActivations(rank=3), BesideActivations(rank=2, period=7), InWeights()):
+    for other in (LowRankPerturbation(rank=3), LowRankPerturbation(rank=2, period=7), DensePerturbation()):
         with pytest.raises(JournalError, match="perturbation"):
             ZOEngine(
                 open_checkpoint(base),
@@ -608,7 +608,7 @@ def test_rows_that_cannot_be_dealt_are_refused(tmp_path: Path) -> None:
     with ZOEngine(
         open_checkpoint(base),
         PerRowRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2),
-        perturbation=BesideActivations(rank=2),
+        perturbation=LowRankPerturbation(rank=2),
     ) as engine:
         with pytest.raises(BatchError, match="3 rows for 2 directions"):
             engine.step(make_batch(40, [7, 4, 5]))

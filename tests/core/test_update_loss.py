@@ -22,7 +22,7 @@ from zo2core import (
     ZOEngine,
 )
 from zo2core.planning.host_plan import HostPlan
-from zo2core.sweep.landing import EVERY, SAMPLED, Landing
+from zo2core.sweep.update_loss import EVERY, SAMPLED, UpdateLoss
 from zo2core.types import Evaluation, Update
 
 BATCH = make_batch(40, [9, 5])
@@ -59,11 +59,11 @@ def test_the_share_is_that_of_the_weights_that_the_step_changes(
     estimator = MeZOSGD(lr=5e-4 / grad, zo_eps=0.1, perturb_in_place=False)
     with ZOEngine(model_again(tmp_path), estimator, noise=noise, memory=memory) as engine:
         before = {name: tensor.clone() for name, tensor in engine.parameters_now()}
-        landed = engine.step(batch).landed
+        share_applied = engine.step(batch).share_applied
         changed = [(tensor != before[name]).sum().item() for name, tensor in engine.parameters_now()]
     share = sum(changed) / sum(tensor.numel() for tensor in before.values())
     assert 0.2 < share < 0.9
-    assert landed == pytest.approx(share, abs=0.07)
+    assert share_applied == pytest.approx(share, abs=0.07)
 
 
 def model_again(tmp_path: Path) -> ToyBlockModel:
@@ -78,37 +78,37 @@ def test_small_steps_land_in_float32_and_not_in_bfloat16(
     dtype: str, lr: float, least: float, most: float, base: Path
 ) -> None:
     with ZOEngine(open_checkpoint(base, dtype=dtype), MeZOSGD(lr=lr, zo_eps=1e-2)) as engine:
-        landed = engine.step(BATCH).landed
-    assert landed is not None
-    assert least <= landed <= most
+        share_applied = engine.step(BATCH).share_applied
+    assert share_applied is not None
+    assert least <= share_applied <= most
 
 
 @every_noise
 def test_it_is_looked_at_once_in_a_hundred_steps(noise: NoiseGenerator | None, base: Path) -> None:
     with ZOEngine(open_checkpoint(base), MeZOSGD(lr=1e-3, zo_eps=1e-3), noise=noise) as engine:
-        looked = [step for step in range(EVERY + 3) if engine.step(BATCH).landed is not None]
+        looked = [step for step in range(EVERY + 3) if engine.step(BATCH).share_applied is not None]
     assert looked == [0, EVERY]
 
 
 def test_a_run_that_goes_on_looks_at_its_first_step(base: Path, tmp_path: Path) -> None:
     """Also where blocks stream, and have updates to catch up with."""
     memory = MemoryPolicy(host=HostPlan((), budget=2**28, buckets=2, keep_noise=False))
-    landed = []
+    share_applied = []
     for _ in range(2):
         model, write_back = open_checkpoint(base), WriteBackPolicy(directory=tmp_path / "run", every=None)
         with ZOEngine(
             model, MeZOSGD(lr=1e-3, zo_eps=1e-3), journal=tmp_path / "run" / "j", memory=memory, write_back=write_back
         ) as engine:
-            landed += [engine.step(BATCH).landed for _ in range(3)]
-    assert [share is not None for share in landed] == [True, False, False, True, False, False]
+            share_applied += [engine.step(BATCH).share_applied for _ in range(3)]
+    assert [share is not None for share in share_applied] == [True, False, False, True, False, False]
 
 
 def test_a_step_without_update_says_nothing_and_the_next_one_is_looked_at() -> None:
-    landing, store = Landing(SequentialNoise([])), [torch.ones(100)]
+    landing, store = UpdateLoss(SequentialNoise([])), [torch.ones(100)]
     for step, grad in enumerate((0.0, 1.0, 1.0)):
         landing.begin(step)
         landing.sample(0, store)
-        share = landing.share(update_of(0.1, grad, step=step))
+        share = landing.share_applied(update_of(0.1, grad, step=step))
         assert share == (None, 1.0, None)[step]
 
 
@@ -117,20 +117,20 @@ def test_the_sample_is_spread_over_every_segment_and_is_small() -> None:
     large = torch.full((10 * SAMPLED,), 1e9)
     for still in range(3):
         store = [large if place == still else torch.full((10 * SAMPLED,), 1e-3) for place in range(3)]
-        landing = Landing(PhiloxNoise(Distribution.RADEMACHER))
+        landing = UpdateLoss(PhiloxNoise(Distribution.RADEMACHER))
         landing.begin(0)
         landing.sample(0, store)
         landing.sample(1, [torch.full((20 * SAMPLED,), 1e-3)])
-        assert landing.share(update_of(0.1, 1.0)) == pytest.approx(1 - 1 / 6, abs=0.01)
+        assert landing.share_applied(update_of(0.1, 1.0)) == pytest.approx(1 - 1 / 6, abs=0.01)
 
 
 @pytest.mark.parametrize("queries", [1, 4])
 def test_each_direction_rounds_on_its_own_and_dtypes_count_together(queries: int) -> None:
     """Nine tenths of half the distance to the next smaller bfloat16: however many follow each other, each is lost."""
-    landing = Landing(PhiloxNoise(Distribution.RADEMACHER))
+    landing = UpdateLoss(PhiloxNoise(Distribution.RADEMACHER))
     landing.begin(0)
     landing.sample(0, [torch.full((1000,), 1.0, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)])
-    share = landing.share(update_of(2.0**-9, *(0.9 + 0.001 * 2**query for query in range(queries))))
+    share = landing.share_applied(update_of(2.0**-9, *(0.9 + 0.001 * 2**query for query in range(queries))))
     assert share == pytest.approx(0.5, abs=0.01)
 
 
@@ -142,5 +142,5 @@ def test_looking_changes_no_bit(base: Path, monkeypatch: pytest.MonkeyPatch) -> 
             return [*steps, *(tensor.tolist() for _, tensor in engine.parameters_now())]
 
     looking = outcome()
-    monkeypatch.setattr(Landing, "begin", lambda self, step: None)
+    monkeypatch.setattr(UpdateLoss, "begin", lambda self, step: None)
     assert outcome() == looking

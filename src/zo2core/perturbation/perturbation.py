@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from zo2core.beside.stacked_model import StackedModel
 from zo2core.errors import JournalError, OptionError, UnsupportedModelError
 from zo2core.journal import Journal
+from zo2core.perturbation.stacked_model import StackedModel
 from zo2core.protocols import BlockModel, CounterNoise, NoiseGenerator, ZOEstimator
 from zo2core.types import trained
 
@@ -18,12 +18,12 @@ _FIRST_PERIOD_SEED = 1 << 62  # seeds of directions are below it, those of perio
 
 
 @dataclass(frozen=True)
-class InWeights:
+class DensePerturbation:
     """Weights are written at every evaluation: a direction has any form, and each layer its own forward. Exact MeZO's."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BesideActivations:
+class LowRankPerturbation:
     """Directions of low rank, ``z = U V^T / sqrt(rank)`` for a matrix, taken beside what a layer computes.
 
     A linear layer gives ``x W^T + (x V) (A + shift * zo_eps * U)^T``, where V is divided by the root of the rank. W is only
@@ -74,7 +74,7 @@ class BesideActivations:
         return _FIRST_PERIOD_SEED + rng.randrange(_FIRST_PERIOD_SEED)
 
 
-Perturbation: TypeAlias = InWeights | BesideActivations
+Perturbation: TypeAlias = DensePerturbation | LowRankPerturbation
 
 
 def choose_perturbation(perturbation: Perturbation | None, journal: Journal) -> Perturbation:
@@ -84,9 +84,9 @@ def choose_perturbation(perturbation: Perturbation | None, journal: Journal) -> 
         JournalError: if the journal was begun with another one, or with one that this version does not know.
     """
     if journal.header is None:
-        return InWeights() if perturbation is None else perturbation
+        return DensePerturbation() if perturbation is None else perturbation
     options = journal.header.get("perturbation")
-    recorded: Perturbation = InWeights()
+    recorded: Perturbation = DensePerturbation()
     if options is not None:
         known = {"kind", "rank", "period", "stack"}
         if not isinstance(options, dict) or options.get("kind") != _KIND or set(options) != known:
@@ -96,7 +96,7 @@ def choose_perturbation(perturbation: Perturbation | None, journal: Journal) -> 
                 expected=f"none, or {_KIND} with rank, period and stack",
                 remedy="use the version that the journal was made with",
             )
-        recorded = BesideActivations(rank=options["rank"], period=options["period"], stack=options["stack"])
+        recorded = LowRankPerturbation(rank=options["rank"], period=options["period"], stack=options["stack"])
     if perturbation is not None and perturbation != recorded:
         raise JournalError(
             journal.name,
@@ -132,8 +132,8 @@ def require_perturbation(
         OptionError: naming what does not go together.
         UnsupportedModelError: if the model cannot take directions so.
     """
-    if isinstance(perturbation, InWeights):
-        _require_in_weights(model, estimator)
+    if isinstance(perturbation, DensePerturbation):
+        _require_dense(model, estimator)
         frozen = [spec for layout in model.layouts for spec in layout.parameters if spec.frozen]
         if frozen:
             what = f"beside frozen weights such as {frozen[0].name}, which never change"
@@ -141,10 +141,10 @@ def require_perturbation(
     else:
         what = "beside the activations, where no weight changes"
         _require_unwritten(what, replay=replay, write_back_every=write_back_every, snapshot_every=snapshot_every)
-        _require_beside(model, estimator, noise)
+        _require_low_rank(model, estimator, noise)
 
 
-def _require_in_weights(model: BlockModel, estimator: ZOEstimator | None) -> None:
+def _require_dense(model: BlockModel, estimator: ZOEstimator | None) -> None:
     """Refuse to perturb weights that are only read."""
     specs = [spec for spec in trained(model.layouts) if spec.encoding is not None]
     if estimator is not None and specs:
@@ -153,7 +153,7 @@ def _require_in_weights(model: BlockModel, estimator: ZOEstimator | None) -> Non
             "perturbation",
             f"directions in the weights, of which {specs[0].name} is stored in {specs[0].encoding.name}",
             "directions beside the activations: quantised weights are only read",
-            "pass perturbation=BesideActivations(rank=8), or --rank 8; or train an adapter",
+            "pass perturbation=LowRankPerturbation(rank=8), or --rank 8; or train an adapter",
         )
 
 
@@ -168,16 +168,16 @@ def _require_unwritten(what: str, *, replay: str, write_back_every: object, snap
             raise _refusal(option, asked, f"no such choice {what}", "leave it out")
 
 
-def _require_beside(model: BlockModel, estimator: ZOEstimator | None, noise: NoiseGenerator) -> None:
+def _require_low_rank(model: BlockModel, estimator: ZOEstimator | None, noise: NoiseGenerator) -> None:
     """Refuse what directions beside the activations cannot do."""
     if not isinstance(model, StackedModel):
-        raise _refusal("perturbation", f"a {type(model).__name__}", "a model that stacks streams", "use InWeights()")
+        raise _refusal("perturbation", f"a {type(model).__name__}", "a model that stacks streams", "use DensePerturbation()")
     if not isinstance(noise, CounterNoise):
         raise _refusal(
             "noise", noise.name, "counter-based noise beside the activations", "pass PhiloxNoise(Distribution.GAUSSIAN)"
         )
     for spec in trained(model.layouts):
-        if spec.is_rounded or spec.is_carried:
+        if spec.is_rounded or spec.is_low_bit:
             raise _refusal(
                 "precision",
                 f"{spec.name} stored in {spec.dtype} and computed with or carried in another dtype",
@@ -189,7 +189,7 @@ def _require_beside(model: BlockModel, estimator: ZOEstimator | None, noise: Noi
                 spec.name,
                 found=f"a parameter of shape {list(spec.shape)}",
                 expected="matrices and vectors, for directions beside the activations",
-                remedy="leave --rank out, or use InWeights(): directions in the weights have any form",
+                remedy="leave --rank out, or use DensePerturbation(): directions in the weights have any form",
             )
     if estimator is not None:
         _require_estimator(estimator)
@@ -214,7 +214,7 @@ def _require_estimator(estimator: ZOEstimator) -> None:
             "estimator",
             f"{estimator.options.get('name')}, which needs {estimator.distribution.value} directions",
             "one that takes directions of any distribution: products of factors have another one",
-            "choose another estimator, or InWeights()",
+            "choose another estimator, or DensePerturbation()",
         )
 
 

@@ -21,7 +21,7 @@ from zo2core import Factors, Moved, UnsupportedModelError
 _PROBED_STREAMS, _PROBED_ROWS = 2, 3
 
 
-class BesideModules:
+class LowRankModules:
     """The modules of a model that own parameters, patched: unless told otherwise they do what they did.
 
     Args:
@@ -67,7 +67,7 @@ class BesideModules:
             patch.take(values, streams)
 
 
-def tell_shape(modules: BesideModules | None, tokens: torch.Tensor) -> None:
+def tell_shape(modules: LowRankModules | None, tokens: torch.Tensor) -> None:
     """Tell patched modules, if they are, that a forward of (rows, tokens, ...) begins."""
     if modules is not None:
         modules.begin(*tokens.shape[:2])
@@ -137,7 +137,7 @@ class _Patch(ABC):
                 self.path,
                 found=f"input of shape {list(rows.shape)} in a batch of {shape.rows} rows of {shape.tokens} tokens",
                 expected="the batch's rows, one after the other, for directions beside the activations",
-                remedy="leave --rank out, or use InWeights(): directions in the weights take any layer",
+                remedy="leave --rank out, or use DensePerturbation(): directions in the weights take any layer",
             )
 
 
@@ -297,5 +297,5 @@ def _patch(path: str, module: nn.Module, batch: _Shape) -> _Patch:
         path,
         found=f"a {type(module).__name__} with {names}",
         expected="linear layers, embeddings and norms, for directions beside the activations",
-        remedy="leave --rank out, or use InWeights(): directions in the weights take any layer",
+        remedy="leave --rank out, or use DensePerturbation(): directions in the weights take any layer",
     )

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from low_bit_loop import CarriedMeZO, through
+from low_bit_loop import LowBitMeZO, through
 from models import save_model, small_config
 from parity import assert_same_bits
 from runs import small_run
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from zo2adapters import Precision, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.precision import CARRIED
+from zo2adapters.models.precision import TRANSFER_DTYPES
 from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.trainer import Trainer
@@ -48,12 +48,12 @@ from zo2core import (
     ZOEngine,
 )
 from zo2core.kernels import fill, native
-from zo2core.kernels.carrying import FP8, carried_layout, decode, encode
+from zo2core.kernels.low_bit import FP8, decode, encode, low_bit_layout
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_plan import HostPlan
 from zo2core.protocols import ZOEstimator
 from zo2core.sources import StreamedSource
-from zo2core.sources.carrying import CarryingSource
+from zo2core.sources.low_bit import LowBitSource
 from zo2core.sweep.counter_perturber import CounterPerturber
 from zo2core.types import Bucket, Lane, ParameterSpec
 
@@ -67,7 +67,7 @@ def carried_toy(file: Path, dtype: torch.dtype | None, *, back: bool, computed: 
     model = ToyBlockModel(VOCAB, WIDTH, LAYERS, tied=True, dtype=torch.float32, file=file)
 
     def carry(spec: ParameterSpec) -> ParameterSpec:
-        return replace(spec, carried_dtype=dtype, carried_back=back) if len(spec.shape) == 2 else spec
+        return replace(spec, transfer_dtype=dtype, transfer_back=back) if len(spec.shape) == 2 else spec
 
     embedding, *blocks, head = model.layouts
     model.layouts = (
@@ -91,7 +91,7 @@ class Monolithic:
         fill(z, self.distribution, seed, self.index[name])
         return z.view(self.theta[name].shape)
 
-    def carried(self, name: str) -> torch.Tensor:
+    def transfer_dtype(self, name: str) -> torch.Tensor:
         theta = self.theta[name]
         return through(theta, self.dtype) if name.startswith("layers") and theta.ndim == 2 else theta.clone()
 
@@ -100,26 +100,26 @@ class Monolithic:
         result: torch.Tensor = torch.func.functional_call(self.toy, dict(weights), kwargs=dict(batch)).loss
         return result
 
-    def step(self, seed: int, *, lr: float, zo_eps: float, decay: float, walks: bool) -> float:
-        weights = {name: self.carried(name) for name in self.theta}
+    def step(self, seed: int, *, lr: float, zo_eps: float, decay: float, perturbs_in_place: bool) -> float:
+        weights = {name: self.transfer_dtype(name) for name in self.theta}
         self.theta = dict(weights) if self.back else self.theta
         losses: list[torch.Tensor] = []
         for move, shift in ((1.0, 1.0), (-2.0, -1.0)):
             for name in weights:
-                if walks:
+                if perturbs_in_place:
                     weights[name] = weights[name] + (move * self.z(name, seed)) * zo_eps
                 else:
-                    weights[name] = self.carried(name) + (shift * self.z(name, seed)) * zo_eps
+                    weights[name] = self.transfer_dtype(name) + (shift * self.z(name, seed)) * zo_eps
             losses.append(self.loss(weights, BATCH))
         grad = ((losses[0] - losses[1]) / (2 * zo_eps)).item()
         for name, theta in self.theta.items():
             z = self.z(name, seed)
-            for move in (1.0, -2.0, 1.0) if walks else ():
+            for move in (1.0, -2.0, 1.0) if perturbs_in_place else ():
                 theta += (move * z) * zo_eps
             decays = decay != 0 and "bias" not in name and "layernorm" not in name
             theta -= lr * (grad * z + decay * theta) if decays else lr * (grad * z)
             if self.back:
-                self.theta[name] = self.carried(name)
+                self.theta[name] = self.transfer_dtype(name)
         return losses[0].item()
 
 
@@ -147,7 +147,7 @@ def weights_of(engine: Runner) -> dict[str, torch.Tensor]:
 @given(
     dtype=st.sampled_from(DTYPES),
     back=st.booleans(),
-    walks=st.booleans(),
+    perturbs_in_place=st.booleans(),
     kept=st.integers(0, LAYERS),
     buckets=st.sampled_from([None, 2, 3, 4]),
     replay=st.sampled_from(["auto", "host"]),
@@ -160,7 +160,7 @@ def test_carried_weights_are_those_of_the_monolithic_loop(
     tmp_path_factory: pytest.TempPathFactory,
     dtype: torch.dtype,
     back: bool,
-    walks: bool,
+    perturbs_in_place: bool,
     kept: int,
     buckets: int | None,
     replay: Literal["auto", "host"],
@@ -170,7 +170,7 @@ def test_carried_weights_are_those_of_the_monolithic_loop(
     between: list[str],
 ) -> None:
     tmp = tmp_path_factory.mktemp("carrying")
-    estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, weight_decay=decay, perturb_in_place=walks)
+    estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, weight_decay=decay, perturb_in_place=perturbs_in_place)
     own = Monolithic(carried_toy(tmp / "own", dtype, back=back), dtype, back=back, distribution=distribution)
     options: dict[str, Any] = {"replay": replay, "overlap": overlap, "noise": PhiloxNoise(distribution)}
     plan: dict[str, Any] = {"kept": kept if overlap else 0, "buckets": buckets}
@@ -178,10 +178,10 @@ def test_carried_weights_are_those_of_the_monolithic_loop(
     engine, device = on_device(model, estimator, tmp, journal=tmp / "journal", **plan, **options)
     try:
         for step, done in enumerate(between):
-            loss = own.step(step + 7, lr=1e-2, zo_eps=1e-2, decay=decay, walks=walks)
+            loss = own.step(step + 7, lr=1e-2, zo_eps=1e-2, decay=decay, perturbs_in_place=perturbs_in_place)
             assert engine.step(BATCH, seed=step + 7).loss == loss
             if done == "evaluate":
-                assert engine.evaluate([BATCH]).loss == own.loss({n: own.carried(n) for n in own.theta}, BATCH).item()
+                assert engine.evaluate([BATCH]).loss == own.loss({n: own.transfer_dtype(n) for n in own.theta}, BATCH).item()
             elif done == "look":
                 weights_of(engine)
             elif done == "flush":
@@ -210,7 +210,7 @@ def test_what_was_made_ready_is_given_up_before_a_block_is_looked_at(tmp_path: P
         return acquire(index)
 
     stored.acquire = counted  # type: ignore[method-assign]
-    source = CarryingSource(stored, (), device.host_memory, lambda index, store, version: version, comes_back=True)
+    source = LowBitSource(stored, (), device.host_memory, lambda index, store, version: version, comes_back=True)
     with closing(stored), closing(source):
         source.prefetch([1, 2, 3])
         with source.only_when_acquired(), source.stored(2) as bucket:
@@ -244,7 +244,7 @@ def test_what_came_back_and_could_not_be_widened_is_replayed(tmp_path: Path, mon
         with engine:
             engine.step(BATCH)
             if fails:
-                monkeypatch.setattr("zo2core.sources.carrying.decode", broken)
+                monkeypatch.setattr("zo2core.sources.low_bit.decode", broken)
                 with pytest.raises(OSError, match="broken"):  # told when the next block is asked for
                     flush_twice(engine)
                 monkeypatch.undo()
@@ -272,10 +272,10 @@ def test_updates_land_in_what_is_kept_and_not_in_what_is_carried(
     noise, estimator = PhiloxNoise(Distribution.RADEMACHER), MeZOSGD(lr=1e-5, zo_eps=1e-2, perturb_in_place=False)
     engine, device = on_device(model, estimator, tmp_path, kept=0, buckets=None, replay=replay, noise=noise)
     with engine:
-        landed = engine.step(BATCH).landed
+        share_applied = engine.step(BATCH).share_applied
     device.close()
-    assert landed is not None
-    assert (landed > 0.9) if lands else (landed < 0.7)
+    assert share_applied is not None
+    assert (share_applied > 0.9) if lands else (share_applied < 0.7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -319,20 +319,24 @@ def test_bytes_each_way(
     device.close()
     blocks = [layout for layout in model.layouts if not layout.resident]
     matrices = sum(spec.numel for block in blocks for spec in block.parameters if len(spec.shape) == 2)
-    carried = sum(carried_layout(block).nbytes for block in blocks)
+    transfer_dtype = sum(low_bit_layout(block).nbytes for block in blocks)
     residents = sum(layout.nbytes for layout in model.layouts if layout.resident)  # once, to stay
     rest = sum(block.nbytes for block in blocks) - 4 * matrices  # vectors, carried as they are stored
     up_bytes, down_bytes = (sum(step.lanes[lane].nbytes for step in steps) for lane in (Lane.UPLOAD, Lane.OFFLOAD))
-    assert 0 <= up_bytes - 3 * carried - residents <= 2 * carried // LAYERS  # two may have come in for the next step
-    assert 0 <= (2 * carried if down else 0) - down_bytes <= carried // LAYERS  # the last one may still be on its way
-    assert up * matrices <= carried <= up * matrices + rest + LAYERS * 4 * 64
+    assert (
+        0 <= up_bytes - 3 * transfer_dtype - residents <= 2 * transfer_dtype // LAYERS
+    )  # two may have come in for the next step
+    assert (
+        0 <= (2 * transfer_dtype if down else 0) - down_bytes <= transfer_dtype // LAYERS
+    )  # the last one may still be on its way
+    assert up * matrices <= transfer_dtype <= up * matrices + rest + LAYERS * 4 * 64
 
 
 def test_a_row_of_8_bits_keeps_its_largest_weight_and_zeros() -> None:
     theta = torch.tensor([[0.5, -7.0, 1e-3], [0.0, 0.0, 0.0], [1e-30, 2e-30, -3e-30]])
-    carried, scales, out = torch.empty(9, dtype=FP8), torch.empty(3), torch.empty(9)
-    encode(theta.flatten(), carried, scales)
-    decode(carried, scales, out)
+    transfer_dtype, scales, out = torch.empty(9, dtype=FP8), torch.empty(3), torch.empty(9)
+    encode(theta.flatten(), transfer_dtype, scales)
+    decode(transfer_dtype, scales, out)
     assert_same_bits("rows", out.view(3, 3), through(theta, FP8))
     assert out[1] == pytest.approx(-7.0, rel=1e-6)
     assert out[3:6].tolist() == [0.0, 0.0, 0.0]
@@ -414,8 +418,8 @@ def test_a_failure_on_the_carrying_thread_is_raised_and_the_step_can_be_repeated
         intact, calls = getattr(owner, name), count(1)
 
         def broken(self: Any, index: int, *arguments: Any) -> Any:
-            carries = threading.current_thread().name.startswith("zo2-carry") and index == 4
-            if carries and (next(calls) == 1 or fails != "ahead"):
+            is_low_bit = threading.current_thread().name.startswith("zo2-carry") and index == 4
+            if is_low_bit and (next(calls) == 1 or fails != "ahead"):
                 raise OSError("broken once")
             return intact(self, index, *arguments)
 
@@ -438,7 +442,7 @@ def test_a_failure_on_the_carrying_thread_is_raised_and_the_step_can_be_repeated
     dtype=st.sampled_from(DTYPES),
     computed=st.sampled_from([None, torch.bfloat16, torch.float16]),
     model_type=st.sampled_from(["opt", "llama", "qwen2"]),
-    walks=st.booleans(),
+    perturbs_in_place=st.booleans(),
     where=st.sampled_from(["cpu", "bus"]),
     kept=st.integers(0, 2),
 )
@@ -448,24 +452,24 @@ def test_carried_models_are_monolithic_mezo_at_carried_weights(
     dtype: torch.dtype,
     computed: torch.dtype | None,
     model_type: str,
-    walks: bool,
+    perturbs_in_place: bool,
     where: str,
     kept: int,
 ) -> None:
     base = tmp_path_factory.mktemp("base") / "model"
     save_model(base, small_config(model_type), torch.bfloat16)
-    numbers: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2, "perturb_in_place": walks}
+    numbers: dict[str, Any] = {"lr": 1e-2, "zo_eps": 1e-2, "perturb_in_place": perturbs_in_place}
     batch = {name: tokens % 20 for name, tokens in BATCH.items()}
     distribution = Distribution.RADEMACHER
-    whole = CarriedMeZO(
+    whole = LowBitMeZO(
         AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
         **numbers,
         draw=lambda z, seed, place: fill(z, distribution, seed, place),
         autocast=computed,
     )
-    whole.carried = dtype
+    whole.transfer_dtype = dtype
     model = open_checkpoint(
-        base, precision=Precision(stored=torch.float32, computed=computed, carried=dtype), loss_chunk=None
+        base, precision=Precision(stored=torch.float32, computed=computed, transfer_dtype=dtype), loss_chunk=None
     )
     device = ThreadedDevice(ThreadedStreams(slow))
     options: dict[str, Any] = {"noise": PhiloxNoise(distribution)}
@@ -483,7 +487,7 @@ def test_carried_models_are_monolithic_mezo_at_carried_weights(
 def test_a_command_line_carries_and_its_run_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = small_run(
         tmp_path,
-        model_options=RunModelOptions(precision="mixed", carried="bfloat16"),
+        model_options=RunModelOptions(precision="mixed", transfer_dtype="bfloat16"),
         optimization=Optimization(lr=1e-2),
     )
     with Trainer(options, quiet=True) as trainer:
@@ -494,11 +498,13 @@ def test_a_command_line_carries_and_its_run_keeps_it(tmp_path: Path, capsys: pyt
     with Trainer(stored, quiet=True) as trainer:
         trainer.run()
         assert losses != [update.losses for update in trainer.engine.journal.updates]
+    saved = options.output / "options.json"  # the option had another name in runs of earlier versions
+    saved.write_text(saved.read_text().replace('"transfer_dtype"', '"carried"'))
     main(["export", "--run", str(options.output), "--output", str(tmp_path / "again")])
     weights = [directory / "model.safetensors" for directory in (options.output / "model", tmp_path / "again")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     with pytest.raises(SystemExit):
-        main(["evaluate", "--run", str(options.output), "--data", str(options.data), "--carried", "float16"])
+        main(["evaluate", "--run", str(options.output), "--data", str(options.data), "--transfer-dtype", "float16"])
     assert "bfloat16, as in the run" in capsys.readouterr().err
 
 
@@ -506,10 +512,10 @@ def test_a_plan_says_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[
     options = small_run(tmp_path)
     plan = ["plan", "--model", options.model, "--precision", "mixed", "--sequence-length", "8", "--json"]
     moved: dict[str, tuple[int, int]] = {}
-    for carried in CARRIED:
-        main([*plan, "--carried", carried, "--device-memory", "30000", "--micro-batch-size", "1"])
+    for transfer_dtype in TRANSFER_DTYPES:
+        main([*plan, "--transfer-dtype", transfer_dtype, "--device-memory", "30000", "--micro-batch-size", "1"])
         planned = json.loads(capsys.readouterr().out)
-        moved[carried] = planned["moved_bytes"], planned["returned_bytes"]
+        moved[transfer_dtype] = planned["moved_bytes"], planned["returned_bytes"]
     there, back = zip(*moved.values(), strict=True)
     assert there[0] > there[1] == there[2] > there[3] == there[6]
     assert back == (there[0], 0, 0, 0, *there[4:])
@@ -521,8 +527,8 @@ def test_a_plan_says_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--carried", "float8", "--exact-mezo", "--precision", "mixed"], "noise"),
-        (["--carried", "float16", "--precision", "exact", "--dtype", "bfloat16"], "precision.carried"),
+        (["--transfer-dtype", "float8", "--exact-mezo", "--precision", "mixed"], "noise"),
+        (["--transfer-dtype", "float16", "--precision", "exact", "--dtype", "bfloat16"], "precision.transfer_dtype"),
         (["--replay", "host"], "replay"),
     ],
 )
@@ -555,15 +561,15 @@ def test_compiled_kernels_round_to_8_bits_as_torch_does(
         theta[-1] = spoiled
     bits: list[list[bytes]] = []
     for compiled in (True, False):
-        carried, scales, out = torch.empty_like(theta, dtype=FP8), torch.empty(rows), torch.empty_like(theta)
+        transfer_dtype, scales, out = torch.empty_like(theta, dtype=FP8), torch.empty(rows), torch.empty_like(theta)
         with pytest.MonkeyPatch.context() as patch:
             if not compiled:
                 patch.setattr(native, "encode_float8", lambda *tensors, **limits: False)
                 patch.setattr(native, "decodes", lambda *tensors: False)
-            encode(theta, carried, scales)
-            decode(carried, scales, out)
+            encode(theta, transfer_dtype, scales)
+            decode(transfer_dtype, scales, out)
         bits.append(
-            [bytes(tensor.view(torch.uint8).tolist()) for tensor in (carried, scales, out[: -1 if spoiled else None])]
+            [bytes(tensor.view(torch.uint8).tolist()) for tensor in (transfer_dtype, scales, out[: -1 if spoiled else None])]
         )
     assert bits[0] == bits[1]
 
@@ -575,7 +581,7 @@ def test_every_number_between_two_of_8_bits_goes_to_the_nearer_one() -> None:
     middles = (numbers[1:] + numbers[:-1]) / 2
     infinity = torch.tensor(math.inf)
     theta = torch.cat([numbers, middles, torch.nextafter(middles, infinity), torch.nextafter(middles, -infinity)])
-    carried, scales = torch.empty_like(theta, dtype=FP8), torch.empty(1)
-    encode(theta, carried, scales)
+    transfer_dtype, scales = torch.empty_like(theta, dtype=FP8), torch.empty(1)
+    encode(theta, transfer_dtype, scales)
     assert scales.item() == 1.0
-    assert torch.equal(carried.view(torch.uint8), theta.to(FP8).view(torch.uint8))
+    assert torch.equal(transfer_dtype.view(torch.uint8), theta.to(FP8).view(torch.uint8))

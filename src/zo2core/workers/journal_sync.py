@@ -17,7 +17,7 @@ from zo2core.workers.exchange import Exchange
 PIECE = 1 << 18  # bytes of records that are told at a time
 
 
-def bring_in_line(journal: Journal, exchange: Exchange) -> None:
+def sync_journals(journal: Journal, exchange: Exchange) -> None:
     """Append to a journal what the longest one of the workers has more.
 
     Args:
@@ -29,7 +29,7 @@ def bring_in_line(journal: Journal, exchange: Exchange) -> None:
         JournalError: if a record cannot be written.
     """
     version, is_begun = len(journal.updates), journal.header is not None
-    told = exchange.told("journals", {"version": version, "begun": is_begun, "digests": len(journal.base_digests)})
+    told = exchange.all_gather("journals", {"version": version, "begun": is_begun, "digests": len(journal.base_digests)})
     begun = [rank for rank, own in told.items() if own["begun"]]
     if not begun:
         return
@@ -39,8 +39,8 @@ def bring_in_line(journal: Journal, exchange: Exchange) -> None:
     if longest == exchange.rank:
         raw = journal.excerpt(min(versions.values()))
         chains = [journal.chain(at) or 0 for at in versions.values()]
-    shown = exchange.told("checksums", {"chains": chains, "bytes": len(raw)})[longest]
-    own = exchange.told("beginnings", {"chain": journal.chain(version) if is_begun else None})
+    shown = exchange.all_gather("checksums", {"chains": chains, "bytes": len(raw)})[longest]
+    own = exchange.all_gather("beginnings", {"chain": journal.chain(version) if is_begun else None})
     for (rank, at), chain in zip(versions.items(), shown["chains"], strict=True):
         if own[rank]["chain"] not in (None, chain):
             raise WorkerError(
@@ -74,7 +74,7 @@ def require_agreement(
     known = sorted(journal.base_digests.items())
     drawn = _noise_checksum(noise, layouts, device) if exchange.size > 1 else 0  # a worker alone agrees with itself
     own = {"header": journal.header, "version": version, "chain": journal.chain(version), "base": known, "noise": drawn}
-    said = exchange.told("headers", own)
+    said = exchange.all_gather("headers", own)
     if said[0]["header"] is not None:
         journal.begin(said[0]["header"])
     for rank, own in said.items():

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from zo2core import Runner
 
 
-def is_own(engine: Runner, number: int) -> bool:
+def is_own_shard(engine: Runner, number: int) -> bool:
     """Whether a group of rows is this worker's."""
     return number % engine.workers.size == engine.workers.rank
 
@@ -27,5 +27,5 @@ def in_order(engine: Runner, values: Sequence[float], counts: Sequence[int], row
     """
     engine.workers.require_same("rows", zlib.crc32(repr(rows).encode()))
     taken = iter(values)
-    own = [[next(taken) for _ in range(count)] for number, count in enumerate(counts) if is_own(engine, number)]
+    own = [[next(taken) for _ in range(count)] for number, count in enumerate(counts) if is_own_shard(engine, number)]
     return [value for group in engine.workers.in_order(own) for value in group]

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 
 from zo2core.io.direct_file import whole_pages
-from zo2core.kernels.carrying import carried_layout, decode, encode, scales_places
+from zo2core.kernels.low_bit import decode, encode, low_bit_layout, scales_places
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockSource, Store
 from zo2core.sources.loader import portions
@@ -32,17 +32,17 @@ class _Stage(NamedTuple):
     """A block as it is carried, in memory of its own."""
 
     memory: torch.Tensor
-    carried: Bucket
+    encoded: Bucket
     stored: Bucket | None  # what it was made from, held until it comes back; None: it does not come back
 
 
 def staging_bytes(layouts: Sequence[BlockLayout]) -> int:
     """Host memory of the stages for these layouts' blocks."""
-    blocks = [whole_pages(carried_layout(layout).nbytes) for layout in layouts if not layout.resident]
+    blocks = [whole_pages(low_bit_layout(layout).nbytes) for layout in layouts if not layout.resident]
     return min(STAGES, len(blocks)) * max(blocks, default=0)
 
 
-class CarryingSource:
+class LowBitSource:
     """Wraps the source of a device with memory of its own.
 
     Args:
@@ -69,9 +69,13 @@ class CarryingSource:
         self._replay = replay
         self._comes_back = comes_back
         self._timeline = Timeline() if timeline is None else timeline
-        self.carried = frozenset(i for i, layout in enumerate(self._stored) if not (layout.resident or i in staying))
-        self._layouts = tuple(carried_layout(own) if i in self.carried else own for i, own in enumerate(self._stored))
-        sizes = [whole_pages(self._layouts[index].nbytes) for index in self.carried]
+        self.low_bit_segments = frozenset(
+            i for i, layout in enumerate(self._stored) if not (layout.resident or i in staying)
+        )
+        self._layouts = tuple(
+            low_bit_layout(own) if i in self.low_bit_segments else own for i, own in enumerate(self._stored)
+        )
+        sizes = [whole_pages(self._layouts[index].nbytes) for index in self.low_bit_segments]
         stages = min(STAGES, len(sizes), source.capacity if comes_back else STAGES)
         pages = [max(sizes, default=0)] * stages
         self._scales = [scales_places(layout) for layout in self._stored]
@@ -118,7 +122,7 @@ class CarryingSource:
             self._thread.submit(self._source.prefetch, self._told)
         ready = 0
         for index in order if self._ahead else ():
-            if index not in self.carried or index in self._acquired or not self._begin(index):
+            if index not in self.low_bit_segments or index in self._acquired or not self._begin(index):
                 break
         for index in order:
             if index not in self._coming or not self._coming[index].done():
@@ -130,7 +134,7 @@ class CarryingSource:
         """Wait until a block is ready to leave. See the contract."""
         while self._returning and self._returning[0].done():
             self._returning.popleft().result()
-        if index not in self.carried:
+        if index not in self.low_bit_segments:
             bucket = self._on_thread(lambda: self._source.acquire(index))
             self._as_stored += not self._stored[index].resident
             return bucket
@@ -142,12 +146,12 @@ class CarryingSource:
             else:
                 self._returning.popleft().result()
         stage = self._acquired[index] = self._coming.pop(index).result()
-        return stage.carried
+        return stage.encoded
 
     def release(self, bucket: Bucket, version: int | None) -> None:
         """Take a block back. See the contract."""
         index = bucket.segment
-        if index not in self.carried:
+        if index not in self.low_bit_segments:
             self._on_thread(lambda: self._source.release(bucket, version))
             self._as_stored -= not self._stored[index].resident
             return
@@ -214,8 +218,8 @@ class CarryingSource:
         except BaseException:
             self._free.append(memory)
             raise
-        carried = Bucket(index, data, views, bucket.version)
-        return _Stage(memory, carried, bucket if self._comes_back else None)
+        encoded = Bucket(index, data, views, bucket.version)
+        return _Stage(memory, encoded, bucket if self._comes_back else None)
 
     def _replayed(self, index: int) -> Bucket:
         """On the thread: acquire a block and bring it to the present version."""
@@ -234,8 +238,8 @@ class CarryingSource:
         try:
             if version is not None and version != stored.version:
                 came = None
-                views, index = stage.carried.views, stored.segment
-                with self._timeline.noted(Lane.CARRY, self._layouts[index].name, len(stage.carried.data)):
+                views, index = stage.encoded.views, stored.segment
+                with self._timeline.noted(Lane.CARRY, self._layouts[index].name, len(stage.encoded.data)):
                     for position, scales in enumerate(self._scales[index]):
                         decode(views[position], None if scales is None else views[scales], stored.views[position])
                 came = version

@@ -13,7 +13,7 @@ from zo2adapters.trainers.options import TrainOptions
 from zo2core import BlockLayout, HostPlan, ZOEngine, kept_bytes_a_step, shown_bytes, terabytes_written
 
 
-def remarks(options: TrainOptions, model: HFBlockModel, data: Rows) -> list[str]:
+def notices(options: TrainOptions, model: HFBlockModel, data: Rows) -> list[str]:
     """Remarks on precision and data.
 
     Args:

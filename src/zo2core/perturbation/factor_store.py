@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from zo2core.beside.factor_file import FactorFile, sum_elements
-from zo2core.beside.perturbation import BesideActivations, InWeights, Perturbation, require_perturbation
-from zo2core.beside.stacked_model import Factors, Moved
 from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing, fill, form, move_each
 from zo2core.kernels.encoding import decoded
+from zo2core.perturbation.factor_file import FactorFile, sum_elements
+from zo2core.perturbation.perturbation import DensePerturbation, LowRankPerturbation, Perturbation, require_perturbation
+from zo2core.perturbation.stacked_model import Factors, Moved
 from zo2core.protocols import SEEDS_IN_TURN, BlockModel, CounterNoise, NoiseGenerator, ZOEstimator
 from zo2core.types import BlockLayout, Distribution, Evaluation, ParameterSpec, Perturb, Program, Update, trained
 from zo2core.updates import compile_updates, rounds
@@ -66,7 +66,9 @@ class FactorStore:
         device: Where factors are.
     """
 
-    def __init__(self, settings: BesideActivations, distribution: Distribution, run_seed: int, device: torch.device) -> None:
+    def __init__(
+        self, settings: LowRankPerturbation, distribution: Distribution, run_seed: int, device: torch.device
+    ) -> None:
         self._settings = settings
         self._distribution = distribution
         self._run_seed = run_seed
@@ -283,7 +285,7 @@ def factor_bytes(perturbation: Perturbation, layouts: Sequence[BlockLayout], upd
         layouts: Of the model.
         updates: Steps that were taken.
     """
-    if isinstance(perturbation, InWeights):
+    if isinstance(perturbation, DensePerturbation):
         return 0
     periods, specs = updates // perturbation.period + 1, trained(layouts)
     matrices = [spec for spec in specs if len(spec.shape) == 2]
@@ -300,7 +302,7 @@ def kept_bytes_a_step(perturbation: Perturbation, layouts: Sequence[BlockLayout]
         layouts: Of the model.
         most: That it may write; None: no limit. A run whose periods take more keeps none of them.
     """
-    if isinstance(perturbation, InWeights):
+    if isinstance(perturbation, DensePerturbation):
         return 0.0
     on_average = 4 * sum(sum_elements(trained(layouts), perturbation.rank).values()) / perturbation.period
     return on_average if most is None or on_average <= most else 0.0
@@ -345,7 +347,7 @@ def open_factors(
         write_back_every=write_back_every,
         snapshot_every=snapshot_every,
     )
-    if isinstance(perturbation, InWeights):
+    if isinstance(perturbation, DensePerturbation):
         return None
     assert isinstance(noise, CounterNoise), "other noise was refused"
     recorded = None if journal.header is None else journal.header.get("seed")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing:
+class WorkerOptions:
     """How workers that torchrun started share the work."""
 
     split: str = "auto"
@@ -118,7 +118,7 @@ def require_same_steps(steps: int, workers: Workers | None) -> None:
     Raises:
         OptionError: if it is.
     """
-    agreed = steps if workers is None else workers.heard(steps)[0]
+    agreed = steps if workers is None else workers.all_gather(steps)[0]
     if agreed != steps:
         raise OptionError(
             "steps", found=str(steps), expected=f"{agreed}, as the first worker has", remedy="give all workers the same"
@@ -143,7 +143,7 @@ def local_device(device: str, workers: Workers | None) -> str:
 def device_kinds(device: str, workers: Workers | None) -> str:
     """The kinds of devices that a run is computed on, of all workers."""
     kind = device.partition(":")[0]
-    return kind if workers is None else "+".join(sorted({*workers.heard(kind)}))
+    return kind if workers is None else "+".join(sorted({*workers.all_gather(kind)}))
 
 
 def settled_alike(
@@ -157,11 +157,11 @@ def settled_alike(
         opened: Opens the model.
     """
     if workers is not None and workers.rank > 0:
-        [dtype, loss_chunk], *_ = workers.heard(None)
+        [dtype, loss_chunk], *_ = workers.all_gather(None)
         model_options = replace(options.model_options, dtype=dtype)
         options = replace(options, model_options=model_options, batching=replace(options.batching, loss_chunk=loss_chunk))
     model = opened(options)
     options = options.settled(model)
     if workers is not None and workers.rank == 0:
-        workers.heard([options.model_options.dtype, options.batching.loss_chunk])
+        workers.all_gather([options.model_options.dtype, options.batching.loss_chunk])
     return model, options

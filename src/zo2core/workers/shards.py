@@ -10,7 +10,7 @@ from zo2core.errors import OptionError
 from zo2core.types import Evaluation
 
 
-class Share(NamedTuple):
+class Shard(NamedTuple):
     """A worker's part of a step."""
 
     evaluations: range  # places of its evaluations among the step's
@@ -31,7 +31,7 @@ class Split(NamedTuple):
     groups: int
     parts: int
 
-    def share(self, rank: int, evaluations: int, unit: int = 1) -> Share:
+    def shard(self, rank: int, evaluations: int, unit: int = 1) -> Shard:
         """A worker's share.
 
         Args:
@@ -42,7 +42,7 @@ class Split(NamedTuple):
         group, part = divmod(rank, self.parts)
         count = evaluations // unit
         places = range(group * count // self.groups * unit, (group + 1) * count // self.groups * unit)
-        return Share(places, part, self.parts)
+        return Shard(places, part, self.parts)
 
 
 def require_split(asked: str) -> None:

@@ -20,7 +20,7 @@ EVERY = 100  # steps from one look to the next
 SAMPLED = 256  # elements of a segment, evenly spread over it; a few more where it has many parameters
 
 
-class Landing:
+class UpdateLoss:
     """Looks at the first step, and then at every hundredth, how much of an update lands.
 
     Args:
@@ -63,7 +63,7 @@ class Landing:
         ]
 
     @torch.inference_mode()
-    def share(self, update: Update) -> float | None:
+    def share_applied(self, update: Update) -> float | None:
         """The share of sampled weights that the step's update changes.
 
         Returns:
@@ -91,7 +91,7 @@ class Landing:
 
 
 def _kept_dtype(spec: ParameterSpec) -> torch.dtype:
-    return spec.carried_dtype if spec.carried_dtype is not None and spec.carried_back else spec.dtype
+    return spec.transfer_dtype if spec.transfer_dtype is not None and spec.transfer_back else spec.dtype
 
 
 def _step(grad: float, lr: float) -> Program:

@@ -12,15 +12,15 @@ from zo2core.types import BlockLayout
 Replay: TypeAlias = Literal["auto", "host", "device"]
 
 
-class Carrying(NamedTuple):
+class LowBitTransfer(NamedTuple):
     """How blocks travel other than as they are stored, there and back."""
 
     comes_back: bool  # the device replays, and gives back what is carried; else the host replays, and nothing comes back
 
 
-def choose_carrying(
+def choose_low_bit_transfer(
     replay: Replay, layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, in_place: bool
-) -> Carrying | None:
+) -> LowBitTransfer | None:
     """Choose who replays.
 
     Args:
@@ -38,9 +38,9 @@ def choose_carrying(
     """
     if replay not in ("auto", "host", "device"):
         raise OptionError("replay", found=repr(replay), expected="'auto', 'host' or 'device'", remedy="choose one of these")
-    carried = [spec for layout in layouts for spec in layout.parameters if spec.is_carried]
+    low_bit = [spec for layout in layouts for spec in layout.parameters if spec.is_low_bit]
     require_drawable(layouts, noise, by_host=replay == "host")
-    comes_back = all(spec.carried_back for spec in carried)
+    comes_back = all(spec.transfer_back for spec in low_bit)
     if in_place:
         if replay != "auto":
             raise OptionError(
@@ -54,12 +54,12 @@ def choose_carrying(
         raise OptionError(
             "replay",
             found="'device', to which float32 weights are carried in fewer bits",
-            expected="'host', or weights that are rounded to what comes back (Precision(carried_back=True))",
+            expected="'host', or weights that are rounded to what comes back (Precision(transfer_back=True))",
             remedy="leave it out",
         )
     if replay == "host" or not comes_back:
-        return Carrying(comes_back=False)
-    return Carrying(comes_back=True) if carried else None
+        return LowBitTransfer(comes_back=False)
+    return LowBitTransfer(comes_back=True) if low_bit else None
 
 
 def require_drawable(layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, by_host: bool = False) -> None:
@@ -68,8 +68,8 @@ def require_drawable(layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, b
     Raises:
         OptionError: naming the noise.
     """
-    carried = any(spec.is_carried for layout in layouts for spec in layout.parameters)
-    if (carried or by_host) and not isinstance(noise, CounterNoise):
+    low_bit = any(spec.is_low_bit for layout in layouts for spec in layout.parameters)
+    if (low_bit or by_host) and not isinstance(noise, CounterNoise):
         raise OptionError(
             "noise",
             found=f"{noise.name}, whose numbers only the device draws that computes",

@@ -9,7 +9,7 @@ from statistics import fmean, median
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import DivergenceError, EstimatorName, StepResult, Update, ZO2Error, best_step
 
-LEAST_LANDED = 0.5  # share of the weights that an update should change
+LEAST_APPLIED = 0.5  # share of the weights that an update should change
 LEAST_FALL = 0.1  # of the loss, that the steps of a run should promise
 JUDGED_AFTER = 20  # steps
 
@@ -64,13 +64,13 @@ def rounded_away(result: StepResult, options: TrainOptions) -> str | None:
         options: Of the run, by which the remedy is chosen: weights that are rounded to the dtype in which they come back
             from a device are in mixed precision already.
     """
-    if result.landed is None or result.landed >= LEAST_LANDED:
+    if result.share_applied is None or result.share_applied >= LEAST_APPLIED:
         return None
-    carried, _, back = options.model_options.carried.partition("-")
-    remedy = f"--carried {carried}" if back else "--precision mixed, or --dtype float32"
+    name, _, back = options.model_options.transfer_dtype.partition("-")
+    remedy = f"--transfer-dtype {name}" if back else "--precision mixed, or --dtype float32"
     return (
-        f"step {result.step}: the update changes {result.landed:.0%} of the stored weights, the others round back to where "
-        f"they were; keep them in float32 ({remedy}), or raise --lr"
+        f"step {result.step}: the update changes {result.share_applied:.0%} of the stored weights; the "
+        f"others round back to their old values; keep them in float32 ({remedy}), or raise --lr"
     )
 
 

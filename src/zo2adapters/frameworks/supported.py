@@ -83,7 +83,7 @@ def head_for(kind: type) -> str:
     return "sequence-classification" if is_reward else "causal-lm"
 
 
-def require_heeded(args: Any, options: Mapping[str, Any]) -> None:
+def require_supported(args: Any, options: Mapping[str, Any]) -> None:
     """Refuse what was asked of a trainer and cannot be heeded.
 
     Args:
