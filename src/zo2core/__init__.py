@@ -5,6 +5,8 @@ import typing as _typing
 
 from zo2core.checkpoint import Piece as Piece
 from zo2core.checkpoint import SafetensorsReader as SafetensorsReader
+from zo2core.checkpoint import Snapshot as Snapshot
+from zo2core.checkpoint import Snapshots as Snapshots
 from zo2core.checkpoint import TensorEntry as TensorEntry
 from zo2core.checkpoint import check_float as check_float
 from zo2core.checkpoint import find_tensors as find_tensors
@@ -20,8 +22,10 @@ from zo2core.checkpoint.writer import write_index as write_index
 from zo2core.devices import CudaDevice as CudaDevice
 from zo2core.devices import HostDevice as HostDevice
 from zo2core.engine import BackpropEngine as BackpropEngine
+from zo2core.engine import DurableBackpropEngine as DurableBackpropEngine
 from zo2core.engine import Replayer as Replayer
 from zo2core.engine import Runner as Runner
+from zo2core.engine import SnapshotReplayer as SnapshotReplayer
 from zo2core.engine import ZOEngine as ZOEngine
 from zo2core.errors import BatchError as BatchError
 from zo2core.errors import BusyError as BusyError
@@ -52,6 +56,7 @@ from zo2core.estimators import MeZOSGD as MeZOSGD
 from zo2core.estimators import MultiQueryRGE as MultiQueryRGE
 from zo2core.estimators import PerRowRGE as PerRowRGE
 from zo2core.estimators.inputs import require_positive as require_positive
+from zo2core.estimators.inputs import require_weight_decay as require_weight_decay
 from zo2core.estimators.run_health import best_step as best_step
 from zo2core.estimators.run_health import is_refused as is_refused
 from zo2core.io.durable import create_file as create_file
@@ -139,6 +144,7 @@ from zo2core.sweep.microbatch import predicted as predicted
 from zo2core.types import Batch as Batch
 from zo2core.types import BlockLayout as BlockLayout
 from zo2core.types import Bucket as Bucket
+from zo2core.types import Commit as Commit
 from zo2core.types import Encoding as Encoding
 from zo2core.types import Evaluation as Evaluation
 from zo2core.types import EvaluationResult as EvaluationResult

@@ -103,6 +103,11 @@ class RunOptions:
     replay: Replay = "auto"
     perturbation: Perturbation | None = None  # None takes what the journal was begun with, else the weights
     workers: Workers | None = None  # None: this one is alone
+    method: Mapping[str, Any] | None = None  # of first-order steps, for the journal's header; None takes none
+
+    def takes_steps(self, estimator: ZOEstimator | None) -> bool:
+        """Whether the run writes its journal: with an estimator or a first-order method."""
+        return estimator is not None or self.method is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,13 +173,13 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
         spec, is_shared = _planned(request, run, MeasuredSpeeds(model.weights))
         if options.noise is None and not isinstance(run.noise, CounterNoise):
             run = run._replace(noise=_with_memory(run, spec.host_plan.spare))
-        run.journal.begin(_header(model, run.noise, run.estimator, options.seed, options.provenance, perturbation))
+        run.journal.begin(_header(model, run.noise, run.estimator, options, perturbation))
         run.workers.require_agreement(run.journal, run.noise, model.layouts, run.device.torch_device)
         if run.factors is not None and options.write_back is not None:
             keeping = options.write_back
             kept = run.factors.keep_periods(Path(keeping.directory), model.layouts, run.journal, keeping.bytes_a_step)
             opened.callback(kept.close)
-        base_digests = BaseDigests(run.journal.base_digests, learns=run.estimator is not None)
+        base_digests = BaseDigests(run.journal.base_digests, learns=options.takes_steps(run.estimator))
         source = _open_source(spec, run, base_digests, opened, is_shared=is_shared)
         landing = UpdateLoss(run.noise)
         scheduler = _scheduler(spec, run, source, landing, opened, overlap=options.overlap)
@@ -217,10 +222,11 @@ def adopt(model: BlockModel, estimator: ZOEstimator, given: GivenParts, options:
         activation_bytes = parse_size(given.activations, option="activations")
         trace = _open_trace(options.trace, opened)
         journal = _open_journal(options.journal, opened, trains=True)
+        _require_kind(journal, None)
         workers = SoloWorker() if options.workers is None else options.workers
         workers.sync_journal(journal)
         choose_perturbation(DensePerturbation(), journal)  # refuses a run beside the activations
-        journal.begin(_header(model, given.noise, estimator, options.seed, options.provenance, DensePerturbation()))
+        journal.begin(_header(model, given.noise, estimator, options, DensePerturbation()))
         workers.require_agreement(journal, given.noise, model.layouts, given.device.torch_device)
         scheduler = given.scheduler
         if scheduler is None:
@@ -297,11 +303,13 @@ def _opened_run(
     """Open the journal, bring it in line with other workers', and choose device, noise and where directions live."""
     require_rows(options.micro_batch_size)
     trace = _open_trace(options.trace, opened)
-    journal = _open_journal(options.journal, opened, trains=estimator is not None)
+    trains = options.takes_steps(estimator)
+    journal = _open_journal(options.journal, opened, trains=trains)
+    _require_kind(journal, options.method)
     workers = SoloWorker() if options.workers is None else options.workers
     if estimator is not None:
         workers.sync_journal(journal)
-    if estimator is None and options.journal is not None and journal.header is None:
+    if not trains and options.journal is not None and journal.header is None:
         raise JournalError(journal.name, found="no journal", expected="one that a run has begun", remedy="check the path")
     device = options.device
     if isinstance(device, str):
@@ -477,21 +485,40 @@ def _header(
     model: BlockModel,
     noise: NoiseGenerator,
     estimator: ZOEstimator | None,
-    seed: int,
-    provenance: Mapping[str, Any] | None,
+    options: RunOptions,
     perturbation: Perturbation,
 ) -> Mapping[str, Any]:
     """What a journal says of the run it belongs to. A value of None matches whatever the journal has."""
+    provenance, method = options.provenance, options.method
+    steps: Mapping[str, Any] = {
+        "noise": noise.name,
+        "estimator": None if estimator is None else estimator.options,
+        "seed": None if estimator is None else options.seed,
+    }
     return {
         "base": model.weights.fingerprint,
         "parameters": digest(spec for layout in model.layouts for spec in layout.parameters),
-        "noise": noise.name,
-        "estimator": None if estimator is None else estimator.options,
-        "seed": None if estimator is None else seed,
+        **(steps if method is None else {"method": json_object("method", method)}),
         "model": json_object("model.description", model.description),
         "provenance": None if provenance is None else json_object("provenance", provenance),
         **({} if isinstance(perturbation, DensePerturbation) else {"perturbation": dict(perturbation.options)}),
     }
+
+
+def _require_kind(journal: Journal, method: Mapping[str, Any] | None) -> None:
+    """Refuse to go on with, or to replay, a journal of steps of the other kind.
+
+    Raises:
+        JournalError: naming both.
+    """
+    if journal.header is not None and journal.is_replayable is not (method is None):
+        kinds = {True: "zeroth-order steps, which are replayed", False: "first-order steps, which have snapshots"}
+        raise JournalError(
+            journal.name,
+            found=f"a run of {kinds[journal.is_replayable]}",
+            expected=f"one of {kinds[method is None]}",
+            remedy="name another journal, or go on with the run as it was begun",
+        )
 
 
 def _require_same_segments(model: BlockModel, source: BlockSource) -> None:

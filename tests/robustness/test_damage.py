@@ -39,13 +39,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         step = trainer.engine.step
 
         def copying(*arguments: object, **others: object) -> StepResult:
-            result = step(*arguments, **others)  # type: ignore[arg-type]
+            result: StepResult = step(*arguments, **others)
             if result.step + 1 in SNAPSHOTS:
                 copies[result.step + 1] = place / f"copy-{result.step + 1}"
                 shutil.copytree(options.output, copies[result.step + 1])
             return result
 
-        trainer.engine.step = copying  # type: ignore[method-assign]
+        trainer.engine.step = copying
         trainer.run()
     half = run_here("export", "--run", options.output, "--at", 2, "--output", place / "half")
     assert half.status == 0, half

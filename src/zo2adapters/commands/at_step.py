@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -14,7 +14,17 @@ from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, preci
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
 from zo2adapters.trainers.worker_options import local_device, own_trace
-from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Workers
+from zo2core import (
+    Journal,
+    JournalError,
+    MemoryPolicy,
+    OptionError,
+    Replayer,
+    Runner,
+    SnapshotReplayer,
+    Snapshots,
+    Workers,
+)
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
@@ -101,8 +111,8 @@ class AtStep:
         micro_batch_size: int | None = None,
         trace: Path | None = None,
         workers: Workers | None = None,
-    ) -> Replayer:
-        """Build a replayer whose weights are those of the step.
+    ) -> Runner:
+        """Build a runner whose weights are those of the step.
 
         Args:
             model: The base, opened.
@@ -114,26 +124,48 @@ class AtStep:
         Raises:
             JournalError: if there is no journal, or it does not fit the base.
             OptionError: if the run has no such step.
+            CheckpointError: of a run of first-order steps, if the step has no snapshot.
         """
         journal = None if self.journal is None else read_journal(self.journal, run=self.run_directory, step=self.at)
-        taken = 0 if journal is None else len(journal.updates)
+        taken = 0 if journal is None else journal.version
         if self.at is not None and not 0 <= self.at <= taken:
             steps = f"0 to {taken}, the steps of the run" if self.journal else "none without --run or --journal"
             raise OptionError("at", found=shown(self.at), expected=steps, remedy="name a step that was taken")
-        if self.at is not None:
-            journal = None if journal is None else journal.until(self.at)
+        if self.at is not None and journal is not None and journal.is_replayable:
+            journal = journal.until(self.at)
         if self.verify_base:
             _verify(model, Journal() if journal is None else journal, self.journal)
         resources = self.resources
-        return Replayer(
-            model,
-            journal,
-            memory=MemoryPolicy(host=resources.memory, device=resources.device_memory, activations=activation_bytes),
-            device=local_device(resources.device, workers),
-            micro_batch_size=micro_batch_size,
-            trace=own_trace(trace, workers),
-            workers=workers,
-        )
+        common: Any = {
+            "memory": MemoryPolicy(host=resources.memory, device=resources.device_memory, activations=activation_bytes),
+            "device": local_device(resources.device, workers),
+            "micro_batch_size": micro_batch_size,
+            "trace": own_trace(trace, workers),
+        }
+        if journal is None or journal.is_replayable:
+            return Replayer(model, journal, workers=workers, **common)
+        return self._at_snapshot(model, journal, workers, common)
+
+    def _at_snapshot(self, model: HFBlockModel, journal: Journal, workers: Workers | None, common: Any) -> Runner:
+        """A runner of what a first-order run has kept of the step."""
+        from zo2adapters.trainers.first_order_run import parameters_at
+
+        assert self.journal is not None, "it was read"
+        assert journal.header is not None, "it was read"
+        if workers is not None:
+            raise OptionError(
+                "run_directory", found="a run of first-order steps", expected="one process", remedy="leave torchrun out"
+            )
+        if journal.header["base"] != model.weights.fingerprint:
+            raise JournalError(
+                self.journal,
+                found=f"a run on the base {str(journal.header['base'])[:12]}",
+                expected=f"one on {model.weights.fingerprint[:12]}, which was named",
+                remedy="name the base and the adapter that the run was begun with",
+            )
+        step = journal.version if self.at is None else self.at
+        snapshots = Snapshots(self.journal.parent, journal.chain, journal.require_version)
+        return SnapshotReplayer(model, step, parameters_at(snapshots, step), **common)
 
 
 def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:

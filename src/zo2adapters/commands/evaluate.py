@@ -16,7 +16,7 @@ from zo2adapters.ranges import require_between
 from zo2adapters.tasks.row_format import RowFormat
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
-from zo2core import NonFiniteLossError, OptionError, Replayer, Workers, parse_size
+from zo2core import NonFiniteLossError, OptionError, Runner, Workers, parse_size
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
@@ -183,7 +183,7 @@ class Evaluate(AtStep):
             )
         _tell(f"F1 {answered.f1:.1%}, exact match {answered.exact_match:.1%}, {len(asked)} rows", workers)
 
-    def _engine(self, at: AtStep, model: HFBlockModel, longest: int, workers: Workers | None) -> Replayer:
+    def _engine(self, at: AtStep, model: HFBlockModel, longest: int, workers: Workers | None) -> Runner:
         from zo2adapters.models.footprint import activation_bytes
 
         (rows, longest), micro_rows = self.batching.shape(self.batching.batch_size, longest), self.batching.micro_batch_size

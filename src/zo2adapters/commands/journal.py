@@ -11,6 +11,7 @@ import tyro
 from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.run_directory import JOURNAL
+from zo2core import Journal, Snapshots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +31,21 @@ class ShowJournal:
         assert journal.header is not None, "it was read"
         for key, value in journal.header.items():
             print(f"{key:12s} {json.dumps(value)}")
+        if not journal.is_replayable:
+            self._print_commits(journal)
+            return
         updates = journal.updates if self.last is None else journal.updates[-self.last :]
         print(f"{len(journal.updates)} steps\n{'step':>8s} {'loss':>12s} {'projected grad':>16s} {'lr':>10s}  seeds")
         for update in updates:
             grads = " ".join(f"{grad:16.6g}" for grad in update.projected_grads)
             seeds = " ".join(str(seed) for seed in update.seeds)
             print(f"{update.step:8d} {update.losses[0]:12.6f} {grads} {update.lr:10.3g}  {seeds}")
+
+    def _print_commits(self, journal: Journal) -> None:
+        """Print the steps of a first-order run; those that have a snapshot are marked."""
+        snapshots = set(Snapshots(self.run_directory, journal.chain, journal.require_version).steps)
+        commits = journal.commits if self.last is None else journal.commits[-self.last :]
+        print(f"{journal.version} steps\n{'step':>8s} {'loss':>12s} {'gradient norm':>16s} {'lr':>10s}")
+        for commit in commits:
+            mark = f"  snapshot of step {commit.step + 1}" if commit.step + 1 in snapshots else ""
+            print(f"{commit.step:8d} {commit.loss:12.6f} {commit.grad_norm:16.6g} {commit.lr:10.3g}{mark}")

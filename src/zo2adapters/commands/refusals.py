@@ -27,6 +27,8 @@ _FLAGS = {
     "write_back.every": "write_back_every",
     "write_back.snapshot_every": "snapshot_every",
     "write_back.terabytes_per_1000_steps": "write_limit_tb",
+    "clip": "max_grad_norm",
+    "optimizer": "method",
     "deadline": "step_deadline",
     "export_dtype": "output_dtype",
     "key": "key_file",

@@ -17,6 +17,7 @@ from zo2adapters.commands.run_journal import metrics_of, read_journal
 from zo2adapters.trainers.metrics import Row, align_rows, row_of
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS
 from zo2core import (
+    Commit,
     JournalError,
     Lane,
     MissingPackageError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MEASURED = ("seconds", "bound_seconds", "rss_bytes", "peak_rss_bytes")  # what the journal does not know of a step
+_GRADIENT_FORWARDS = 3  # of a first-order step: its forward, the same again block by block, and the way back
 _LARGEST = 1e300  # of a number that is drawn
 _SMOOTHED = 50  # points of a smoothed curve, about: medians of so many stretches of it
 _STYLE = """
@@ -48,7 +50,7 @@ class Run(NamedTuple):
 
     name: str
     options: dict[str, Any]  # nested
-    updates: Sequence[Update]
+    taken: Sequence[Update | Commit]  # steps, as the journal has them
     steps: list[dict[str, Any]]  # rows of metrics.jsonl that are steps, in order
     evaluations: list[dict[str, Any]]  # and those that are evaluations
 
@@ -59,8 +61,13 @@ class Run(NamedTuple):
 
     @property
     def forwards(self) -> list[int]:
-        """Forwards taken by the end of each step."""
-        return _running([len(update.evaluations) for update in self.updates])
+        """Forwards taken by the end of each step, or what is about as much work."""
+        return _running([_GRADIENT_FORWARDS if isinstance(step, Commit) else len(step.evaluations) for step in self.taken])
+
+    @property
+    def refused(self) -> list[int]:
+        """Steps that the guard did not apply."""
+        return [step.step for step in self.taken if isinstance(step, Update) and is_refused(step)]
 
     @property
     def minutes(self) -> list[float]:
@@ -78,7 +85,7 @@ def read_run(directory: Path) -> Run:
         OptionError: if its options cannot be read.
     """
     journal = read_journal(directory / JOURNAL, run=directory)
-    if not journal.updates:
+    if not journal.steps:
         raise JournalError(
             directory / JOURNAL, found="no step", expected="the journal of a run", remedy="name a run's directory"
         )
@@ -91,9 +98,9 @@ def read_run(directory: Path) -> Run:
             str(directory / OPTIONS), found=found[:200], expected="a run's options", remedy="restore the file from a copy"
         ) from error
     rows = align_rows(metrics_of(directory), journal).rows
-    steps = [_step_row(row, journal.updates[row["step"]]) for row in rows if "loss" in row]
+    steps = [_step_row(row, journal.steps[row["step"]]) for row in rows if "loss" in row]
     evaluations = [_numbers(row) for row in rows if "evaluation_loss" in row]
-    return Run(_printable(directory.name or str(directory)), options, journal.updates, steps, evaluations)
+    return Run(_printable(directory.name or str(directory)), options, journal.steps, steps, evaluations)
 
 
 def _printable(name: str) -> str:
@@ -102,7 +109,7 @@ def _printable(name: str) -> str:
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
-def _step_row(row: Row, update: Update) -> dict[str, Any]:
+def _step_row(row: Row, update: Update | Commit) -> dict[str, Any]:
     """A step's row; what the journal knows of the step where speed and memory are damaged or partly missing."""
     lanes = row.get("lanes", {})
     is_whole = isinstance(lanes, dict) and all(
@@ -142,14 +149,14 @@ def _summary(runs: Sequence[Run]) -> str:
         losses = [row["loss"] for row in run.steps]
         few = max(len(losses) // 20, 1)
         seconds = [row["seconds"] for row in run.steps if "seconds" in row]
-        refused = [update.step for update in run.updates if is_refused(update)]
+        refused = run.refused
         written = sum(row.get("lanes", {}).get(Lane.WRITE.value, {}).get("bytes", 0) for row in run.steps)
         peak = max((row["peak_rss_bytes"] for row in run.steps if "peak_rss_bytes" in row), default=None)
         storage = run.options.get("storage")
         budget = storage.get("memory", "auto") if isinstance(storage, dict) else "auto"
         best = min(run.evaluations, key=lambda row: (row["evaluation_loss"], row["step"]), default=None)
         told = {
-            "steps, forwards": f"{len(run.updates):,}, {run.forwards[-1]:,}",
+            "steps, forwards": f"{len(run.taken):,}, {run.forwards[-1]:,}",
             "minutes": _number(run.minutes[-1]),
             "loss, first and last twentieth": f"{statistics.mean(losses[:few]):.4f}, {statistics.mean(losses[-few:]):.4f}",
             "best evaluation": "none" if best is None else f"{best['evaluation_loss']:.4f} at step {best['step']}",
@@ -166,7 +173,7 @@ def _summary(runs: Sequence[Run]) -> str:
 
 def _losses(runs: Sequence[Run]) -> str:
     axes_of: dict[str, Callable[[Run], Sequence[float]]] = {
-        "steps": lambda run: range(1, len(run.updates) + 1),
+        "steps": lambda run: range(1, len(run.taken) + 1),
         "forwards": lambda run: run.forwards,
         "minutes": lambda run: run.minutes,
     }
@@ -178,9 +185,8 @@ def _losses(runs: Sequence[Run]) -> str:
                 place.plot(x, losses, color=colour, alpha=0.2, linewidth=0.8)
                 place.plot(*_medians(x, losses), color=colour, label=run.label)
                 if name == "steps":
-                    for update in run.updates:
-                        if is_refused(update):
-                            place.axvline(update.step + 1, color=colour, alpha=0.4, linestyle=":")
+                    for step in run.refused:
+                        place.axvline(step + 1, color=colour, alpha=0.4, linestyle=":")
             place.set_xlabel(name)
         axes[0].set_ylabel("training loss")
         axes[0].legend(frameon=False)

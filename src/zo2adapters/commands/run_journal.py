@@ -26,7 +26,7 @@ def read_journal(path: Path, *, run: Path | None = None, step: int | None = None
     journal.close()
     if journal.header is None:
         raise JournalError(path, found="no journal", expected="a run's journal.jsonl", remedy="check the path")
-    steps = len(journal.updates)
+    steps = journal.version
     if step is None or step > steps:
         journal.require_version(align_rows(raw, journal).steps_seen, METRICS)
         if journal.torn:

@@ -171,6 +171,13 @@ class Train(RunOptions):
                 "from_step", found="no run", expected="--resume DIR beside it", remedy="name the run to branch from"
             )
         begun = self._at_told_paths(RunDirectory.options(self.resume))
+        if begun.first_order.method is not None:
+            raise OptionError(
+                "from_step",
+                found=f"a run of --method {begun.first_order.method}",
+                expected="a run of zeroth-order steps, which are replayed",
+                remedy="export its adapter with zo2 export --at, and begin a new run with --adapter",
+            )
         if self.output is None:
             raise OptionError("output", found="nothing", expected="a directory for the new run", remedy="name a new one")
         own = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
@@ -190,6 +197,13 @@ class Train(RunOptions):
             return
         if self.shots is not None:
             raise OptionError("shots", found=str(self.shots), expected="none without --task", remedy="leave it out")
+        if self.first_order.method is not None and own_rank() is not None:
+            raise OptionError(
+                "method",
+                found=f"{self.first_order.method} under torchrun",
+                expected="one process: workers share zeroth-order steps",
+                remedy="start zo2 train by itself, or leave --method out",
+            )
         with self.worker_options.workers() as workers:
             self._train(workers)
 
@@ -233,12 +247,7 @@ class Train(RunOptions):
                     return
                 exported = trainer.run()
             except KeyboardInterrupt:
-                print(
-                    f"\nstopped after {trainer.engine.version} steps; to go on, or to get the model of this moment:\n"
-                    f"  zo2 train --resume {options.output}\n"
-                    f"  zo2 export --run {options.output} --output DIR",
-                    file=sys.stderr,
-                )
+                print(f"\n{trainer.ways_on()}", file=sys.stderr)
                 raise
             for said in (trainer.divergence(), trainer.best_evaluation()):
                 if said is not None:

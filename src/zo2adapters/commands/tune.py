@@ -60,6 +60,13 @@ class Tune(RunOptions):
         require_at_least("forwards", self.forwards, 1)
         if self.optimization.lr != Optimization().lr:
             raise OptionError("lr", found=repr(self.optimization.lr), expected="none", remedy="pass --learning-rates")
+        if self.first_order != RunOptions().first_order:
+            raise OptionError(
+                "method",
+                found=f"{self.first_order.method}",
+                expected="none: trials take zeroth-order steps",
+                remedy="leave it out, or compare runs of zo2 train --method with zo2 report",
+            )
         if self.steps != RunOptions().steps:
             raise OptionError(
                 "steps",

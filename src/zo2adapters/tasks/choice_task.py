@@ -11,8 +11,8 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.candidates import Choice, Choices
 from zo2adapters.tasks.objectives import ChoiceError, ChoiceF1Error, ChoiceLoss, ChoiceObjective, Rated, choice_batch
 from zo2adapters.tasks.scoring import score
-from zo2adapters.tasks.task import Task, TaskOptions
-from zo2core import Batch, OptionError, Runner, StepResult, ZOEngine
+from zo2adapters.tasks.task import StepReport, Task, TaskOptions, TrainingEngine
+from zo2core import Batch, OptionError, Runner
 
 
 class ChoiceTask(Task):
@@ -30,7 +30,7 @@ class ChoiceTask(Task):
         answers = [(row.answer, *row.also) for row in rows]
         return choice_batch([row.prompt for row in rows], given, answers, pad_token_id=self._options.pad)
 
-    def step(self, engine: ZOEngine, rows: Sequence[Choice], batch: Batch) -> StepResult:
+    def step(self, engine: TrainingEngine, rows: Sequence[Choice], batch: Batch) -> StepReport:
         """Take a step on the objective."""
         return engine.step(batch, self._forward)
 

@@ -11,8 +11,8 @@ from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.language_modelling_task import LanguageModelling
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
 from zo2adapters.tasks.sharding import in_order, is_own_shard
-from zo2adapters.tasks.task import TaskOptions
-from zo2core import Batch, OptionError, Runner, StepResult, ZOEngine
+from zo2adapters.tasks.task import StepReport, TaskOptions, TrainingEngine
+from zo2core import Batch, OptionError, Runner, ZOEngine
 
 
 class ExactMatch(LanguageModelling):
@@ -33,8 +33,9 @@ class ExactMatch(LanguageModelling):
                 remedy="choose another objective, or other rows",
             )
 
-    def step(self, engine: ZOEngine, rows: Sequence[TokenizedRow], batch: Batch) -> StepResult:
+    def step(self, engine: TrainingEngine, rows: Sequence[TokenizedRow], batch: Batch) -> StepReport:
         """Take a step, by text that is generated at each of its evaluations."""
+        assert isinstance(engine, ZOEngine), "an objective without a gradient was refused"
         return engine.tell([self._wrong(engine, rows, at) / len(rows) for at in engine.ask()])
 
     def evaluate(self, engine: Runner, rows: Dataset) -> dict[str, float]:

@@ -15,8 +15,8 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.language_modelling_task import LanguageModelling
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
 from zo2adapters.tasks.sharding import in_order, is_own_shard
-from zo2adapters.tasks.task import TaskOptions
-from zo2core import Batch, OptionError, Runner, StepResult, ZOEngine, open_regular
+from zo2adapters.tasks.task import StepReport, TaskOptions, TrainingEngine
+from zo2core import Batch, OptionError, Runner, open_regular
 
 
 class FunctionTask(LanguageModelling):
@@ -30,7 +30,7 @@ class FunctionTask(LanguageModelling):
         super().__init__(model, rows, options)
         self._forward = CalledForward(model, user_function(options.objective))
 
-    def step(self, engine: ZOEngine, rows: Sequence[TokenizedRow], batch: Batch) -> StepResult:
+    def step(self, engine: TrainingEngine, rows: Sequence[TokenizedRow], batch: Batch) -> StepReport:
         """Take a step on the function, run in segments."""
         return engine.step(batch, self._forward)
 

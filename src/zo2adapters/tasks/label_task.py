@@ -12,8 +12,8 @@ from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.labelled import LabelledRow, LabelledRows, classifies, labelled_batch, padding_of
 from zo2adapters.tasks.sharding import in_order, is_own_shard
-from zo2adapters.tasks.task import Task, TaskOptions
-from zo2core import Batch, Runner, StepResult, ZOEngine
+from zo2adapters.tasks.task import StepReport, Task, TaskOptions, TrainingEngine
+from zo2core import Batch, Runner
 
 
 class LabelTask(Task):
@@ -31,7 +31,7 @@ class LabelTask(Task):
         """Pad the rows."""
         return labelled_batch(rows, pad_token_id=self._pad)
 
-    def step(self, engine: ZOEngine, rows: Sequence[LabelledRow], batch: Batch) -> StepResult:
+    def step(self, engine: TrainingEngine, rows: Sequence[LabelledRow], batch: Batch) -> StepReport:
         """Take a step on the model's own loss."""
         return engine.step(batch)
 

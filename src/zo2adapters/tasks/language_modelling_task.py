@@ -9,8 +9,8 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.packing import pack
 from zo2adapters.tasks.batches import collate, evaluation_batches
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
-from zo2adapters.tasks.task import Task, TaskOptions
-from zo2core import Batch, EvaluationResult, Runner, StepResult, ZOEngine
+from zo2adapters.tasks.task import StepReport, Task, TaskOptions, TrainingEngine
+from zo2core import Batch, EvaluationResult, Runner
 
 
 class LanguageModelling(Task):
@@ -24,7 +24,7 @@ class LanguageModelling(Task):
         batch = collate(rows, pad_token_id=self._options.pad)
         return pack(batch) if self._options.pack else batch
 
-    def step(self, engine: ZOEngine, rows: Sequence[TokenizedRow], batch: Batch) -> StepResult:
+    def step(self, engine: TrainingEngine, rows: Sequence[TokenizedRow], batch: Batch) -> StepReport:
         """Take a step on the model's own loss."""
         return engine.step(batch)
 

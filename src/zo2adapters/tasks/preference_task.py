@@ -12,8 +12,8 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.candidates import Choice, Choices
 from zo2adapters.tasks.objectives import BETA, PreferenceLoss, Rated, preference_batch
 from zo2adapters.tasks.scoring import score
-from zo2adapters.tasks.task import Task, TaskOptions
-from zo2core import Batch, Runner, StepResult, ZOEngine
+from zo2adapters.tasks.task import StepReport, Task, TaskOptions, TrainingEngine
+from zo2core import Batch, Runner
 
 
 class PreferenceTask(Task):
@@ -40,7 +40,7 @@ class PreferenceTask(Task):
         references = [self._references[row] for row in rows]
         return preference_batch([row.prompt for row in rows], given, references, pad_token_id=self._options.pad)
 
-    def step(self, engine: ZOEngine, rows: Sequence[Choice], batch: Batch) -> StepResult:
+    def step(self, engine: TrainingEngine, rows: Sequence[Choice], batch: Batch) -> StepReport:
         """Take a step on DPO's loss."""
         return engine.step(batch, self._forward)
 

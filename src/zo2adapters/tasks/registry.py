@@ -33,6 +33,7 @@ class TaskEntry(NamedTuple):
     location: str  # module of this folder, and class
     options: tuple[str, ...] = ()  # fields of TaskOptions that this task supports and most do not
     other_rows: tuple[RowFormat, ...] = ()  # formats that it takes beside its own, if it is asked for by name
+    has_gradient: bool = True  # whether its objective can be differentiated
 
     def load(self) -> Callable[[HFBlockModel, Rows, TaskOptions], Task]:
         """Import the class of the task."""
@@ -49,10 +50,10 @@ TASKS = (
     TaskEntry(MODEL_LOSS, RowFormat.TEXT, "language_modelling_task:LanguageModelling", options=("pack", "per_row")),
     TaskEntry(MODEL_LOSS, RowFormat.LABELS, "label_task:LabelTask"),
     TaskEntry("choice-loss", RowFormat.CANDIDATES, "choice_task:ChoiceLossTask", other_rows=_PREFERENCES),
-    TaskEntry("accuracy", RowFormat.CANDIDATES, "choice_task:AccuracyTask", other_rows=_PREFERENCES),
-    TaskEntry("f1", RowFormat.CANDIDATES, "choice_task:F1Task", other_rows=_PREFERENCES),
+    TaskEntry("accuracy", RowFormat.CANDIDATES, "choice_task:AccuracyTask", other_rows=_PREFERENCES, has_gradient=False),
+    TaskEntry("f1", RowFormat.CANDIDATES, "choice_task:F1Task", other_rows=_PREFERENCES, has_gradient=False),
     TaskEntry("dpo", RowFormat.PREFERENCES, "preference_task:PreferenceTask", options=("beta",)),
-    TaskEntry("exact-match", RowFormat.TEXT, "exact_match_task:ExactMatch"),
+    TaskEntry("exact-match", RowFormat.TEXT, "exact_match_task:ExactMatch", has_gradient=False),
     TaskEntry(FUNCTION, RowFormat.TEXT, "function_task:FunctionTask"),
 )
 
@@ -83,6 +84,16 @@ def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
         if getattr(options, option) not in (None, False) and option not in entry.options:
             supporting = " or ".join(known.name for known in TASKS if option in known.options)
             raise OptionError(option, found=f"{entry.name} as objective", expected=supporting, remedy="leave it out")
+    if options.differentiates and not entry.has_gradient:
+        differentiable = [
+            known.name for known in TASKS if known.has_gradient and rows.format in (known.rows, *known.other_rows)
+        ]
+        raise OptionError(
+            "objective",
+            found=f"{entry.name}, which has no gradient",
+            expected=f"{' or '.join(differentiable)} with --method",
+            remedy="choose another objective, or leave --method out: zeroth-order steps need no gradient",
+        )
     if rows.format not in (entry.rows, *entry.other_rows):
         raise OptionError(
             "objective",

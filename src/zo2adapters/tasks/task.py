@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-from zo2core import Batch, Runner, StepResult, ZOEngine
+from zo2core import Batch, DurableBackpropEngine, GradientStepResult, Runner, StepResult, ZOEngine
+
+TrainingEngine: TypeAlias = ZOEngine | DurableBackpropEngine
+StepReport: TypeAlias = StepResult | GradientStepResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,7 @@ class TaskOptions:
     beta: float | None = None  # weight of DPO's penalty; None: the default
     pack: bool = False  # whether rows of a batch are concatenated instead of padded
     per_row: bool = False  # whether each row of a batch has a loss and a direction of its own
+    differentiates: bool = False  # whether steps take the gradient of the objective
 
 
 class Task(Protocol):
@@ -51,7 +55,7 @@ class Task(Protocol):
         """Make a batch of the rows of one step."""
 
     @abstractmethod
-    def step(self, engine: ZOEngine, rows: Sequence[Any], batch: Batch) -> StepResult:
+    def step(self, engine: TrainingEngine, rows: Sequence[Any], batch: Batch) -> StepReport:
         """Take one step.
 
         Args:

@@ -29,7 +29,7 @@ def due_steps(options: TrainOptions, journal: Journal) -> list[int]:
     """The steps so far after which the run was to be evaluated; of a branch, those since it began."""
     branched = [] if journal.header is None else journal.header.get("branched", [])
     first = branched[-1]["step"] if branched else 0
-    return [step for step in range(first, len(journal.updates) + 1) if is_due(options, step)]
+    return [step for step in range(first, journal.version + 1) if is_due(options, step)]
 
 
 def best_step(losses: Mapping[int, float]) -> int | None:

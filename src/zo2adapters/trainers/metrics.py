@@ -15,9 +15,10 @@ from typing import IO, Any, NamedTuple
 
 import psutil
 
+from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.allocator import peak_memory
 from zo2adapters.trainers.evaluations import Results, row_of_evaluation
-from zo2core import Batch, Journal, OutputError, StepResult, Update, reason, shown_bytes
+from zo2core import Batch, Commit, Journal, OutputError, Update, reason, shown_bytes
 
 Row = Mapping[str, Any]
 
@@ -38,23 +39,25 @@ def align_rows(raw: bytes, journal: Journal) -> MetricsRows:
         raw: The file's bytes.
         journal: Of the run.
     """
-    updates = journal.updates
+    known = journal.steps
     rows = [row for row in map(_parsed, raw.split(b"\n")) if row is not None]
     steps = [row for row in rows if "loss" in row]
-    evaluations = {row["step"]: row for row in rows if "loss" not in row and row["step"] <= len(updates)}
+    evaluations = {row["step"]: row for row in rows if "loss" not in row and row["step"] <= len(known)}
     for step, results in journal.evaluations.items():
         _align_evaluation(evaluations, step, results)
-    kept = {row["step"]: row for row in steps if row["step"] < len(updates) and _agrees(row, updates[row["step"]])}
+    kept = {row["step"]: row for row in steps if row["step"] < len(known) and _agrees(row, known[row["step"]])}
     aligned: list[Row] = []
-    for step in range(len(updates) + 1):
+    for step in range(len(known) + 1):
         aligned += [evaluations[step]] if step in evaluations else []
-        if step < len(updates):
-            aligned.append(kept.get(step) or row_of(updates[step]))
-    return MetricsRows(aligned, _steps_seen(steps, updates, kept))
+        if step < len(known):
+            aligned.append(kept.get(step) or row_of(known[step]))
+    return MetricsRows(aligned, _steps_seen(steps, known, kept))
 
 
-def row_of(update: Update) -> dict[str, Any]:
+def row_of(update: Update | Commit) -> dict[str, Any]:
     """What the journal knows of a step; speed and memory are lost."""
+    if isinstance(update, Commit):
+        return {"step": update.step, "loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr}
     return {
         "step": update.step,
         "loss": update.losses[0],
@@ -73,7 +76,7 @@ def _align_evaluation(rows: dict[int, Row], step: int, results: Results) -> None
         rows[step] = known
 
 
-def _steps_seen(steps: Sequence[Row], updates: Sequence[Update], kept: Mapping[int, Row]) -> int:
+def _steps_seen(steps: Sequence[Row], updates: Sequence[Update | Commit], kept: Mapping[int, Row]) -> int:
     """How many steps the journal must have had, as rows say that no single damage can have made.
 
     Rows beyond the journal's end count if they follow each other from there on, if the file is this run's, and if they are
@@ -82,15 +85,22 @@ def _steps_seen(steps: Sequence[Row], updates: Sequence[Update], kept: Mapping[i
     below = sum(row["step"] < len(updates) for row in steps)
     if 2 * len(kept) < below:
         return len(updates)  # another run's file
-    own = {(update.losses, update.projected_grads) for update in updates}
-    beyond = {row["step"] for row in steps if (tuple(row["losses"]), tuple(row["projected_grads"])) not in own}
+    own = {_numbers(row_of(update)) for update in updates}
+    beyond = {row["step"] for row in steps if _numbers(row) not in own}
     seen = len(updates)
     while seen in beyond:
         seen += 1
     return seen
 
 
-def _agrees(row: Row, update: Update) -> bool:
+def _numbers(row: Row) -> tuple[object, ...]:
+    """What tells a step from others: what it measured."""
+    if "grad_norm" in row:
+        return row["loss"], row["grad_norm"]
+    return tuple(row["losses"]), tuple(row["projected_grads"])
+
+
+def _agrees(row: Row, update: Update | Commit) -> bool:
     known = row_of(update)
     return all(row.get(key) == known[key] for key in known)
 
@@ -105,8 +115,10 @@ def _parsed(line: bytes) -> Row | None:
         return None
     if "loss" in row:
         lists = [row.get("losses"), row.get("projected_grads")]
-        is_whole = _is_real(row["loss"]) and all(
-            isinstance(values, list) and values and all(map(_is_real, values)) for values in lists
+        is_whole = _is_real(row["loss"]) and (
+            _is_real(row["grad_norm"])
+            if "grad_norm" in row
+            else all(isinstance(values, list) and values and all(map(_is_real, values)) for values in lists)
         )
     else:
         is_whole = _is_real(row.get("evaluation_loss"))
@@ -117,16 +129,18 @@ def _is_real(value: object) -> bool:
     return type(value) is float and math.isfinite(value)
 
 
-def step_record(result: StepResult, batch: Batch) -> dict[str, Any]:
-    """What ``metrics.jsonl`` says about a step, as JSON values."""
+def step_record(noted: Update | Commit, result: StepReport, batch: Batch) -> dict[str, Any]:
+    """What ``metrics.jsonl`` says about a step, as JSON values.
+
+    Args:
+        noted: What the journal has of the step.
+        result: The step's report.
+        batch: On which it was taken.
+    """
     mask = batch.get("attention_mask")  # packed rows have no padding
     tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
     return {
-        "step": result.step,
-        "loss": result.loss,
-        "losses": list(result.losses),
-        "projected_grads": list(result.projected_grads),
-        "lr": result.lr,
+        **row_of(noted),
         "tokens": tokens,
         "tokens_per_second": tokens / result.seconds,
         "seconds": result.seconds,

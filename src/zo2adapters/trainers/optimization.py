@@ -51,11 +51,13 @@ class StepSize:
     """How far a step moves the weights."""
 
     lr: float = 1e-6
-    """Peak learning rate. MeZO's range for full fine-tuning of OPT is 1e-7 to 1e-6; small models take more."""
+    """Peak learning rate. MeZO's range for full fine-tuning of OPT is 1e-7 to 1e-6; small models take more. With --method
+    another scale, such as 2e-4, has to be given."""
     zo_eps: float = 1e-3
     """Perturbation scale: evaluations are made at the weights plus and minus zo_eps times a random direction."""
     weight_decay: float = 0.0
-    """Weight decay of MeZO's update; biases and layer norms do not decay."""
+    """Weight decay of MeZO's update; biases and layer norms do not decay. With --method: of the optimizer, for all that is
+    trained."""
 
     def require_sane(self) -> None:
         """Refuse numbers with which a single step leaves nothing of a model.

@@ -13,6 +13,7 @@ from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, function_file, names_model_loss
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.field_types import require_field_types
+from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.live_metrics import TrackerName
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.model_options import DtypeName, PrecisionName, RunModelOptions, precision_of_run
@@ -69,7 +70,8 @@ class Storage(Resources):
     """Terabytes that 1,000 steps may write, by which disks wear out. auto keeps to it; a run with --rank whose ended periods
     take more keeps none of them."""
     snapshot_every: int | None = None
-    """Most steps that a resumed run has to replay; after a crash there may be one or two more."""
+    """Most steps that a resumed run has to replay; after a crash there may be one or two more. With --method: steps from one
+    snapshot to the next; by default as many as make snapshots cost 2 % of the time."""
     activation_memory: str | None = None
     """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory on a GPU. An evaluation
     takes as many batches a sweep as fit in it. By default it is what a step takes."""
@@ -135,10 +137,12 @@ class RunOptions:
     report_to: TrackerName = "none"
     """Where each step's numbers go beside metrics.jsonl: to tensorboard or wandb, where these packages are installed."""
     steps: int = 1000
-    """Zeroth-order steps to take; each runs two forwards of one batch a query, or with fzoo one and one more."""
+    """Zeroth-order steps to take; each runs two forwards of one batch a query, or with fzoo one and one more. With --method:
+    steps by gradients, each of which is about three forwards of one batch."""
     seed: int = 0
     """Seed of the order of rows and of the directions."""
     model_options: RunModelOptions = field(default_factory=RunModelOptions)
+    first_order: FirstOrder = field(default_factory=FirstOrder)
     optimization: Optimization = field(default_factory=Optimization)
     batching: Batching = field(default_factory=Batching)
     storage: Storage = field(default_factory=Storage)
@@ -183,7 +187,9 @@ class RunOptions:
             raise _unused("per_row", "--micro-batch-size", "whole rows of one batch")
         if self.optimization.rank is not None and self.storage.snapshot_every is not None:
             raise _unused("rank", "--snapshot-every", "no snapshot: no weight changes")
-        if self.model_options.adapter is not None and self.storage.snapshot_every is not None:
+        self.first_order.require_valid(self)
+        has_snapshots = self.model_options.adapter is None or self.first_order.method is not None
+        if self.storage.snapshot_every is not None and not has_snapshots:
             raise _unused("adapter", "--snapshot-every", "no snapshot: a few parameters change, which are in memory")
         self.model_options.require_valid()
         require_between("seed", self.seed, -LARGEST, LARGEST)
@@ -289,6 +295,7 @@ class TrainOptions(RunOptions):
                 raise KeyError(f"no {', '.join(sorted(missing))}")  # a default is not what the run was begun with
         values = {name: value for name, value in values.items() if name not in beside}
         optimization, model_options = dict(values.pop("optimization")), dict(values.pop("model_options"))
+        first_order = FirstOrder(**values.pop("first_order", {}))
         optimization["decay"] = Decay(optimization["decay"])
         optimization["noise"] = Noise(optimization["noise"])
         model_options.setdefault("precision", "exact")  # that of runs of earlier versions
@@ -302,6 +309,7 @@ class TrainOptions(RunOptions):
             output=output,
             data=Path(values.pop("data")),
             model_options=RunModelOptions(**model_options),
+            first_order=first_order,
             optimization=Optimization(**optimization),
             batching=Batching(**values.pop("batching")),
             storage=Storage(**values.pop("storage")),
@@ -323,7 +331,7 @@ _LATER = {
     *("architecture", "precision", "transfer_dtype", "schedule_steps", "estimator", "guard", "objective", "keep_best"),
     *("beta", "head", "report_to"),
     *("clip_grad", "clip_median", "write_limit_tb", "rank", "period", "stack", "per_row"),
-    *("adapter", "adapter_frozen", "pack"),
+    *("adapter", "adapter_frozen", "pack", "first_order"),
 }
 """Options that runs of earlier versions have not written down."""
 

@@ -4,6 +4,7 @@ options.json    how the run was begun, checksums of its data files and of the to
 journal.jsonl   every step taken: the run itself
 metrics.jsonl   one row a step and one an evaluation, for people and plots
 scratch.*       blocks written back
+snapshot-*      of a first-order run: adapter and optimizer after so many steps
 factors.*       what the periods of directions beside the activations have come to
 lock            held by the process that works here
 model/          the exported model, at the end
@@ -351,7 +352,8 @@ def holds_model(directory: Path) -> bool:
     """
     if not (directory.exists() or directory.is_symlink()) or (directory.is_dir() and not any(directory.iterdir())):
         return False
-    if (directory / "config.json").is_file() and any(directory.glob("*.safetensors")):
+    names = ("config.json", "adapter_config.json")
+    if any((directory / name).is_file() for name in names) and any(directory.glob("*.safetensors")):
         return True
     raise OutputError(
         directory,

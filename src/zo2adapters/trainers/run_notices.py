@@ -10,7 +10,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
 from zo2adapters.tasks.row_files import Rows
 from zo2adapters.trainers.options import TrainOptions
-from zo2core import BlockLayout, HostPlan, ZOEngine, kept_bytes_a_step, shown_bytes, terabytes_written
+from zo2core import BlockLayout, DevicePlan, HostPlan, kept_bytes_a_step, shown_bytes, terabytes_written
 
 
 def notices(options: TrainOptions, model: HFBlockModel, data: Rows) -> list[str]:
@@ -30,27 +30,34 @@ def notices(options: TrainOptions, model: HFBlockModel, data: Rows) -> list[str]
     return lines
 
 
-def storage(options: TrainOptions, engine: ZOEngine, host: HostPlan, layouts: Sequence[BlockLayout]) -> str:
+def storage(host: HostPlan, device: DevicePlan | None, device_name: str, written: str) -> str:
     """Where a run's weights live and what it writes.
 
     Args:
-        options: The run's.
-        engine: Of the run, open.
-        host: Of its memory.
-        layouts: Of the model.
+        host: Of the run's memory.
+        device: Of its device's; None where that is host memory.
+        device_name: As the options name it.
+        written: What is written of the weights, in words.
     """
-    device, every = engine.device_plan, engine.write_back_every
     where = "all blocks in memory" if host.buckets is None else f"{host.buckets} blocks in memory at a time"
-    written = "never written back"
-    if every is not None:
-        written = f"written back every {every} steps, {_terabytes(terabytes_written(layouts, every))}"
-    elif options.optimization.rank is not None:
-        written += f", {_periods(options, layouts)}"
     room = f"about {shown_bytes(host.nbytes)} of {shown_bytes(host.budget)}"
     if device is None:
         return f"{where}, {written}; {room}"
     used = f"about {shown_bytes(device.nbytes)} of {shown_bytes(device.budget)}"
-    return f"{where}, {written}; {room}; {device.kept} blocks stay on {options.storage.device}; {used}"
+    return f"{where}, {written}; {room}; {device.kept} blocks stay on {device_name}; {used}"
+
+
+def written_back(options: TrainOptions, every: int | None, layouts: Sequence[BlockLayout]) -> str:
+    """What a zeroth-order run writes of its weights.
+
+    Args:
+        options: The run's.
+        every: Steps after which a block is written back; None: never.
+        layouts: Of the model.
+    """
+    if every is not None:
+        return f"written back every {every} steps, {_terabytes(terabytes_written(layouts, every))}"
+    return "never written back" + (f", {_periods(options, layouts)}" if options.optimization.rank is not None else "")
 
 
 def _periods(options: TrainOptions, layouts: Sequence[BlockLayout]) -> str:

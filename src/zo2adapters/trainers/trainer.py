@@ -22,13 +22,14 @@ from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.base_check import require_finite_base, verify_with_progress
 from zo2adapters.trainers.evaluations import best_step, due_steps, is_due, losses_of, row_of_evaluation, shown_steps, told
 from zo2adapters.trainers.live_metrics import LiveMetrics
+from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.metrics import progress, step_record, write_row
 from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_due
 from zo2adapters.trainers.provenance import provenance, require_same_files
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, header_of, holds_model, require_new
-from zo2adapters.trainers.run_engine import build_engine, replayer, reserved_bytes
-from zo2adapters.trainers.run_health import Watch, diverged, ruined
-from zo2adapters.trainers.run_notices import notices, storage
+from zo2adapters.trainers.run_engine import replayer
+from zo2adapters.trainers.run_method import Opening
+from zo2adapters.trainers.run_notices import notices
 from zo2adapters.trainers.step_bar import StepBar
 from zo2adapters.trainers.worker_options import device_kinds, is_first, require_same_steps, settled_alike
 from zo2core import (
@@ -39,7 +40,7 @@ from zo2core import (
     NonFiniteLossError,
     OptionError,
     OutputError,
-    Replayer,
+    Runner,
     ScratchError,
     Workers,
     open_no_follow,
@@ -74,19 +75,19 @@ class Trainer:
         workers: Workers | None = None,
     ) -> None:
         options.require_valid()
-        estimator = options.estimator()
+        method_of(options)  # refuses what no model and no data could make right
         if not resume:
             require_new(options.output)
         self.options = options
         self._quiet, self._resumed, self._workers = quiet, resume, workers
         self._label = label
-        self._watch = Watch()
         execution = Execution() if execution is None else execution
         if resume:
             require_same_files(options, header_of(options.output / JOURNAL))
         directory = resolve_directory(options.model)
         model, options = settled_alike(options, workers, lambda options: options.opened(directory))
         self._model, self.options = model, options
+        self._method = method_of(options)
         require_same_steps(options.steps, workers)
         tokenizer = load_tokenizer(directory)
         length = options.batching.length_for(model)
@@ -103,6 +104,7 @@ class Trainer:
             beta=options.beta,
             pack=options.batching.pack,
             per_row=options.optimization.per_row,
+            differentiates=self._method.has_gradient,
         )
         self._task = make_task(model, self._data, task_options)
         read = [self._data, *([] if self._evaluation is None else [self._evaluation])]
@@ -114,13 +116,12 @@ class Trainer:
                 remedy="name other rows",
             )
         longest, sequences = max(rows.longest for rows in read), max(rows.most_sequences for rows in read)
-        self._activations, least = activations, least = reserved_bytes(options, model, longest, sequences)
+        self._activations, least = activations, least = self._method.reserved_bytes(model, longest, sequences)
         self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
             if resume:
                 self._run.require_same_base(options, model)
             self._task.prepare(partial(replayer, options, model, activations, workers), self._rows_to_come)
-            self._layouts = model.layouts
             decides = provenance(
                 options,
                 directory,
@@ -129,8 +130,15 @@ class Trainer:
                 devices=device_kinds(options.storage.device, workers),
                 task=self._task.provenance,
             )
-            self.engine = build_engine(
-                options, model, estimator, activations, least, decides, execution=execution, workers=workers
+            self.engine = self._method.engine(
+                Opening(
+                    model=model,
+                    activations=activations,
+                    least_activations=least,
+                    decides=decides,
+                    execution=execution,
+                    workers=workers,
+                )
             )
             if execution.verify_base:
                 self._verify_base(model)
@@ -145,7 +153,7 @@ class Trainer:
         self.host_plan = with_kept_memory(self.engine.host_plan, activations) if on_host else self.engine.host_plan
         if resume:
             try:
-                _require_steps_to_come(options, self.engine.version)
+                _require_steps_to_come(options, self.engine.journal.version)
                 self._run.keep(options)
             except BaseException:
                 self.close()
@@ -157,11 +165,18 @@ class Trainer:
 
     def divergence(self) -> str | None:
         """Say if the steps left nothing of the model, in a line; None if they did not."""
-        return ruined(self.engine.journal.updates)
+        verdict: str | None = self._method.verdict(self.engine)
+        return verdict
 
     def storage(self) -> str:
         """Where the weights live, in words."""
-        return storage(self.options, self.engine, self.host_plan, self._layouts)
+        told: str = self._method.storage(self.engine, self.host_plan, self._model)
+        return told
+
+    def ways_on(self) -> str:
+        """How to go on with the run once it was interrupted, in lines."""
+        told: str = self._method.ways_on(self.engine)
+        return told
 
     def run(self) -> Path:
         """Train, evaluate and export.
@@ -185,15 +200,16 @@ class Trainer:
         try:
             self._take_steps()
         except DivergenceError as error:
-            raise diverged(error, self.engine.journal.updates, self.options) from error
+            raise self._method.explained(error, self.engine) from error
         except NonFiniteLossError as error:
             try:
                 require_finite_base(self._model, self.options.model)
             finally:
                 self._take_back(error)
-            if self.options.optimization.guard and self.engine.version:
-                raise diverged(error, self.engine.journal.updates, self.options) from error
-            raise
+            explained = self._method.explained(error, self.engine)
+            if explained is error:
+                raise
+            raise explained from error
         except Exception as error:  # whatever it is, it is raised again
             self._take_back(error)
             raise
@@ -212,8 +228,8 @@ class Trainer:
         """
         options, batch_size = self.options, self.options.batching.batch_size
         with closing(Journal(options.output / JOURNAL if self._resumed else None)) as journal:
-            taken = len(journal.updates)
-        _require_steps_to_come(options, taken)
+            _require_steps_to_come(options, journal.version)
+            taken = self._method.first_step(journal)
         taken = taken if self._workers is None else min(self._workers.all_gather(taken))
         batches = training_batches(self._data, batch_size=batch_size, seed=options.seed, first_step=taken)
         steps = options.steps - taken
@@ -228,6 +244,7 @@ class Trainer:
         evaluated = {*losses_of(self._run.metrics(engine.journal)), *engine.journal.evaluations}
         if self._workers is not None:  # whoever came late has no metrics, and all have to evaluate together
             evaluated = {*self._workers.all_gather(sorted(evaluated))[0]}
+        noted = engine.journal.version  # steps before it are repeated, and have their rows
         lost = [step for step in due_steps(options, engine.journal) if step < engine.version and step not in evaluated]
         tracker = options.report_to if is_first(self._workers) else "none"
         with (
@@ -255,11 +272,12 @@ class Trainer:
                 rows = next(batches)
                 batch = self._task.batch(rows)
                 result = self._task.step(engine, rows, batch)
-                for line in self._watch.lines(result, engine.journal.updates, options):
+                record = step_record(engine.journal.steps[result.step], result, batch)
+                if result.step >= noted:
+                    write_row(metrics, record)
+                    live.row(record)
+                for line in self._method.after_step(engine, result):
                     self._say(bar, line)
-                record = step_record(result, batch)
-                write_row(metrics, record)
-                live.row(record)
                 bar.set_postfix_str(progress(record), refresh=False)
                 bar.update()
 
@@ -304,10 +322,11 @@ class Trainer:
         self.engine.journal.close()  # the engine, which is closed, does not do it any more
         print(f"step {step}: evaluated again, since {JOURNAL} lacks the result: {told(results)}", file=sys.stderr)
 
-    def _at_step(self, step: int) -> Replayer:
+    def _at_step(self, step: int) -> Runner:
         """The model of an earlier step: a segment's bytes cannot be brought back, so the base is read again."""
         self.engine.close()
-        return replayer(self.options, self._model, self._activations, None, journal=self.engine.journal.until(step))
+        at_step: Runner = self._method.at_step(self.engine, self._model, self._activations, step)
+        return at_step
 
     def close(self) -> None:
         """Close the engine and let go of the directory. May be called twice."""
@@ -349,6 +368,7 @@ class Trainer:
         began = time.perf_counter()
         results = self._task.evaluate(self.engine, rows)
         seconds = time.perf_counter() - began
+        self._method.before_noting(self.engine, results["loss"])
         self.engine.note_evaluation(results)
         bar.count_evaluation(seconds, left=self._evaluations_to_come(self.engine.version + 1))
         record = {**row_of_evaluation(self.engine.version, results), "evaluation_seconds": seconds}

@@ -8,6 +8,8 @@ from zo2core.checkpoint.reader import check_float as check_float
 from zo2core.checkpoint.reader import find_tensors as find_tensors
 from zo2core.checkpoint.reader import parse_header as parse_header
 from zo2core.checkpoint.reader import same_samples as same_samples
+from zo2core.checkpoint.snapshots import Snapshot as Snapshot
+from zo2core.checkpoint.snapshots import Snapshots as Snapshots
 from zo2core.checkpoint.writer import WrittenOtherwise as WrittenOtherwise
 from zo2core.checkpoint.writer import require_unused as require_unused
 from zo2core.checkpoint.writer import write_checkpoint as write_checkpoint

@@ -1,6 +1,8 @@
 """What people hold in their hands: the engine, and the replayer, which is one without an estimator."""
 
+from zo2core.engine.adapter_runner import SnapshotReplayer as SnapshotReplayer
 from zo2core.engine.backprop_engine import BackpropEngine as BackpropEngine
+from zo2core.engine.durable_backprop_engine import DurableBackpropEngine as DurableBackpropEngine
 from zo2core.engine.replayer import Replayer as Replayer
 from zo2core.engine.runner import Runner as Runner
 from zo2core.engine.zo_engine import ZOEngine as ZOEngine

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 from zo2core.build import RunOptions, build
-from zo2core.engine.runner import Runner
-from zo2core.errors import CheckpointError, OptionError
+from zo2core.engine.adapter_runner import AdapterRunner
+from zo2core.errors import OptionError
 from zo2core.methods.backprop import Backprop, OptimizerFactory
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import Device, DifferentiableModel, Forward
 from zo2core.sweep.gradient_visitor import GradientVisits
-from zo2core.sweep.trained_parameters import PresentVisits, PresentWeights, TrainedParameters
+from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.types import Batch, GradientStepResult, SegmentKind
 
 
-class BackpropEngine(Runner):
+class BackpropEngine(AdapterRunner):
     """First-order fine-tuning, segment by segment, of parameters that stay in memory, over a base that is only read.
 
     A step passes the blocks forward and back: each is read at most twice, and nothing is written. Losses, gradients and
@@ -52,6 +52,13 @@ class BackpropEngine(Runner):
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
     ) -> None:
+        options = RunOptions(device=device, memory=memory, micro_batch_size=micro_batch_size, trace=trace, overlap=overlap)
+        self._open(model, optimizer, clip, options)
+
+    def _open(
+        self, model: DifferentiableModel, optimizer: OptimizerFactory, clip: float | None, options: RunOptions
+    ) -> None:
+        """Build the parts of the run that the options name, and the method."""
         if not isinstance(model, DifferentiableModel):
             raise OptionError(
                 "model",
@@ -59,11 +66,9 @@ class BackpropEngine(Runner):
                 expected="a DifferentiableModel",
                 remedy="add the method, or use ZOEngine",
             )
-        options = RunOptions(device=device, memory=memory, micro_batch_size=micro_batch_size, trace=trace, overlap=overlap)
         parts = build(model, None, options)
+        super().__init__(model, parts)
         try:
-            self._trained = TrainedParameters(model.layouts, model.weights, parts.device.torch_device)
-            present = PresentWeights(self._trained, parts.work_buffer)
             self._method = Backprop(
                 optimizer,
                 clip=clip,
@@ -72,33 +77,20 @@ class BackpropEngine(Runner):
                 trained=self._trained,
                 visits=GradientVisits(
                     layouts=model.layouts,
-                    present=present,
+                    present=self._present_weights,
                     trained=self._trained,
                     leaves=_trained_leaves(model, self._trained),
                     streams=parts.device.streams,
                     timeline=parts.timeline,
                 ),
-                micro_batch_size=micro_batch_size,
+                micro_batch_size=options.micro_batch_size,
+                commit=self._commit,
                 kept_bytes=partial(_kept_bytes, model),
                 room=parts.activation_bytes,
             )
         except BaseException:
-            parts.opened.close()
+            self._close_refused()
             raise
-        visits = PresentVisits(
-            layouts=model.layouts,
-            weights=present,
-            activations=parts.activations,
-            streams=parts.device.streams,
-            timeline=parts.timeline,
-            landing=parts.landing,
-        )
-        super().__init__(model, parts._replace(visits=visits))
-
-    @property
-    def version(self) -> int:
-        """The present version of the trained parameters: one more after each step and each ``load_state_dict``."""
-        return self._trained.version
 
     @property
     def optimizer(self) -> Any:
@@ -131,7 +123,14 @@ class BackpropEngine(Runner):
             In all these cases the step was not taken.
         """
         self._use.require_open()
+        self._begin_step()
         return self._method.step(batch, forward)
+
+    def _begin_step(self) -> None:
+        """Called before a step begins."""
+
+    def _commit(self, loss: float, norm: float) -> None:
+        """Called before the optimizer changes the parameters; what it raises refuses the step."""
 
     def state_dict(self) -> dict[str, Any]:
         """All that later steps depend on besides the base: a copy of the parameters, the optimizer's state, and the steps.
@@ -150,21 +149,10 @@ class BackpropEngine(Runner):
         Raises:
             CheckpointError: if it is of other parameters; nothing was changed then.
         """
-        own, given = self._trained.parameters, state["parameters"]
-        expected = {name: (value.shape, value.dtype) for name, value in own.items()}
-        if {name: (value.shape, value.dtype) for name, value in given.items()} != expected:
-            raise CheckpointError(
-                "state",
-                found=f"{len(given)} parameters that are not all the engine's",
-                expected=f"the {len(own)} parameters that are trained",
-                remedy="load the state of a run of the same model and adapter",
-            )
+        self.require_parameters(state["parameters"])
         self.optimizer.load_state_dict(state["optimizer"])
-        with torch.no_grad():
-            for name, value in given.items():
-                own[name].copy_(value)
+        self.load_parameters(state["parameters"])
         self._method.steps = state["steps"]
-        self._trained.version += 1
 
 
 def _trained_leaves(model: DifferentiableModel, trained: TrainedParameters) -> list[dict[str, torch.Tensor]]:

@@ -45,6 +45,13 @@ def branch_journal(
     try:
         if opened.header is None:
             raise JournalError(opened.name, found="no journal", expected="a run's journal", remedy="check the path")
+        if not opened.is_replayable:
+            raise JournalError(
+                opened.name,
+                found="first-order steps",
+                expected="steps that can be replayed",
+                remedy="begin a new run, from an adapter that zo2 export wrote",
+            )
         lines = b"".join(to_line(record) for record in _records(opened.until(step), estimator, provenance))
     finally:
         if opened is not source:

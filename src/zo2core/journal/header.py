@@ -13,6 +13,7 @@ from zo2core.journal.damage import ImpossibleRecordError, shown
 from zo2core.types import ParameterSpec
 
 FORMAT = 1
+METHOD = "method"  # the key that headers of first-order runs have, and others lack
 
 Header: TypeAlias = Mapping[str, Any]
 
@@ -26,6 +27,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {  # of the values that this library wr
     "model": (dict,),
     "provenance": (dict,),
     "perturbation": (dict,),
+    METHOD: (dict,),
     "branched": (list,),
 }
 _LATER = {"model", "provenance"}  # keys that journals of earlier versions lack

@@ -1,7 +1,8 @@
 """The journal: an append-only list of updates. With the base checkpoint it is the weights of every step.
 
 On disk it is a file of checksummed records (``io/record_log.py``): the first is the header (format version, what the run was
-made of), each further one an update, digests of the base's bytes, or the result of an evaluation.
+made of), each further one a step, digests of the base's bytes, or the result of an evaluation. The steps of a zeroth-order
+run are updates, which can be replayed. Those of a first-order run, whose header has a `method`, are commits, which cannot.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from types import MappingProxyType
 
 from zo2core.errors import JournalError, reason
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, from_line, to_json, to_line
+from zo2core.journal.commit_record import COMMIT, decode_commit, encode_commit
 from zo2core.journal.damage import ImpossibleRecordError, damaged, shown, unwritable
-from zo2core.journal.header import FORMAT, Header, completed, differences, may_begin_a_journal, require_header
+from zo2core.journal.header import FORMAT, METHOD, Header, completed, differences, may_begin_a_journal, require_header
 from zo2core.journal.side_records import DIGEST, DIGESTS, EVALUATION, Notes, evaluation_record
 from zo2core.journal.update_record import decode, encode
-from zo2core.types import Update
+from zo2core.types import Commit, Update
 
 
 class Journal:
-    """Updates 0, 1, 2, ... of one run, in memory and, given a path, on disk as well. One thread at a time appends.
+    """Steps 0, 1, 2, ... of one run, in memory and, given a path, on disk as well. One thread at a time appends.
 
     Args:
         path: File to continue, or to create with the first record. None keeps the journal in memory. One object at a time
@@ -37,6 +39,7 @@ class Journal:
         self._name = "journal" if path is None else str(path)
         self._header: Header | None = None
         self._updates: list[Update] = []
+        self._commits: list[Commit] = []  # a journal has either of these two
         self._notes = Notes()
         self._chain: list[int] = [0]  # version -> checksum over header and updates up to it
         self._torn = False
@@ -55,8 +58,28 @@ class Journal:
 
     @property
     def updates(self) -> Sequence[Update]:
-        """All updates so far, a live view."""
+        """All updates so far, a live view; none of a first-order run."""
         return self._updates
+
+    @property
+    def commits(self) -> Sequence[Commit]:
+        """All steps of a first-order run so far, a live view; none of a zeroth-order run."""
+        return self._commits
+
+    @property
+    def steps(self) -> Sequence[Update | Commit]:
+        """All steps so far, of whichever kind, a live view."""
+        return self._commits or self._updates
+
+    @property
+    def version(self) -> int:
+        """The number of steps so far."""
+        return len(self._updates) + len(self._commits)
+
+    @property
+    def is_replayable(self) -> bool:
+        """Whether the journal and the base give the weights of every step; a first-order run needs snapshots for that."""
+        return self._header is None or METHOD not in self._header
 
     @property
     def base_digests(self) -> Mapping[str, str]:
@@ -79,12 +102,12 @@ class Journal:
 
     @property
     def noise(self) -> str | None:
-        """Name of the generator of z that the run was begun with; None before it began.
+        """Name of the generator of z that the run was begun with; None before it began, and of a first-order run.
 
         Raises:
             JournalError: if the header lacks it.
         """
-        if self._header is None:
+        if self._header is None or not self.is_replayable:
             return None
         if self._header.get("noise") is None:
             raise JournalError(
@@ -123,7 +146,7 @@ class Journal:
         if self._header is None:
             header = {key: value for key, value in header.items() if value is not None}
             require_header(header)
-            self._begun_at = len(self._updates)
+            self._begun_at = self.version
             self._write(header, partial(self._take_header, header), lambda: self._header is not None)
             return
         differing = differences(self._header, header)
@@ -136,26 +159,26 @@ class Journal:
                 remedy="continue with the base checkpoint and options the journal was begun with, or begin a new one",
             )
 
-    def append(self, update: Update) -> None:
-        """Add the next update; on return it is durable if the journal is a file.
+    def append(self, step: Update | Commit) -> None:
+        """Add the next step; on return it is durable if the journal is a file.
 
         Raises:
             JournalError: if no estimator can have made the update, the file cannot be written, or it was removed or
-                replaced. Whatever is raised, an interrupt included, file and memory agree: both have the update, or neither.
+                replaced. Whatever is raised, an interrupt included, file and memory agree: both have the step, or neither.
         """
         assert self._header is not None, "a journal is begun before it goes on"
-        assert update.step == len(self._updates), "updates are appended in order"
-        record = encode(update)
+        assert step.step == self.version, "steps are appended in order"
+        record = _record_of(step)
         try:
-            taken = decode(record)  # refuses what could not be read back, before anything is written
+            taken = self._decoded(record)  # refuses what could not be read back, before anything is written
         except ImpossibleRecordError as error:
             raise JournalError(
-                f"{self._name}, step {update.step}",
+                f"{self._name}, step {step.step}",
                 found=error.found,
                 expected=error.expected,
                 remedy="mend the estimator, or lower `lr`; the step was not taken",
             ) from error
-        self._write(record, partial(self._count, taken, record), lambda: len(self._updates) > update.step)
+        self._write(record, partial(self._count, taken, record), lambda: self.version > step.step)
 
     def withdraw(self) -> None:
         """Undo ``begin`` or ``take_excerpt``, if this object began the journal so and no update of its own followed.
@@ -165,9 +188,10 @@ class Journal:
         Raises:
             OSError: if the file cannot be removed.
         """
-        if self._header is not None and self._begun_at == len(self._updates):
+        if self._header is not None and self._begun_at == self.version:
             self._header, self._chain, self._begun_at = None, [0], None
             self._updates.clear()
+            self._commits.clear()
             self._notes.clear()
             if self._file is not None:
                 self._file.remove()
@@ -214,10 +238,10 @@ class Journal:
         Raises:
             JournalError: if the file cannot be written.
         """
-        assert 0 <= step <= len(self._updates), "what was evaluated is a step of the run"
+        assert 0 <= step <= self.version, "what was evaluated is a step of the run"
         record, kept = evaluation_record(step, values), self._notes.evaluations
         before = kept.get(step)
-        count = partial(self._notes.take, record, len(self._updates))
+        count = partial(self._notes.take, record, self.version)
         self._write(record, count, lambda: kept.get(step) is not before)
 
     def require_version(self, version: int, where: str) -> None:
@@ -230,11 +254,11 @@ class Journal:
         Raises:
             JournalError: naming both numbers.
         """
-        if len(self._updates) < version:
+        if self.version < version:
             torn = " and a damaged last record" if self._torn else ""
             raise JournalError(
                 self._name,
-                found=f"{len(self._updates)} steps{torn}",
+                found=f"{self.version} steps{torn}",
                 expected=f"at least {version}, since {where} knows of step {version - 1}",
                 remedy=f"restore the journal from a copy: its end was damaged or cut; or remove {where} to do without them",
             )
@@ -245,16 +269,16 @@ class Journal:
         Raises:
             JournalError: if the run is shorter.
         """
-        if not 0 <= step <= len(self._updates):
+        if not 0 <= step <= self.version:
             raise JournalError(
                 self._name,
-                found=f"{len(self._updates)} steps",
+                found=f"{self.version} steps",
                 expected=f"at least {shown(step)}",
-                remedy=f"choose a step from 0 to {len(self._updates)}",
+                remedy=f"choose a step from 0 to {self.version}",
             )
         copy = Journal()
         copy._header = self._header
-        copy._updates = self._updates[:step]
+        copy._updates, copy._commits = self._updates[:step], self._commits[:step]
         copy._notes = self._notes.until(step)
         copy._chain = self._chain[: step + 1]
         return copy
@@ -267,11 +291,11 @@ class Journal:
         if self._header is None:
             return b""
         records = [self._header, *self._notes.digest_records()]
-        for step in range(len(self._updates) + 1):
+        for step in range(self.version + 1):
             if step in self.evaluations:
                 records.append(evaluation_record(step, self.evaluations[step]))
-            if begin <= step < len(self._updates):
-                records.append(encode(self._updates[step]))
+            if begin <= step < self.version:
+                records.append(_record_of(self.steps[step]))
         return b"".join(map(to_line, records))
 
     def take_excerpt(self, lines: bytes) -> None:
@@ -287,7 +311,7 @@ class Journal:
             updates = [decode(record) for record in records[1:] if not {DIGESTS, EVALUATION} & record.keys()]
             notes = Notes()
             for record in records[1:]:
-                notes.take(record, updates[-1].step + 1 if updates else len(self._updates))
+                notes.take(record, updates[-1].step + 1 if updates else self.version)
         except (ValueError, RecursionError) as error:
             raise JournalError(
                 self._name,
@@ -302,22 +326,22 @@ class Journal:
             self.note_base(notes.digests)
             for update in updates:
                 self._take_evaluations(notes, update.step)
-                if update.step >= len(self._updates):
+                if update.step >= self.version:
                     self.append(update)
-            self._take_evaluations(notes, len(self._updates))
+            self._take_evaluations(notes, self.version)
         finally:
-            self._begun_at = len(self._updates) if is_new else None
+            self._begun_at = self.version if is_new else None
 
     def _take_evaluations(self, notes: Notes, last: int) -> None:
         """Note what another journal has of evaluations up to a step, and this one has not."""
         for step in sorted(notes.evaluations.keys() - self.evaluations.keys()):
-            if step <= min(last, len(self._updates)):
+            if step <= min(last, self.version):
                 self.note_evaluation(step, notes.evaluations[step])
 
     @property
     def checksum(self) -> int:
         """Over header and all updates. Two journals with the same one are of the same run, at the same step."""
-        return self._chain[len(self._updates)]
+        return self._chain[self.version]
 
     def chain(self, version: int) -> int | None:
         """A checksum over header and updates 0..version-1: tells whether bytes of a version belong to this run.
@@ -340,7 +364,7 @@ class Journal:
                     expected="a file that can be synced",
                     remedy="mend the disk; blocks are written back only after the journal",
                 ) from error
-        return self._chain[version] if 0 <= version <= len(self._updates) else None
+        return self._chain[version] if 0 <= version <= self.version else None
 
     def close(self) -> None:
         """Close the file, which ends its lock. May be called twice; the next record opens it again."""
@@ -397,20 +421,38 @@ class Journal:
         if self._header is None:
             require_header(record)
             self._take_header(record)
-        elif not self._notes.take(record, len(self._updates)):
-            self._take_update(record)
+        elif not self._notes.take(record, self.version):
+            self._take_step(record)
 
     def _take_header(self, header: Record) -> None:
         self._chain = [zlib.crc32(to_json(header))]
         self._header = header
 
-    def _take_update(self, record: Record) -> None:
-        update = decode(record)
-        if update.step != len(self._updates):
-            raise ImpossibleRecordError(f"step {shown(update.step)}", f"step {len(self._updates)}")
-        self._count(update, record)
+    def _take_step(self, record: Record) -> None:
+        step = self._decoded(record)
+        if step.step != self.version:
+            raise ImpossibleRecordError(f"step {shown(step.step)}", f"step {self.version}")
+        self._count(step, record)
 
-    def _count(self, update: Update, record: Record) -> None:
-        version = len(self._updates)
-        self._chain[version + 1 :] = [zlib.crc32(to_json(record), self._chain[version])]  # counts with the update
-        self._updates.append(update)
+    def _decoded(self, record: Record) -> Update | Commit:
+        """The step of a record.
+
+        Raises:
+            ImpossibleRecordError: if it is none that a run with this header can have written.
+        """
+        if (COMMIT in record) is self.is_replayable:
+            found, expected = ("a commit", "an update") if self.is_replayable else ("no commit", "a commit")
+            raise ImpossibleRecordError(found, f"{expected}, as the header says")
+        return decode(record) if self.is_replayable else decode_commit(record)
+
+    def _count(self, step: Update | Commit, record: Record) -> None:
+        version = self.version
+        self._chain[version + 1 :] = [zlib.crc32(to_json(record), self._chain[version])]  # counts with the step
+        if isinstance(step, Commit):
+            self._commits.append(step)
+        else:
+            self._updates.append(step)
+
+
+def _record_of(step: Update | Commit) -> Record:
+    return encode_commit(step) if isinstance(step, Commit) else encode(step)

@@ -47,6 +47,8 @@ class Backprop:
         trained: The parameters, and their gradients.
         visits: Makes the visitor of each sweep.
         micro_batch_size: Rows of a micro-batch; None: batches run whole.
+        commit: Called with a step's loss and norm of gradients right before the optimizer changes a parameter; what it
+            raises refuses the step.
         kept_bytes: What a prepared micro-batch keeps for the way back.
         room: Bytes that micro-batches which pass the blocks together may keep; a single one always passes.
 
@@ -64,6 +66,7 @@ class Backprop:
         trained: TrainedParameters,
         visits: GradientVisits,
         micro_batch_size: int | None,
+        commit: Callable[[float, float], None],
         kept_bytes: Callable[[Batch], int],
         room: int,
     ) -> None:
@@ -77,6 +80,7 @@ class Backprop:
         self._trained = trained
         self._visits = visits
         self._micro_batch_size = micro_batch_size
+        self._commit = commit
         self._kept_bytes = kept_bytes
         self._room = room
 
@@ -96,6 +100,7 @@ class Backprop:
                 outputs += self._sweeps.run(visitor, visitor.order)[0]
             loss = float(pieces.loss(outputs))
             norm = self._clipped(loss)
+            self._commit(loss, norm)
             self.optimizer.step()
         finally:
             self._trained.clear_gradients()

@@ -23,7 +23,7 @@ from zo2core.types.layouts import (
 from zo2core.types.programs import Descend, Distribution, Perturb, Program, Table
 from zo2core.types.results import EvaluationResult, GradientStepResult, StepResult
 from zo2core.types.sizes import shown_bytes
-from zo2core.types.steps import LARGEST, MAX_SEED, Batch, Evaluation, RowGroup, Update, require_tensors
+from zo2core.types.steps import LARGEST, MAX_SEED, Batch, Commit, Evaluation, RowGroup, Update, require_tensors
 
 __all__ = [
     "ALIGNMENT",
@@ -33,6 +33,7 @@ __all__ = [
     "Batch",
     "BlockLayout",
     "Bucket",
+    "Commit",
     "Descend",
     "Distribution",
     "EncodedPart",

@@ -36,8 +36,7 @@ class StepResult(NamedTuple):
     @property
     def bytes_moved(self) -> int:
         """Blocks and activations, uploaded plus offloaded; 0 where the device computes on the buckets themselves."""
-        lanes = (Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT)
-        return sum(self.lanes[lane].nbytes for lane in lanes)
+        return _bytes_moved(self.lanes)
 
     @property
     def bound_seconds(self) -> float:
@@ -55,6 +54,11 @@ class GradientStepResult(NamedTuple):
     lanes: Mapping[Lane, LaneUse]  # busy seconds and bytes of disk, transfers and compute
 
     @property
+    def bytes_moved(self) -> int:
+        """Blocks and activations, uploaded plus offloaded; 0 where the device computes on the buckets themselves."""
+        return _bytes_moved(self.lanes)
+
+    @property
     def bound_seconds(self) -> float:
         """What the slowest lane alone takes: no order of work makes a step faster."""
         return bound_seconds(self.lanes)
@@ -68,3 +72,8 @@ class EvaluationResult(NamedTuple):
     tokens: int  # labelled tokens; 0 for an objective, which counts in its own way
     sweeps: int
     seconds: float  # wall time
+
+
+def _bytes_moved(lanes: Mapping[Lane, LaneUse]) -> int:
+    moving = (Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT)
+    return sum(lanes[lane].nbytes for lane in moving)

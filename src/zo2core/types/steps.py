@@ -153,5 +153,29 @@ class Update:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What a journal keeps of a first-order step. It cannot be replayed: a gradient is no scalar."""
+
+    step: int  # 0-based
+    loss: float  # before the update
+    grad_norm: float  # 2-norm of all gradients together, before clipping
+    lr: float
+
+    def contradiction(self) -> tuple[str, str] | None:
+        """Tell what of it no step can have made.
+
+        Returns:
+            What was found and what was expected; None if nothing is wrong.
+        """
+        for name, value in (("loss", self.loss), ("grad_norm", self.grad_norm), ("lr", self.lr)):
+            if not math.isfinite(value):
+                return f"{name} {value}", "a finite number"
+        for name, value in (("grad_norm", self.grad_norm), ("lr", self.lr)):
+            if value < 0:
+                return f"{name} {value}", "a number of at least 0"
+        return None
+
+
 def _seed_in_words(seed: int) -> str:
     return f"seed {seed}" if seed.bit_length() <= 128 else f"a seed of {seed.bit_length()} bits"

@@ -1,0 +1,185 @@
+"""Runs of first-order steps: an adapter is trained by gradients, and snapshots are what the run goes on from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
+from zo2adapters.tasks.task import StepReport
+from zo2adapters.trainers.evaluations import best_step
+from zo2adapters.trainers.first_order import METHODS
+from zo2adapters.trainers.lr_schedules import LearningRate
+from zo2adapters.trainers.options import Order, TrainOptions
+from zo2adapters.trainers.run_directory import JOURNAL
+from zo2adapters.trainers.run_method import Opening, RunMethod
+from zo2adapters.trainers.run_notices import storage
+from zo2adapters.trainers.snapshot_policy import SnapshotPolicy
+from zo2adapters.trainers.worker_options import local_device, own_trace
+from zo2core import (
+    DurableBackpropEngine,
+    HostPlan,
+    Journal,
+    MemoryPolicy,
+    OptionError,
+    Runner,
+    SegmentKind,
+    SnapshotReplayer,
+    Snapshots,
+    parse_size,
+)
+
+_GRAPH = 3  # forwards: what a block's or the head's graph takes, with its gradients, where a forward takes one
+
+
+class FirstOrderRun(RunMethod[DurableBackpropEngine]):
+    """First-order steps of an adapter. See ``RunMethod``."""
+
+    has_gradient = True
+
+    def __init__(self, options: TrainOptions) -> None:
+        super().__init__(options)
+        optimization = options.optimization
+        steps = options.steps if options.schedule_steps is None else options.schedule_steps
+        self._lr = LearningRate(
+            peak=optimization.lr, decay=optimization.decay, warmup_steps=optimization.warmup_steps, steps=steps
+        )
+        self._policy = SnapshotPolicy(options.storage.snapshot_every, time.perf_counter)
+
+    def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
+        """Memory for the input of each block, and for one segment's graph. See the contract."""
+        batching, given = self.options.batching, self.options.storage.activation_memory
+        rows, tokens = batching.shape(batching.batch_size * sequences, longest)
+        running = rows if batching.micro_batch_size is None else min(rows, batching.micro_batch_size)
+        blocks = sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts)
+        beside = model.adapter_bytes(running, 1) if isinstance(model, PeftBlockModel) else 0
+        graph = _GRAPH * forward_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
+        held = partial(expected_held_bytes, model.config, tokens=tokens)
+        least = blocks * held(running) + graph + beside
+        kept = (blocks * held(rows) + graph + beside) if given is None else parse_size(given)
+        return kept, least
+
+    def engine(self, opening: Opening) -> DurableBackpropEngine:
+        """An engine at the last snapshot. See the contract."""
+        options, execution = self.options, opening.execution
+        if opening.workers is not None:
+            raise self._refusal("method", "several workers", "one process")
+        if execution.replay != "auto":
+            raise self._refusal("replay", execution.replay, "none: nothing is replayed")
+        optimization, limit = options.optimization, options.first_order.max_grad_norm
+        assert options.first_order.method is not None, "it is what chose this class"
+        rates = {"lr": optimization.lr, "weight_decay": optimization.weight_decay}
+        engine = DurableBackpropEngine(
+            opening.model,
+            partial(METHODS[options.first_order.method], **rates),
+            directory=options.output,
+            journal=options.output / JOURNAL,
+            method={"name": options.first_order.method, **rates, "max_grad_norm": limit},
+            lr=self._lr,
+            provenance=opening.decides,
+            clip=limit,
+            device=local_device(options.storage.device, None),
+            memory=self._memory(opening.activations, opening.least_activations),
+            micro_batch_size=options.batching.micro_batch_size,
+            overlap=execution.scheduler is Order.OVERLAPPED,
+            trace=own_trace(execution.trace, None),
+        )
+        try:
+            self._require_best(engine)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def first_step(self, journal: Journal) -> int:
+        """The first snapshot's: a later one may prove damaged. See the contract."""
+        steps = Snapshots(self.options.output, journal.chain, journal.require_version).steps
+        return min(steps, default=0)
+
+    def storage(self, engine: DurableBackpropEngine, host: HostPlan, model: HFBlockModel) -> str:
+        """Where blocks are, and how often a snapshot is taken. See the contract."""
+        every = self._policy.every
+        often = "as often as costs 2 % of the time" if every is None else f"every {every} steps"
+        written = f"only read; a snapshot of adapter and optimizer {often}"
+        return storage(host, engine.device_plan, self.options.storage.device, written)
+
+    def after_step(self, engine: DurableBackpropEngine, report: StepReport) -> list[str]:
+        """Take a snapshot if one is due, at the end, and where one is missing of the best step. See the contract."""
+        step = engine.version
+        is_best = self.options.keep_best and step == best_step(_losses(engine.journal))
+        if step == self.options.steps or is_best or self._policy.is_due(step):
+            self._take_snapshot(engine)
+        return []
+
+    def before_noting(self, engine: DurableBackpropEngine, loss: float) -> None:
+        """Take a snapshot of what is now the best step. See the contract."""
+        if self.options.keep_best and best_step({**_losses(engine.journal), engine.version: loss}) == engine.version:
+            self._take_snapshot(engine)
+
+    def at_step(self, engine: DurableBackpropEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
+        """What the step's snapshot has. See the contract."""
+        return SnapshotReplayer(
+            model,
+            step,
+            parameters_at(engine.snapshots, step),
+            micro_batch_size=self.options.batching.micro_batch_size,
+            device=local_device(self.options.storage.device, None),
+            memory=self._memory(activations, None),
+        )
+
+    def ways_on(self, engine: DurableBackpropEngine) -> str:
+        """From which snapshot. See the contract."""
+        output, last = self.options.output, engine.snapshots.last or 0
+        return (
+            f"stopped after {engine.version} steps; to go on from the snapshot of step {last}, or to get its adapter:\n"
+            f"  zo2 train --resume {output}\n"
+            f"  zo2 export --run {output} --at {last} --output DIR"
+        )
+
+    def _take_snapshot(self, engine: DurableBackpropEngine) -> None:
+        if engine.version in (0, engine.snapshots.last):  # the base is that of step 0
+            return
+        best = best_step(_losses(engine.journal)) if self.options.keep_best else None
+        self._policy.take(lambda: engine.take_snapshot(keep=() if best is None else (best,)))
+
+    def _require_best(self, engine: DurableBackpropEngine) -> None:
+        """Refuse to export a step at the end of which nothing was kept: that was not asked for from the beginning."""
+        best = best_step(_losses(engine.journal)) if self.options.keep_best else None
+        if best is not None and best < engine.version and best not in (0, *engine.snapshots.steps):
+            found = f"it beside a run whose best evaluation so far is of step {best}, of which no snapshot was kept"
+            raise self._refusal("keep_best", found, "it from the beginning of a run")
+
+    def _memory(self, activations: int, least: int | None) -> MemoryPolicy:
+        stored = self.options.storage
+        return MemoryPolicy(
+            host=stored.memory,
+            device=stored.device_memory,
+            activations=activations,
+            least_activations=None if stored.device == "cpu" else least,
+        )
+
+    def _refusal(self, option: str, found: str, expected: str) -> OptionError:
+        expected = f"{expected} with --method {self.options.first_order.method}"
+        return OptionError(option, found=found, expected=expected, remedy="leave it out")
+
+
+def parameters_at(snapshots: Snapshots, step: int) -> Mapping[str, torch.Tensor] | None:
+    """The trained parameters after so many steps, by name; None at step 0, where they are those that the run began with.
+
+    Raises:
+        CheckpointError: if the step has no snapshot, or a damaged one.
+        JournalError: if the journal has lost the step.
+    """
+    if step == 0:
+        return None
+    parameters: Mapping[str, torch.Tensor] = snapshots.read(step).state["parameters"]
+    return parameters
+
+
+def _losses(journal: Journal) -> dict[int, float]:
+    return {step: results["loss"] for step, results in journal.evaluations.items()}

@@ -1,0 +1,87 @@
+"""What differs between runs of zeroth-order and of first-order steps, behind the same verbs: ``Trainer`` knows no method."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.task import StepReport, TrainingEngine
+from zo2adapters.trainers.options import Execution, TrainOptions
+from zo2core import HostPlan, Journal, Runner, Workers, ZO2Error
+
+EngineT = TypeVar("EngineT", bound=TrainingEngine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """What a run's engine is made of, beside its options."""
+
+    model: HFBlockModel
+    activations: int  # bytes that activations may take
+    least_activations: int  # bytes that they take at least, on a device
+    decides: Mapping[str, Any]  # what decides the run beside its base and its method, as JSON values
+    execution: Execution
+    workers: Workers | None  # others that work on the same run
+
+
+class RunMethod(ABC, Generic[EngineT]):
+    """How the steps of a run are taken, and what follows from that.
+
+    Args:
+        options: The run's.
+
+    Raises:
+        OptionError: if a number is out of its range, or options do not go together.
+    """
+
+    has_gradient: bool  # whether steps differentiate the objective
+
+    def __init__(self, options: TrainOptions) -> None:
+        self.options = options
+
+    @abstractmethod
+    def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
+        """Memory to reserve for activations on rows of so many tokens and sequences, and the least that a device needs."""
+
+    @abstractmethod
+    def engine(self, opening: Opening) -> EngineT:
+        """The run's engine, at the step where the run goes on."""
+
+    @abstractmethod
+    def first_step(self, journal: Journal) -> int:
+        """The earliest step from which the run may go on: fewer than its journal has, if steps have to be repeated."""
+
+    @abstractmethod
+    def storage(self, engine: EngineT, host: HostPlan, model: HFBlockModel) -> str:
+        """Where the weights live and what the run writes, in words."""
+
+    @abstractmethod
+    def after_step(self, engine: EngineT, report: StepReport) -> list[str]:
+        """Do what is due after a step; what there is to say, a line each."""
+
+    @abstractmethod
+    def at_step(self, engine: EngineT, model: HFBlockModel, activations: int, step: int) -> Runner:
+        """The model of an earlier step, to look at. The engine is closed."""
+
+    def before_noting(self, engine: EngineT, loss: float) -> None:
+        """Do what has to be done before the loss of an evaluation of the present step is noted. By default nothing."""
+
+    def explained(self, error: ZO2Error, engine: EngineT) -> ZO2Error:
+        """The error with which a run ends whose step was refused. By default the step's own."""
+        return error
+
+    def verdict(self, engine: EngineT) -> str | None:
+        """Say if the steps left nothing of the model, in a line; None if they did not. By default nothing is said."""
+        return None
+
+    def ways_on(self, engine: EngineT) -> str:
+        """How to go on with a run that was interrupted, and how to get its model."""
+        output = self.options.output
+        return (
+            f"stopped after {engine.version} steps; to go on, or to get the model of this moment:\n"
+            f"  zo2 train --resume {output}\n"
+            f"  zo2 export --run {output} --output DIR"
+        )
