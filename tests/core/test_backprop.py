@@ -17,6 +17,7 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoModelForCausalLM, DogeConfig, Gemma3nTextConfig, PreTrainedModel
 
 from zo2adapters import Adapter, open_checkpoint
+from zo2adapters.frameworks.trainer_loss import TrainerLoss
 from zo2adapters.models.quantizer import quantize
 from zo2core import (
     BackpropEngine,
@@ -277,12 +278,12 @@ def test_a_step_that_fails_changes_nothing(base: Path) -> None:
         with pytest.raises(BatchError):
             engine.step({key: value for key, value in batch.items() if key != "labels"})
         name = next(iter(before))
-        engine._trained.parameters[name].data[0, 0] = float("nan")
-        engine._trained.version += 1
+        with torch.no_grad():
+            engine.parameters[name][0, 0] = float("nan")
         with pytest.raises(NonFiniteLossError, match="step 1: found loss nan"):
             engine.step(batch)
-        engine._trained.parameters[name].data.copy_(before[name])
-        engine._trained.version += 1
+        with torch.no_grad():
+            engine.parameters[name].copy_(before[name])
         assert all(torch.equal(value, before[name]) for name, value in trained(engine).items())
         assert engine.steps == 1
         assert all(parameter.grad is None for parameter in engine._trained.parameters.values())
@@ -315,6 +316,51 @@ def test_a_loss_without_a_gradient_is_refused(base: Path) -> None:
 
     with make(base) as engine, pytest.raises(OptionError, match="a loss that has no gradient"):
         engine.step(make_batch(40, [7, 5]), forward=Rounded(engine._model))
+
+
+def smoothed(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """A loss that is no model's own: with a term for all logits."""
+    outputs = model(**batch)
+    loss: torch.Tensor = outputs.loss + 0.1 * outputs.logits.float().square().mean()
+    return loss
+
+
+def preferred(model: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """As DPO's: the log-probabilities of the first half of the rows against those of the second half."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
+    taken = logits[:, :-1].log_softmax(-1).gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
+    chosen, rejected = (taken * batch["attention_mask"][:, 1:]).sum(1).chunk(2)
+    return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+@pytest.mark.parametrize("loss", [smoothed, preferred])
+def test_any_loss_with_a_gradient_trains_in_a_loop_of_the_callers(base: Path, loss: Any) -> None:
+    config = lora(init_lora_weights=False)
+    model = open_checkpoint(base, adapter=Adapter(config=config, seed=4))
+    resident = Resident(base, config, first_values(model), OPTIMIZERS["adamw"])
+    forward = TrainerLoss(model, lambda called, batch: loss(called, batch), adds_up=True)
+    with BackpropEngine(model, None, memory=memory(1)) as engine:
+        optimizer = OPTIMIZERS["adamw"](list(engine.parameters.values()))
+        for step in range(3):
+            batches = [make_batch(40, [7, 5], seed=2 * step + number) for number in range(2)]
+            resident.optimizer.zero_grad()
+            expected = []
+            for batch in batches:  # gradients add up over calls, as over calls of backward
+                expected.append(loss(resident.model, batch))
+                expected[-1].backward()
+            assert [engine.gradients(batch, forward) for batch in batches] == [value.item() for value in expected]
+            for name, parameter in engine.parameters.items():
+                assert torch.equal(parameter.grad, resident.trained[name].grad), name  # type: ignore[arg-type]
+            resident.optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert_equal(engine, resident)
+        together = engine.gradients(batches, forward)
+        with torch.no_grad():
+            apart = [loss(resident.model, batch).double() for batch in batches]
+        assert together == pytest.approx(float(sum(apart)))
+        with pytest.raises(OptionError, match="None, and a call of step"):
+            engine.step(batches)
 
 
 def test_an_attention_that_chooses_its_kernel_by_gradients_gets_the_same_bits(tmp_path: Path) -> None:

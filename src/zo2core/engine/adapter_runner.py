@@ -84,7 +84,6 @@ class AdapterRunner(Runner):
         with torch.no_grad():
             for name, value in parameters.items():
                 self._trained.parameters[name].copy_(value)
-        self._trained.version += 1
 
 
 class SnapshotReplayer(AdapterRunner):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from zo2core.build import RunOptions, build
 from zo2core.engine.adapter_runner import AdapterRunner
@@ -30,7 +32,8 @@ class BackpropEngine(AdapterRunner):
     Args:
         model: Cut into embedding, blocks and head, with an adapter: its parameters are trained, all others frozen.
         optimizer: Called with the trained parameters, in registration order; returns what has the interface of
-            ``torch.optim.Optimizer``: ``partial(torch.optim.AdamW, lr=2e-4)``.
+            ``torch.optim.Optimizer``: ``partial(torch.optim.AdamW, lr=2e-4)``. None for a training loop of your own, which
+            calls ``gradients`` and changes ``parameters`` itself.
         clip: Largest 2-norm of all gradients together; None does not clip.
         device, memory, micro_batch_size, overlap, trace: as for ``Replayer``.
 
@@ -43,7 +46,7 @@ class BackpropEngine(AdapterRunner):
     def __init__(
         self,
         model: DifferentiableModel,
-        optimizer: OptimizerFactory,
+        optimizer: OptimizerFactory | None,
         *,
         clip: float | None = None,
         device: Device | str = "cpu",
@@ -56,7 +59,7 @@ class BackpropEngine(AdapterRunner):
         self._open(model, optimizer, clip, options)
 
     def _open(
-        self, model: DifferentiableModel, optimizer: OptimizerFactory, clip: float | None, options: RunOptions
+        self, model: DifferentiableModel, optimizer: OptimizerFactory | None, clip: float | None, options: RunOptions
     ) -> None:
         """Build the parts of the run that the options name, and the method."""
         if not isinstance(model, DifferentiableModel):
@@ -123,8 +126,42 @@ class BackpropEngine(AdapterRunner):
             In all these cases the step was not taken.
         """
         self._use.require_open()
+        if self.optimizer is None:
+            raise OptionError(
+                "optimizer",
+                found="None, and a call of step",
+                expected="an optimizer, whose step it is",
+                remedy="pass one to the engine, or call gradients and then your optimizer's step",
+            )
         self._begin_step()
         return self._method.step(batch, forward)
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """The trained parameters by name, in registration order, on the device. Change them in place, as optimizers do."""
+        return MappingProxyType(self._trained.parameters)
+
+    def gradients(self, batch: Batch | Sequence[Batch], forward: Forward | None = None) -> float:
+        """Add the gradients of a batch's loss to ``grad`` of the parameters, as ``loss.backward()`` does.
+
+        With an optimizer of your own: ``engine.gradients(batch)``, ``optimizer.step()``, ``optimizer.zero_grad()``.
+
+        Args:
+            batch: As for ``step``.
+            forward: As for ``step``.
+
+        Returns:
+            The loss.
+
+        Raises:
+            ZO2Error: as ``step`` says, but for a loss that is not finite, which is returned. All gradients are gone then.
+        """
+        self._use.require_open()
+        try:
+            return self._method.gradients(batch, forward)
+        except BaseException:
+            self._trained.clear_gradients()
+            raise
 
     def _begin_step(self) -> None:
         """Called before a step begins."""
@@ -138,7 +175,11 @@ class BackpropEngine(AdapterRunner):
         ``load_state_dict`` of another engine of the same model and optimizer goes on with the same bits.
         """
         parameters = {name: value.detach().cpu().clone() for name, value in self._trained.parameters.items()}
-        return {"steps": self.steps, "parameters": parameters, "optimizer": self.optimizer.state_dict()}
+        return {
+            "steps": self.steps,
+            "parameters": parameters,
+            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned.
@@ -150,7 +191,8 @@ class BackpropEngine(AdapterRunner):
             CheckpointError: if it is of other parameters; nothing was changed then.
         """
         self.require_parameters(state["parameters"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
         self.load_parameters(state["parameters"])
         self._method.steps = state["steps"]
 

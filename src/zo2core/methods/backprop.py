@@ -40,7 +40,8 @@ class Backprop:
     """The first-order method: gradients of the trained parameters, clipped if asked for, and a step of the optimizer.
 
     Args:
-        optimizer: Called with the trained parameters, in registration order: ``partial(torch.optim.AdamW, lr=2e-4)``.
+        optimizer: Called with the trained parameters, in registration order: ``partial(torch.optim.AdamW, lr=2e-4)``. None:
+            the caller changes the parameters, and ``step`` must not be called.
         clip: Largest 2-norm of all gradients together; None does not clip.
         sweeps: Makes the sweeps.
         model: Runs batches where a step is given no other forward.
@@ -58,7 +59,7 @@ class Backprop:
 
     def __init__(
         self,
-        optimizer: OptimizerFactory,
+        optimizer: OptimizerFactory | None,
         *,
         clip: float | None,
         sweeps: GradientSweeps,
@@ -72,7 +73,7 @@ class Backprop:
     ) -> None:
         if clip is not None and not (math.isfinite(clip) and clip > 0):
             raise OptionError("clip", found=repr(clip), expected="a norm above 0", remedy="leave it out to clip nothing")
-        self.optimizer = _optimizer(optimizer, list(trained.parameters.values()))
+        self.optimizer: Any = None if optimizer is None else _optimizer(optimizer, list(trained.parameters.values()))
         self.steps = 0
         self._clip = clip
         self._sweeps = sweeps
@@ -86,28 +87,32 @@ class Backprop:
 
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> GradientStepResult:
         """Take a step on a batch. See ``BackpropEngine.step``."""
+        assert self.optimizer is not None, "an engine without an optimizer takes no steps"
         began = time.perf_counter()
-        is_own_shard = forward is None and not isinstance(self._model, Objective)
-        runs = self._model if forward is None else forward
-        pieces = cut(batches_of(batch), self._micro_batch_size, None if is_own_shard else runs)
-        prepared = list(self._sweeps.prepared(pieces.batches, runs))
-        weights = _weights(pieces)
         try:
-            outputs: list[torch.Tensor] = []
-            for start, stop in self._groups(prepared, together=weights is None):
-                known = None if weights is None else weights[start:stop]
-                visitor = self._visits.visitor(runs, prepared[start:stop], weights=known, joint_loss=pieces.loss)
-                outputs += self._sweeps.run(visitor, visitor.order)[0]
-            loss = float(pieces.loss(outputs))
+            loss = self.gradients(batch, forward)
             norm = self._clipped(loss)
             self._commit(loss, norm)
             self.optimizer.step()
         finally:
             self._trained.clear_gradients()
-        self._trained.version += 1
         self.steps += 1
         sweep = Sweep.of_step(self.steps - 1, began, time.perf_counter())
         return GradientStepResult(self.steps - 1, loss, norm, sweep.done - began, self._sweeps.ended(sweep))
+
+    def gradients(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> float:
+        """Add the gradients of a batch to the parameters'. See ``BackpropEngine.gradients``."""
+        is_own_shard = forward is None and not isinstance(self._model, Objective)
+        runs = self._model if forward is None else forward
+        pieces = cut(batches_of(batch), self._micro_batch_size, None if is_own_shard else runs)
+        prepared = list(self._sweeps.prepared(pieces.batches, runs))
+        weights = _weights(pieces)
+        outputs: list[torch.Tensor] = []
+        for start, stop in self._groups(prepared, together=weights is None):
+            known = None if weights is None else weights[start:stop]
+            visitor = self._visits.visitor(runs, prepared[start:stop], weights=known, joint_loss=pieces.loss)
+            outputs += self._sweeps.run(visitor, visitor.order)[0]
+        return float(pieces.loss(outputs))
 
     def _groups(self, batches: Sequence[Batch], *, together: bool) -> Iterator[tuple[int, int]]:
         """Micro-batches that pass the blocks together: as many as may keep their activations at a time."""

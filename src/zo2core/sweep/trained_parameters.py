@@ -49,7 +49,8 @@ class TrainedParameters:
                 expected="trained parameters that stay in memory, beside blocks that are only read",
                 remedy="open the model with an adapter, or train all parameters with ZOEngine",
             )
-        self.version = 0  # of the values
+        self._version = 0
+        self._counted: list[int] = []  # torch's own counts of the changes of each value, at that version
         self.parameters: dict[str, nn.Parameter] = {}  # by name, in registration order
         self._owned: dict[int, list[tuple[int, nn.Parameter]]] = {}  # by segment: the place in its store, and the parameter
         for index, place, spec in trained:
@@ -58,6 +59,14 @@ class TrainedParameters:
             parameter = nn.Parameter(values.to(device))
             self.parameters[spec.name] = parameter
             self._owned.setdefault(index, []).append((place, parameter))
+
+    @property
+    def version(self) -> int:
+        """Version of the values: one more whenever they were changed in place, as optimizers do."""
+        counted = [parameter._version for parameter in self.parameters.values()]
+        if counted != self._counted:
+            self._version, self._counted = self._version + 1, counted
+        return self._version
 
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring a segment's copies to the present values.
