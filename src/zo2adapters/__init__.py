@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zo2adapters.edge.running import ProgramStep as ProgramStep
     from zo2adapters.edge.running import TrainingProgram as TrainingProgram
     from zo2adapters.frameworks.arguments import ZOArguments as ZOArguments
+    from zo2adapters.frameworks.backprop_trainer_mixin import BackpropTrainerMixin as BackpropTrainerMixin
     from zo2adapters.frameworks.lightning_module import ZOLightningModule as ZOLightningModule
     from zo2adapters.frameworks.trainer_mixin import ZOTrainerMixin as ZOTrainerMixin
     from zo2adapters.models.architecture import Architecture as Architecture
@@ -42,6 +43,7 @@ _MODULES = {
     "ProgramState": "zo2adapters.edge.running",
     "ProgramStep": "zo2adapters.edge.running",
     "TrainingProgram": "zo2adapters.edge.running",
+    "BackpropTrainerMixin": "zo2adapters.frameworks.backprop_trainer_mixin",
     "ZOArguments": "zo2adapters.frameworks.arguments",
     "ZOLightningModule": "zo2adapters.frameworks.lightning_module",
     "ZOTrainerMixin": "zo2adapters.frameworks.trainer_mixin",

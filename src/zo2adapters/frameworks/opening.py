@@ -10,6 +10,7 @@ from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.heads import CAUSAL_LM
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.peft_model import Adapter
 from zo2adapters.models.precision import Precision
 from zo2core import CheckpointError, OptionError
 
@@ -19,12 +20,15 @@ _REWARD_MODEL = (
 )
 
 
-def open_for(model: HFBlockModel | Path | str, autocast: torch.dtype | None, head: str) -> HFBlockModel:
+def open_for(
+    model: HFBlockModel | Path | str, autocast: torch.dtype | None, head: str, *, adapter: Adapter | None = None
+) -> HFBlockModel:
     """The model that a trainer is to train.
 
     Args:
         model: A model directory, a hub id, or what ``open_checkpoint`` gave.
         autocast: The 16 bits that the trainer's arguments ask to compute in; None: the weights' own dtype.
+        adapter: The adapter to open the model with; None: none.
         head: What the trainer is for: "sequence-classification", with one label, is that of a reward model.
 
     Returns:
@@ -38,7 +42,7 @@ def open_for(model: HFBlockModel | Path | str, autocast: torch.dtype | None, hea
     if isinstance(model, (str, Path)):
         precision = "exact" if autocast is None else Precision(stored=torch.float32, computed=autocast)
         try:
-            model = open_checkpoint(model, precision=precision, head=head)
+            model = open_checkpoint(model, precision=precision, head=head, adapter=adapter)
         except CheckpointError as error:
             if head == CAUSAL_LM.name:
                 raise

@@ -38,6 +38,28 @@ def save_run(engine: Runner, directory: Path, *, weights: bool, write_others: Ca
     Raises:
         OutputError: if the directory cannot be written.
     """
+
+    def write(written: Path) -> None:
+        if weights:
+            engine.export(written)
+        else:
+            written.mkdir()
+        write_others(written)
+
+    save_files(directory, write)
+    copy_journal(engine.journal, directory / JOURNAL)
+
+
+def save_files(directory: Path, write: Callable[[Path], None]) -> None:
+    """Write files into a directory that may hold other things; files there are replaced once all new ones are written.
+
+    Args:
+        directory: Made if it is not there. An earlier model in it is replaced or, where none is written, removed.
+        write: Writes the files into a directory, which it makes.
+
+    Raises:
+        OutputError: if the directory cannot be written.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(f"{_PARTIAL}*"):
@@ -45,17 +67,12 @@ def save_run(engine: Runner, directory: Path, *, weights: bool, write_others: Ca
         _remove_unused_shards(directory)
         with tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=directory) as enclosure:
             written = Path(enclosure) / "model"
-            if weights:
-                engine.export(written)
-            else:
-                written.mkdir()
-            write_others(written)
+            write(written)
             _put_in_place(written, directory, replaced=Path(enclosure))
     except OSError as error:
         raise OutputError(
             directory, found=reason(error), expected="a directory that can be written", remedy="free space or choose another"
         ) from error
-    copy_journal(engine.journal, directory / JOURNAL)
 
 
 def _put_in_place(written: Path, directory: Path, *, replaced: Path) -> None:

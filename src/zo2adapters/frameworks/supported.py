@@ -83,24 +83,31 @@ def head_for(kind: type) -> str:
     return "sequence-classification" if is_reward else "causal-lm"
 
 
-def require_supported(args: Any, options: Mapping[str, Any]) -> None:
+def require_supported(args: Any, options: Mapping[str, Any], *, own: frozenset[str] = frozenset()) -> None:
     """Refuse what was asked of a trainer and cannot be heeded.
 
     Args:
         args: A trainer's arguments, ``transformers.TrainingArguments`` or made from it.
         options: What else its constructor was given.
+        own: Names among them that have their usual meaning.
 
     Raises:
         OptionError: naming the argument.
     """
     for name, remedy in _ABSENT.items():
         given = options.get(name)
-        if given is not None and given != (None, None):
+        if name not in own and given is not None and given != (None, None):
             raise OptionError(name, found=f"a {type(given).__name__}", expected="none", remedy=remedy)
     defaults = {field.name: _default(field) for field in dataclasses.fields(args)}
     for name, remedy in _AT_DEFAULT.items():
         given = getattr(args, name, None)
-        if name not in defaults or given == defaults[name] or not (given or defaults[name]) or given == _OFF.get(name):
+        if (
+            name in own
+            or name not in defaults
+            or given == defaults[name]
+            or not (given or defaults[name])
+            or given == _OFF.get(name)
+        ):
             continue
         raise OptionError(name, found=repr(given), expected=f"the default, {defaults[name]!r}", remedy=remedy)
     if args.world_size > 1 or args.n_gpu > 1:

@@ -9,34 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from zo2adapters.frameworks.arguments import ZOArguments
-from zo2adapters.frameworks.opening import open_for
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal, save_run, write_token_ids
-from zo2adapters.frameworks.supported import autocast_of, head_for, require_supported, require_supported_trainer
-from zo2adapters.frameworks.swept_batches import SweptBatches
+from zo2adapters.frameworks.streamed_trainer import StreamedTrainerMixin, batch_tensors
 from zo2adapters.frameworks.trainer_loss import TrainerLoss
-from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
 from zo2core import Batch, Journal, OptionError, Replayer, Runner, ZOEngine
 
-_Beside: Any = object  # the trainer that stands beside the mixin, whose attributes are its own
-
 _SAVED, _VERSION = "ZOTrainerMixin", "version"  # under which a trainer's state keeps the number of steps in the journal
 
-_OF_FLASH_ATTENTION = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # positions say the same
 
-
-class ZOTrainerMixin(_Beside):  # type: ignore[misc]
+class ZOTrainerMixin(StreamedTrainerMixin):
     """Makes a trainer of Hugging Face's one of zeroth order: ``class ZOTrainer(ZOTrainerMixin, Trainer): pass``.
 
     Made for ``transformers.Trainer``, for TRL's ``SFTTrainer``, ``DPOTrainer``, ``RewardTrainer`` and ``TPOTrainer``, and
@@ -65,26 +56,12 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
     def __init__(
         self, model: HFBlockModel | Path | str, args: Any = None, *, zo: ZOArguments | None = None, **options: Any
     ) -> None:
-        require_supported_trainer(type(self))
-        if not isinstance(args, TrainingArguments):
-            raise OptionError(
-                "args", found=f"a {type(args).__name__}", expected="the trainer's arguments", remedy="pass them by name"
-            )
-        require_supported(args, options)
-        if getattr(args, "precompute_ref_log_probs", None) is False:  # DPO would load the reference whole
-            setattr(args, "precompute_ref_log_probs", True)  # noqa: B010 - no other trainer's arguments have it
         self.zo = ZOArguments() if zo is None else zo
-        self.block_model = open_for(model, autocast_of(args), head_for(type(self)))
         self._engine: ZOEngine | None = None
         self._journal = Journal()
         self._waiting: list[Batch] = []  # of a step, with gradient accumulation
-        self._swept: SweptBatches | None = None
         self._projected_grad: float | None = None
-        skeleton: Any = self.block_model.skeleton
-        skeleton.state_dict = _no_weights
-        skeleton.save_pretrained = self._save_pretrained
-        skeleton.push_to_hub = _refuse_to_push
-        super().__init__(model=skeleton, args=args, **options)
+        super().__init__(model, args, options)
 
     @property
     def engine(self) -> ZOEngine:
@@ -121,7 +98,7 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
         """Take a zeroth-order step; with gradient accumulation, at the last of its batches."""
-        self._waiting.append(_tensors(self._prepare_inputs(inputs)))
+        self._waiting.append(batch_tensors(self._prepare_inputs(inputs)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._waiting = self._waiting, []
@@ -130,54 +107,11 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         self._projected_grad = math.sqrt(math.fsum(grad * grad for grad in result.projected_grads))
         return torch.tensor(result.loss, device=self.args.device)
 
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader[Any],
-        description: str,
-        prediction_loss_only: bool | None = None,  # noqa: FBT001
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        """Evaluate with as many batches a sweep as activations may take memory."""
-        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        predict = partial(super().prediction_step, prediction_loss_only=loss_only, ignore_keys=ignore_keys)
-        self._set_mode(training=False)
-        swept = self._swept_batches(dataloader, predict, self.engine, keeps_logits=not loss_only)
-        before, self._swept = self._swept, swept
-        try:
-            return super().evaluation_loop(swept, description, loss_only, ignore_keys, metric_key_prefix)
-        finally:
-            self._swept = before
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        prediction_loss_only: bool,  # noqa: FBT001
-        ignore_keys: list[str] | None = None,
-    ) -> Any:
-        """What the sweep made of the batch: loss, logits and labels."""
-        if self._swept is not None:
-            return self._swept.output
-        predict = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys)
-        forward = CalledForward(self.block_model, predict)
-        [[output]] = self.engine.forwards([_tensors(self._prepare_inputs(inputs))], forward)
-        return output
-
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Make what the schedule of the learning rate is told to; the engine takes the steps."""
         if self.optimizer is None:
             self.optimizer = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=self.args.learning_rate)
         return self.optimizer
-
-    def compute_ref_log_probs(self, model: Any, inputs: Batch) -> Any:
-        """DPO's log-probabilities of the reference, for one batch: of a model in a sweep, or in one of its own."""
-        if model is not self.model:
-            return super().compute_ref_log_probs(model, inputs)
-        with self._reference() as reference:
-            forward = CalledForward(self.block_model, self.compute_ref_log_probs)
-            [[output]] = reference.forwards([_tensors(inputs)], forward)
-        return output
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Two operations a parameter, token and evaluation: there is no backward pass."""
@@ -193,10 +127,7 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
         """What a step makes smaller; None is the model's own loss."""
         if not self.zo.trainer_loss and self._has_the_models_loss():
             return None
-        adds_up = self.loss_is_scaled_for_ga
-        if adds_up is None:
-            adds_up = (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
-        return TrainerLoss(self.block_model, partial(self.compute_loss, num_items_in_batch=num_items), adds_up=adds_up)
+        return self._trainer_loss(num_items)
 
     def _has_the_models_loss(self) -> bool:
         """Whether ``compute_loss`` gives the model's own loss: the mean over labelled tokens."""
@@ -207,10 +138,6 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
             return True
         is_sft = f"{computes.__module__}.{computes.__qualname__}" == "trl.trainer.sft_trainer.SFTTrainer.compute_loss"
         return is_sft and self.args.loss_type == "nll" and not self.aux_loss_enabled
-
-    def _swept_batches(self, loader: Any, call: Callable[..., Any], replayer: Runner, *, keeps_logits: bool) -> SweptBatches:
-        forward = CalledForward(self.block_model, call, keeps_logits=keeps_logits)
-        return SweptBatches(loader, replayer, forward, _tensors, self.accelerator.gradient_state)
 
     @contextmanager
     def _reference(self) -> Iterator[Runner]:
@@ -226,14 +153,6 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
     def _present_lr(self, step: int) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def _set_mode(self, *, training: bool) -> None:
-        """What trainers ask for the name of their metrics. Its modules stay as in evaluation, as in MeZO: no dropout."""
-        self.model.training = training
-
-    def _save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
-        """What ``model.save_pretrained`` means here: the model at the present version."""
-        self._write(Path(save_directory), weights=True)
-
     def _write(self, directory: Path, *, weights: bool, write_others: Callable[[Path], None] = lambda _: None) -> None:
         def write(written: Path) -> None:
             if weights:
@@ -245,13 +164,7 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
     def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
         directory = Path(self.args.output_dir if output_dir is None else output_dir)
         is_checkpoint = directory.parent == Path(self.args.output_dir) and directory.name.startswith("checkpoint-")
-
-        def write_others(written: Path) -> None:
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(written)
-            torch.save(self.args, written / "training_args.bin")
-
-        self._write(directory, weights=self.zo.export_checkpoints or not is_checkpoint, write_others=write_others)
+        self._write(directory, weights=self.zo.export_checkpoints or not is_checkpoint, write_others=self._write_settings)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         # Beside global_step, which a second call of train counts from 0 again.
@@ -270,25 +183,6 @@ class ZOTrainerMixin(_Beside):  # type: ignore[misc]
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float | None:
         return self._projected_grad
 
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave the model where it is: the engine moves its segments."""
-
-    def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
-        return dict(super()._build_accelerator_args(**options, device_placement=False))  # the engine places the weights
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, which is not to cast: the engine computes in the precision in which the model was opened."""
-        super().create_accelerator_and_postprocess()
-        self.accelerator.native_amp, self.accelerator.scaler = False, None
-
-    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
-        loader = DataLoader(dataset, batch_size=batch_size, collate_fn=self.data_collator, shuffle=False)
-        with self._reference() as reference:
-            swept = self._swept_batches(loader, self.compute_ref_log_probs, reference, keeps_logits=False)
-            chosen, rejected = zip(*(swept.output for _ in swept), strict=True)
-        dataset = dataset.add_column("ref_chosen_logps", torch.cat(chosen).float().cpu().numpy())
-        return dataset.add_column("ref_rejected_logps", torch.cat(rejected).float().cpu().numpy())
-
 
 def _saved_journal(checkpoint: Path) -> Journal:
     """The journal of a trainer's checkpoint, held against the step that the trainer's state names."""
@@ -298,19 +192,3 @@ def _saved_journal(checkpoint: Path) -> Journal:
         saved = state.stateful_callbacks.get(_SAVED, {"attributes": {_VERSION: state.global_step}})
         version = int(saved["attributes"][_VERSION])
     return read_journal(checkpoint / JOURNAL, version)
-
-
-def _no_weights(*_: Any, **__: Any) -> dict[str, torch.Tensor]:
-    """The skeleton's state: it has no weights, so what reads them finds none."""
-    return {}
-
-
-def _refuse_to_push(*_: Any, **__: Any) -> None:
-    raise OptionError(
-        "model.push_to_hub", found="a model without weights", expected="a saved one", remedy="use trainer.push_to_hub()"
-    )
-
-
-def _tensors(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch without what flash attention alone would read: the same follows from positions."""
-    return {key: value for key, value in inputs.items() if key not in _OF_FLASH_ATTENTION}

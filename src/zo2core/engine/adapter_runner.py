@@ -38,6 +38,7 @@ class AdapterRunner(Runner):
         self._present_weights = PresentWeights(self._trained, parts.work_buffer)
         visits = PresentVisits(
             layouts=model.layouts,
+            trained=self._trained,
             weights=self._present_weights,
             activations=parts.activations,
             streams=parts.device.streams,
@@ -50,11 +51,6 @@ class AdapterRunner(Runner):
         """Close a runner whose construction fails; a journal that was just begun is taken back."""
         self._use.close()
         self._parts.opened.__exit__(*sys.exc_info())
-
-    @property
-    def version(self) -> int:
-        """The present version of the trained parameters: one more whenever they change."""
-        return self._trained.version
 
     def require_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Refuse values of other parameters than those that are trained here.

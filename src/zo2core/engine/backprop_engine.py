@@ -101,6 +101,11 @@ class BackpropEngine(AdapterRunner):
         return self._method.optimizer
 
     @property
+    def version(self) -> int:
+        """Steps taken so far."""
+        return self.steps
+
+    @property
     def steps(self) -> int:
         """Steps taken so far, those before a ``load_state_dict`` among them."""
         return self._method.steps

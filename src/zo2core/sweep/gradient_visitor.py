@@ -75,6 +75,7 @@ class GradientVisits:
                 and the graphs of all heads are there at a time.
             joint_loss: The step's loss, 0-d, of what the head gave for each micro-batch; differentiable.
         """
+        self.trained.begin_sweep()
         return GradientVisitor(self, forward, batches, weights, joint_loss)
 
 

@@ -49,8 +49,7 @@ class TrainedParameters:
                 expected="trained parameters that stay in memory, beside blocks that are only read",
                 remedy="open the model with an adapter, or train all parameters with ZOEngine",
             )
-        self._version = 0
-        self._counted: list[int] = []  # torch's own counts of the changes of each value, at that version
+        self.version = 0  # of the segments' copies; another one for each sweep
         self.parameters: dict[str, nn.Parameter] = {}  # by name, in registration order
         self._owned: dict[int, list[tuple[int, nn.Parameter]]] = {}  # by segment: the place in its store, and the parameter
         for index, place, spec in trained:
@@ -60,13 +59,9 @@ class TrainedParameters:
             self.parameters[spec.name] = parameter
             self._owned.setdefault(index, []).append((place, parameter))
 
-    @property
-    def version(self) -> int:
-        """Version of the values: one more whenever they were changed in place, as optimizers do."""
-        counted = [parameter._version for parameter in self.parameters.values()]
-        if counted != self._counted:
-            self._version, self._counted = self._version + 1, counted
-        return self._version
+    def begin_sweep(self) -> None:
+        """Have the segments' copies taken again: not every optimizer leaves a trace of having changed the values."""
+        self.version += 1
 
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring a segment's copies to the present values.
@@ -138,6 +133,7 @@ class PresentVisits:
     """Makes visitors that run the present weights: those of evaluations, exports and flushes."""
 
     layouts: Sequence[BlockLayout]
+    trained: TrainedParameters
     weights: PresentWeights
     activations: ActivationOffload
     streams: Streams
@@ -146,6 +142,7 @@ class PresentVisits:
 
     def visitor(self, version: int, groups: Groups, forward: Forward) -> SegmentVisitor:
         """The visitor of one sweep. See the contract."""
+        self.trained.begin_sweep()
         return SegmentVisitor(
             self.layouts,
             forward,

@@ -1,0 +1,152 @@
+"""First-order steps of an adapter in ``transformers.Trainer``, and in the trainers that are made from it.
+
+The trainer keeps its loop, data, optimizer, schedule, clipping, logs, evaluation, callbacks and checkpoints. Only forward
+and backward are ``BackpropEngine``'s: a step passes the blocks of the base forward and back, and the base is only read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zo2adapters.frameworks.saved_run import save_files
+from zo2adapters.frameworks.streamed_trainer import StreamedTrainerMixin, batch_tensors
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
+from zo2adapters.models.peft_kinds.files import WEIGHTS_FILE
+from zo2adapters.models.peft_kinds.reader import read_values
+from zo2adapters.models.peft_model import Adapter
+from zo2core import BackpropEngine, Batch, MemoryPolicy, OptionError, Runner
+
+_OWN = frozenset(  # arguments and options that mean here what they mean in every trainer
+    {"optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optimizer_cls_and_kwargs"}
+)
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")  # as in transformers.Trainer
+
+
+class BackpropTrainerMixin(StreamedTrainerMixin):
+    """Trains an adapter by gradients: ``class FirstOrderTrainer(BackpropTrainerMixin, Trainer): pass``.
+
+    Made for the same trainers as ``ZOTrainerMixin``. Losses, gradients and adapters are those of the trainer alone on the
+    whole model with peft, bit for bit. All batches of a step with gradient accumulation pass a block before the next block
+    comes. Modules run as in evaluation, without dropout. Checkpoints hold the adapter as peft writes it, beside the
+    trainer's own files. DPO's reference is the model with the adapter as it was when training began.
+
+    Args:
+        model: A model directory, a hub id, or what ``open_checkpoint(model, adapter=...)`` returned.
+        args: The trainer's arguments.
+        peft_config: The adapter's config, or ``Adapter``; None where ``model`` was opened with one.
+        memory: How much memory the process may use.
+        options: The trainer's other options, by name.
+
+    Raises:
+        OptionError: if there is no adapter or there are two, or an argument asks for what cannot be done.
+        ZO2Error: as ``open_checkpoint`` and ``BackpropEngine`` say.
+    """
+
+    def __init__(
+        self,
+        model: HFBlockModel | Path | str,
+        args: Any = None,
+        *,
+        peft_config: Any = None,
+        memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
+        **options: Any,
+    ) -> None:
+        if (peft_config is None) == isinstance(model, (str, Path)):
+            raise OptionError(
+                "peft_config",
+                found="none" if peft_config is None else f"one beside an opened {type(model).__name__}",
+                expected="the config of an adapter beside a path, and none beside an opened model",
+                remedy="pass model=PATH, peft_config=LoraConfig(...), or model=open_checkpoint(PATH, adapter=...) alone",
+            )
+        adapter = peft_config
+        if adapter is not None and not isinstance(adapter, Adapter):
+            adapter = Adapter(config=peft_config, seed=getattr(args, "seed", 0))
+        self._memory = memory
+        self._engine: BackpropEngine | None = None
+        self._first: dict[str, torch.Tensor] = {}  # what the adapter began with, by parameter
+        self._waiting: list[Batch] = []  # batches of a step, with gradient accumulation
+        super().__init__(model, args, options, adapter=adapter, own=_OWN)
+        skeleton: Any = self.block_model.skeleton
+        skeleton.parameters = lambda recurse=True: iter(self.engine.parameters.values())
+        skeleton.named_parameters = lambda *_, **__: iter(self.engine.parameters.items())
+
+    @property
+    def engine(self) -> BackpropEngine:
+        """The engine that takes the gradients, with the adapter's present values."""
+        if self._engine is None:
+            self._engine = BackpropEngine(self.block_model, None, device=str(self.args.device), memory=self._memory)
+            self._first = {name: value.detach().clone() for name, value in self._engine.parameters.items()}
+        return self._engine
+
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        """Train. Batches of a step that an earlier call did not take are forgotten."""
+        self._waiting = []
+        return super().train(*arguments, **options)
+
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Add the gradients of a step's batches to the adapter's, once the last of them is there.
+
+        Returns:
+            The step's loss, 0-d; 0 for all batches but the last.
+        """
+        self._waiting.append(batch_tensors(self._prepare_inputs(inputs)))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, self._waiting = self._waiting, []
+        self._set_mode(training=True)
+        if callable(to_training := getattr(self.optimizer, "train", None)):  # optimizers without a schedule
+            to_training()
+        return torch.tensor(self.engine.gradients(batches, self._trainer_loss(num_items_in_batch)), device=self.args.device)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Names of the adapter's parameters that weight decay applies to: those without 'bias' or 'norm' in their names."""
+        return [name for name in self.engine.parameters if not _NO_DECAY.search(name.lower())]
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Six operations a parameter and token: forward, forward again, and the gradients of activations."""
+        tokens: int = inputs[getattr(self.model, "main_input_name", "input_ids")].numel()
+        return 6 * tokens * sum(spec.numel for layout in self.block_model.layouts for spec in layout.parameters)
+
+    @contextmanager
+    def _reference(self) -> Iterator[Runner]:
+        engine = self.engine
+        present = {name: value.detach().clone() for name, value in engine.parameters.items()}
+        engine.load_parameters(self._first)
+        try:
+            yield engine
+        finally:
+            engine.load_parameters(present)
+
+    def _write(self, directory: Path, *, weights: bool, write_others: Callable[[Path], None] = lambda _: None) -> None:
+        def write(written: Path) -> None:
+            self.engine.export(written)
+            write_others(written)
+
+        save_files(directory, write)
+
+    def _save(self, output_dir: str | None = None, state_dict: Mapping[str, Any] | None = None) -> None:
+        self._write(
+            Path(self.args.output_dir if output_dir is None else output_dir), weights=True, write_others=self._write_settings
+        )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._load(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        self._load(Path(self.state.best_model_checkpoint))
+
+    def _load(self, checkpoint: Path) -> None:
+        """Give the adapter the values of a checkpoint."""
+        model, engine = self.block_model, self.engine
+        assert isinstance(model, PeftBlockModel), "an engine without an optimizer trains an adapter"
+        shapes = {name: torch.Size(shape) for name, shape in model.adapter.shapes.items()}
+        values = read_values(checkpoint / WEIGHTS_FILE, model.adapter.inserted, shapes)
+        engine.load_parameters({name: values[name] for name in engine.parameters})

@@ -1,0 +1,196 @@
+"""What first-order and zeroth-order trainers have in common: a model that is never whole, in a trainer of Hugging Face's.
+
+The trainer's model is the skeleton of a checkpoint: its config, its class, and no weights. Evaluation and DPO's reference
+run as sweeps of an engine, which has the weights.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments
+
+from zo2adapters.frameworks.opening import open_for
+from zo2adapters.frameworks.supported import autocast_of, head_for, require_supported, require_supported_trainer
+from zo2adapters.frameworks.swept_batches import SweptBatches
+from zo2adapters.frameworks.trainer_loss import TrainerLoss
+from zo2adapters.models.called_forward import CalledForward
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.peft_model import Adapter
+from zo2core import Batch, OptionError, Runner
+
+_Beside: Any = object  # the trainer that stands beside the mixin, whose attributes are its own
+
+_OF_FLASH_ATTENTION = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # positions say the same
+
+
+class StreamedTrainerMixin(_Beside):  # type: ignore[misc]
+    """Opens a trainer's model as segments, evaluates it in sweeps, and saves it.
+
+    Args:
+        model: A model directory, a hub id, or what ``open_checkpoint`` returned.
+        args: The trainer's arguments.
+        options: The trainer's other options, by name.
+        adapter: The adapter to open the model with; None: none.
+        own: Names of arguments and options that have their usual meaning in this trainer, where they have none in others.
+
+    Raises:
+        OptionError: if an argument asks for what cannot be done, the trainer is one of TRL's that cannot work, or the model
+            has another precision than the arguments ask for.
+        ZO2Error: as ``open_checkpoint`` says.
+    """
+
+    def __init__(
+        self,
+        model: HFBlockModel | Path | str,
+        args: Any,
+        options: Mapping[str, Any],
+        *,
+        adapter: Adapter | None = None,
+        own: frozenset[str] = frozenset(),
+    ) -> None:
+        require_supported_trainer(type(self))
+        if not isinstance(args, TrainingArguments):
+            raise OptionError(
+                "args", found=f"a {type(args).__name__}", expected="the trainer's arguments", remedy="pass them by name"
+            )
+        require_supported(args, options, own=own)
+        if getattr(args, "precompute_ref_log_probs", None) is False:  # DPO would load the reference whole
+            setattr(args, "precompute_ref_log_probs", True)  # noqa: B010 - no other trainer's arguments have it
+        self.block_model = open_for(model, autocast_of(args), head_for(type(self)), adapter=adapter)
+        self._swept: SweptBatches | None = None
+        skeleton: Any = self.block_model.skeleton
+        skeleton.state_dict = _no_weights
+        skeleton.save_pretrained = self._save_pretrained
+        skeleton.push_to_hub = _refuse_to_push
+        super().__init__(model=skeleton, args=args, **options)
+
+    @property
+    @abstractmethod
+    def engine(self) -> Runner:
+        """The engine that has the present weights."""
+
+    @abstractmethod
+    def _reference(self) -> AbstractContextManager[Runner]:
+        """The weights that training began with, whatever steps were taken."""
+
+    @abstractmethod
+    def _write(self, directory: Path, *, weights: bool, write_others: Callable[[Path], None] = lambda _: None) -> None:
+        """Write what a checkpoint has of the run.
+
+        Args:
+            directory: Made if it is not there.
+            weights: Whether the weights are written, too.
+            write_others: Writes the other files of the checkpoint into a directory, which holds what was written so far.
+        """
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,  # noqa: FBT001
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """Evaluate with as many batches a sweep as activations may take memory."""
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        predict = partial(super().prediction_step, prediction_loss_only=loss_only, ignore_keys=ignore_keys)
+        self._set_mode(training=False)
+        swept = self._swept_batches(dataloader, predict, self.engine, keeps_logits=not loss_only)
+        before, self._swept = self._swept, swept
+        try:
+            return super().evaluation_loop(swept, description, loss_only, ignore_keys, metric_key_prefix)
+        finally:
+            self._swept = before
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,  # noqa: FBT001
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """What the sweep made of the batch: loss, logits and labels."""
+        if self._swept is not None:
+            return self._swept.output
+        predict = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys)
+        forward = CalledForward(self.block_model, predict)
+        [[output]] = self.engine.forwards([batch_tensors(self._prepare_inputs(inputs))], forward)
+        return output
+
+    def compute_ref_log_probs(self, model: Any, inputs: Batch) -> Any:
+        """DPO's log-probabilities of the reference, for one batch: of a model in a sweep, or in one of its own."""
+        if model is not self.model:
+            return super().compute_ref_log_probs(model, inputs)
+        with self._reference() as reference:
+            forward = CalledForward(self.block_model, self.compute_ref_log_probs)
+            [[output]] = reference.forwards([batch_tensors(inputs)], forward)
+        return output
+
+    def _swept_batches(self, loader: Any, call: Callable[..., Any], replayer: Runner, *, keeps_logits: bool) -> SweptBatches:
+        forward = CalledForward(self.block_model, call, keeps_logits=keeps_logits)
+        return SweptBatches(loader, replayer, forward, batch_tensors, self.accelerator.gradient_state)
+
+    def _set_mode(self, *, training: bool) -> None:
+        """What trainers ask for the name of their metrics. Its modules stay as in evaluation, as in MeZO: no dropout."""
+        self.model.training = training
+
+    def _save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
+        """What ``model.save_pretrained`` means here: the model at the present version."""
+        self._write(Path(save_directory), weights=True)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where it is: the engine moves its segments."""
+
+    def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
+        return dict(super()._build_accelerator_args(**options, device_placement=False))  # the engine places the weights
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, which is not to cast: the engine computes in the precision in which the model was opened."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.native_amp, self.accelerator.scaler = False, None
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        loader = DataLoader(dataset, batch_size=batch_size, collate_fn=self.data_collator, shuffle=False)
+        with self._reference() as reference:
+            swept = self._swept_batches(loader, self.compute_ref_log_probs, reference, keeps_logits=False)
+            chosen, rejected = zip(*(swept.output for _ in swept), strict=True)
+        dataset = dataset.add_column("ref_chosen_logps", torch.cat(chosen).float().cpu().numpy())
+        return dataset.add_column("ref_rejected_logps", torch.cat(rejected).float().cpu().numpy())
+
+    def _write_settings(self, directory: Path) -> None:
+        """Write the tokenizer and the trainer's arguments into a directory."""
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(directory)
+        torch.save(self.args, directory / "training_args.bin")
+
+    def _trainer_loss(self, num_items: Any) -> TrainerLoss:
+        """The loss that the trainer computes, as an objective."""
+        adds_up = self.loss_is_scaled_for_ga
+        if adds_up is None:
+            adds_up = (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
+        return TrainerLoss(self.block_model, partial(self.compute_loss, num_items_in_batch=num_items), adds_up=adds_up)
+
+
+def _no_weights(*_: Any, **__: Any) -> dict[str, torch.Tensor]:
+    """The skeleton's state: it has no weights, so what reads them finds none."""
+    return {}
+
+
+def _refuse_to_push(*_: Any, **__: Any) -> None:
+    raise OptionError(
+        "model.push_to_hub", found="a model without weights", expected="a saved one", remedy="use trainer.push_to_hub()"
+    )
+
+
+def batch_tensors(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch without what flash attention alone would read: the same follows from positions."""
+    return {key: value for key, value in inputs.items() if key not in _OF_FLASH_ATTENTION}

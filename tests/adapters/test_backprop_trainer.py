@@ -1,0 +1,223 @@
+"""``transformers.Trainer`` and TRL's with first-order steps: the bits are those of the trainer alone on peft's model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import WORDS, make_batch, save_model, save_tokenizer, small_config
+from peft_models import lora, monolithic, values_of
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from zo2adapters import Adapter, BackpropTrainerMixin, open_checkpoint
+from zo2core import HostPlan, MemoryPolicy, OptionError
+
+datasets = pytest.importorskip("datasets")
+peft: Any = pytest.importorskip("peft")
+trl = pytest.importorskip("trl")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+VOCABULARY = small_config("llama").vocab_size
+ROWS: Any = [{key: value[0] for key, value in make_batch(VOCABULARY, [5], seed=seed).items()} for seed in range(12)]
+ONE_BLOCK = MemoryPolicy(host=HostPlan((), 1 << 40, 1, keep_noise=False))  # the others are read from disk in each sweep
+NOUNS = WORDS[3:]
+PREFERENCES = [
+    {"prompt": " ".join(NOUNS[i % 5 : i % 5 + 3]), "chosen": f" {NOUNS[i % 4]}", "rejected": f" {NOUNS[(i * 5 + 1) % 7]}"}
+    for i in range(12)
+]
+
+
+class FirstOrderTrainer(BackpropTrainerMixin, Trainer):
+    pass
+
+
+class FirstOrderSFTTrainer(BackpropTrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+    pass
+
+
+class FirstOrderDPOTrainer(BackpropTrainerMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
+    pass
+
+
+class SmoothedTrainer(Trainer):
+    """A loss of its own: with a term for the tokens that are not the right one."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        outputs = model(**inputs)
+        loss = outputs.loss + 0.1 * outputs.logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class FirstOrderSmoothedTrainer(BackpropTrainerMixin, SmoothedTrainer):
+    pass
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = save_model(tmp_path_factory.mktemp("trainer") / "base", small_config("llama"))
+    save_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def options(output: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(output),
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "warmup_steps": 2,
+        "train_sampling_strategy": "sequential",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        **changes,
+    }
+
+
+def opened(base: Path) -> Any:
+    return open_checkpoint(base, adapter=Adapter(config=lora(), seed=5))
+
+
+def whole(base: Path) -> Any:
+    """The model in memory, with the same adapter."""
+    return monolithic(base, lora(), values_of(opened(base)), ())
+
+
+def made(kind: type[Any], model: Any, output: Path, **changes: Any) -> Any:
+    given = {"memory": ONE_BLOCK} if issubclass(kind, BackpropTrainerMixin) else {}
+    return kind(
+        model=model,
+        args=TrainingArguments(**options(output, **changes)),
+        train_dataset=ROWS,
+        eval_dataset=ROWS[:5],
+        **given,
+    )
+
+
+def assert_alike(ours: Any, stock: Any) -> None:
+    """Hold adapters, logged losses, norms and learning rates against each other."""
+    trained = dict(stock.model.named_parameters())
+    for name, value in ours.engine.parameters.items():
+        same = trained[name if name in trained else f"base_model.model.{name}"]
+        assert torch.equal(value, same), name
+    rows = [[row for row in trainer.state.log_history if "loss" in row] for trainer in (ours, stock)]
+    for key in ("loss", "grad_norm", "learning_rate"):
+        assert [row[key] for row in rows[0]] == pytest.approx([row[key] for row in rows[1]], rel=1e-6), key
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"optim": "sgd", "max_grad_norm": 0.05},
+        {"gradient_accumulation_steps": 3, "max_steps": 3, "lr_scheduler_type": "cosine"},
+        {"optim": "adafactor", "max_grad_norm": 0.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", [FirstOrderTrainer, FirstOrderSmoothedTrainer])
+def test_a_run_is_that_of_the_trainer_alone(base: Path, tmp_path: Path, kind: type[Any], changes: dict[str, Any]) -> None:
+    ours = made(kind, opened(base), tmp_path / "run", **changes)
+    alone = SmoothedTrainer if kind is FirstOrderSmoothedTrainer else Trainer
+    stock = made(alone, whole(base), tmp_path / "stock", **changes)
+    ours.train()
+    stock.train()
+    assert_alike(ours, stock)
+    assert ours.evaluate()["eval_loss"] == stock.evaluate()["eval_loss"]
+
+
+def test_a_run_resumed_in_the_middle_is_the_one_that_was_not_interrupted(base: Path, tmp_path: Path) -> None:
+    saved: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    ours = made(FirstOrderTrainer, opened(base), tmp_path / "run", **saved)
+    ours.train()
+    expected = {name: value.detach().clone() for name, value in ours.engine.parameters.items()}
+    again = made(FirstOrderTrainer, opened(base), tmp_path / "run", **saved)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
+    assert again.state.global_step == 6
+    for name, value in again.engine.parameters.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_checkpoints_and_the_best_model_are_adapters_that_peft_loads(base: Path, tmp_path: Path) -> None:
+    ours = made(
+        FirstOrderTrainer,
+        opened(base),
+        tmp_path / "run",
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+    )
+    ours.train()
+    best = Path(ours.state.best_model_checkpoint)
+    ours.save_model(tmp_path / "saved")
+    ours.save_model(tmp_path / "saved")  # again: files are replaced
+    for directory in (best, tmp_path / "saved"):
+        loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), directory)
+        values = {name.removeprefix("base_model.model."): value for name, value in loaded.named_parameters()}
+        for name, value in ours.engine.parameters.items():
+            assert torch.equal(value, values[name]), name
+    assert not (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def test_sft_with_a_peft_config_is_trls_own(base: Path, tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([{"prompt": row["prompt"], "completion": row["chosen"]} for row in PREFERENCES])
+
+    def sft(kind: type[Any], model: Any, output: Path, **given: Any) -> Any:
+        return kind(model=model, args=trl.SFTConfig(**options(output, max_length=16)), train_dataset=rows, **given)
+
+    ours = sft(FirstOrderSFTTrainer, str(base), tmp_path / "run", peft_config=lora())
+    before = {name: value.detach().clone() for name, value in ours.engine.parameters.items()}
+    stock = sft(trl.SFTTrainer, monolithic(base, lora(), before, ()), tmp_path / "stock")
+    ours.train()
+    stock.train()
+    assert_alike(ours, stock)
+
+
+def test_dpo_prefers_against_the_adapter_as_it_began(base: Path, tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list(PREFERENCES)
+
+    def dpo(kind: type[Any], model: Any, output: Path, **given: Any) -> Any:
+        args = trl.DPOConfig(**options(output, max_length=16, precompute_ref_log_probs=True))
+        return kind(model=model, args=args, train_dataset=rows, **given)
+
+    ours = dpo(FirstOrderDPOTrainer, opened(base), tmp_path / "run")
+    resident = AutoModelForCausalLM.from_pretrained(base)
+    stock = dpo(trl.DPOTrainer, resident, tmp_path / "stock", peft_config=lora())
+    with torch.no_grad():
+        own = dict(stock.model.named_parameters())
+        for name, value in values_of(opened(base)).items():
+            own[f"base_model.model.{name}"].copy_(value)
+    ours.train()
+    stock.train()
+    assert_alike(ours, stock)
+
+
+def test_what_has_no_adapter_or_two_is_refused(base: Path, tmp_path: Path) -> None:
+    args = TrainingArguments(**options(tmp_path))
+    with pytest.raises(OptionError, match="peft_config: found none"):
+        FirstOrderTrainer(model=str(base), args=args)
+    with pytest.raises(OptionError, match="peft_config: found one beside an opened PeftBlockModel"):
+        FirstOrderTrainer(model=opened(base), args=args, peft_config=lora())
+    with pytest.raises(OptionError, match="torch_compile"):
+        FirstOrderTrainer(model=opened(base), args=TrainingArguments(**options(tmp_path, torch_compile=True)))
+    trainer = FirstOrderTrainer(model=open_checkpoint(base), args=args, train_dataset=ROWS)
+    with pytest.raises(OptionError, match="a trained parameter of a block"):
+        trainer.train()
