@@ -81,17 +81,24 @@ CASES: dict[Wait, Case] = {
 }
 
 
-def run(case: Case, without: Sequence[Wait], kept: int = 0) -> list[str]:
+def run(
+    case: Case,
+    without: Sequence[Wait],
+    kept: int = 0,
+    *,
+    order: Sequence[int] = range(BLOCKS + 2),
+    capacity: int = BLOCKS,
+) -> list[str]:
     """Two sweeps and what is left; return what was found to be wrong."""
 
     def delay(lane: Lane, nbytes: int) -> float:
         return case.upload() if lane is Lane.UPLOAD else case.offload()
 
     streams = ThreadedStreams(delay, asynchronous=True, without=without)
-    device, source = ThreadedDevice(streams), CheckingSource()
+    device, source = ThreadedDevice(streams), CheckingSource(capacity)
     scheduler = OverlappedScheduler(source, device, kept=kept)
     for _ in range(2):
-        scheduler.sweep(IssuingVisitor(source, streams, case, replays=case.replays), range(BLOCKS + 2))
+        scheduler.sweep(IssuingVisitor(source, streams, case, replays=case.replays), order)
     scheduler.settle()
     device.close()
     return [*source.errors, *map(str, streams.errors)]
@@ -116,6 +123,21 @@ def test_whatever_takes_long_nothing_breaks(seed: int, kept: int) -> None:
         return rng.choice([0.0, 0.0, 0.001, 0.004])
 
     assert run(Case(some, some, some, some), without=[], kept=kept) == []
+
+
+@pytest.mark.parametrize("replays", [False, True])
+@pytest.mark.parametrize("capacity", [1, 2, BLOCKS])
+@pytest.mark.parametrize("kept", [0, 1, 3, BLOCKS])
+def test_a_sweep_may_turn_back(kept: int, capacity: int, replays: bool) -> None:
+    """Forward over all segments and back, as a first-order step does; at the turn a block comes back that has just left."""
+    rng = random.Random(kept)
+    order = [*range(BLOCKS + 2), *range(BLOCKS, 0, -1)]
+
+    def some() -> float:
+        return rng.choice([0.0, 0.001, 0.004])
+
+    for case in (Case(some, some, some, some, replays=replays), Case(upload=slow, offload=slow, replays=replays)):
+        assert run(case, without=[], kept=kept, order=order, capacity=capacity) == []
 
 
 def test_transfers_and_compute_overlap() -> None:

@@ -18,11 +18,12 @@ SLOW = 0.02  # seconds
 class CheckingSource:
     """Segments whose every number is 1000 * segment + version; whoever gives back other bytes is found out."""
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = BLOCKS) -> None:
         kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * BLOCKS, SegmentKind.HEAD]
         specs = [ParameterSpec(f"p{i}", (NUMBERS,), torch.float32, i, True) for i in range(len(kinds))]
         self.layouts = [BlockLayout(spec.name, kind, (spec,)) for spec, kind in zip(specs, kinds, strict=True)]
-        self.capacity = BLOCKS
+        self.capacity = capacity
+        self.acquired: set[int] = set()
         self.write_back_every = None
         self.versions = [0] * len(kinds)
         self.memory = [torch.empty(layout.nbytes, dtype=torch.uint8) for layout in self.layouts]
@@ -37,11 +38,15 @@ class CheckingSource:
 
     def acquire(self, index: int) -> Bucket:
         layout, memory = self.layouts[index], self.memory[index]
+        if index in self.acquired:
+            self.errors.append(f"segment {index} was acquired again before it was released")
+        self.acquired.add(index)
         views = layout.views(memory)
         views[0].fill_(self.expected(index, self.versions[index]))
         return Bucket(index, memory, views, self.versions[index])
 
     def release(self, bucket: Bucket, version: int | None) -> None:
+        self.acquired.discard(bucket.segment)
         if version is None:  # lost: what comes next is the version from before
             return
         if not bool((bucket.views[0] == self.expected(bucket.segment, version)).all()):
