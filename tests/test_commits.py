@@ -1,0 +1,185 @@
+"""Journals of first-order runs: what is read back, what is refused, and an engine that goes on from its snapshot."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import make_batch, save_model, small_config
+
+from zo2adapters import Adapter, open_checkpoint
+from zo2core import (
+    Commit,
+    DurableBackpropEngine,
+    Journal,
+    JournalError,
+    MeZOSGD,
+    OptionError,
+    OutputError,
+    Replayer,
+    Snapshot,
+    Snapshots,
+    ZOEngine,
+    branch_journal,
+)
+from zo2core.io.record_log import to_line
+
+peft: Any = pytest.importorskip("peft")
+
+HEADER = {"base": "b", "parameters": "p", "method": {"name": "adamw"}}
+COMMITS = [Commit(step, 2.5 - step, 0.1 * step, 1e-3) for step in range(3)]
+
+
+def journal_of(path: Path, *records: Mapping[str, Any], header: Mapping[str, Any] = HEADER) -> Path:
+    path.write_bytes(b"".join(map(to_line, [{"format": 1, **header}, *records])))
+    return path
+
+
+def test_commits_are_read_back_to_the_bit(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.begin(HEADER)
+    for commit in COMMITS:
+        journal.append(commit)
+        journal.note_evaluation(commit.step + 1, {"loss": 1.0})
+    journal.close()
+    again = Journal(path)
+    assert list(again.commits) == list(again.steps) == COMMITS
+    assert (again.version, list(again.updates), again.is_replayable, again.noise) == (3, [], False, None)
+    assert [again.chain(step) for step in range(4)] == [journal.chain(step) for step in range(4)]
+    assert list(again.until(2).commits) == COMMITS[:2]
+    assert again.excerpt(0) == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("commit", "told"),
+    [
+        ({"step": 1, "loss": 1.0, "grad_norm": 1.0, "lr": 1.0}, "found step 1; expected step 0"),
+        ({"step": 0, "loss": 1.0, "grad_norm": 1.0}, "expected an object of step, loss, grad_norm, lr alone"),
+        ({"step": 0, "loss": 1, "grad_norm": 1.0, "lr": 1.0}, "found 1 as loss; expected a float"),
+        ({"step": True, "loss": 1.0, "grad_norm": 1.0, "lr": 1.0}, "found True as step"),
+        ({"step": 0, "loss": 1.0, "grad_norm": -1.0, "lr": 1.0}, "found grad_norm -1.0"),
+        ({"step": 0, "loss": 1.0, "grad_norm": 1.0, "lr": -1.0}, "found lr -1.0"),
+        ([], r"found commit \[\]"),
+    ],
+)
+def test_a_commit_that_no_step_can_have_made_is_refused(commit: Any, told: str, tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match=told):
+        Journal(journal_of(tmp_path / "journal.jsonl", {"commit": commit}))
+
+
+def test_a_journal_has_steps_of_one_kind(tmp_path: Path) -> None:
+    zeroth = {"base": "b", "parameters": "p", "noise": "n", "estimator": {}, "seed": 0}
+    commit = {"commit": {"step": 0, "loss": 1.0, "grad_norm": 1.0, "lr": 1.0}}
+    with pytest.raises(JournalError, match="found a commit; expected an update, as the header says"):
+        Journal(journal_of(tmp_path / "a.jsonl", commit, header=zeroth))
+    with pytest.raises(JournalError, match="found no commit; expected a commit, as the header says"):
+        Journal(journal_of(tmp_path / "b.jsonl", {"step": 0}))
+    with pytest.raises(JournalError, match="found first-order steps; expected steps that can be replayed"):
+        branch_journal(journal_of(tmp_path / "c.jsonl", commit), tmp_path / "d.jsonl", 1)
+    assert not (tmp_path / "d.jsonl").exists()
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "base", small_config("llama"))
+
+
+def model_of(base: Path) -> Any:
+    return open_checkpoint(base, adapter=Adapter(config=peft.LoraConfig(r=2, target_modules=["q_proj"]), seed=1))
+
+
+def engine_of(base: Path, run: Path, **options: Any) -> DurableBackpropEngine:
+    told = {"method": {"name": "adamw"}, "lr": lambda step: 1e-2 / (step + 1), **options}
+    return DurableBackpropEngine(
+        model_of(base), partial(torch.optim.AdamW, lr=1.0), directory=run, journal=run / "journal.jsonl", **told
+    )
+
+
+BATCHES = [make_batch(40, [7, 5], seed=seed) for seed in range(5)]
+
+
+def test_an_engine_repeats_the_steps_since_its_snapshot(base: Path, tmp_path: Path) -> None:
+    with engine_of(base, tmp_path / "whole") as engine:
+        losses = [engine.step(batch).loss for batch in BATCHES]
+        expected = engine.state_dict()["parameters"]
+    with engine_of(base, tmp_path / "run") as engine:
+        for batch in BATCHES[:2]:
+            engine.step(batch)
+        engine.take_snapshot()
+        engine.step(BATCHES[2])
+    with engine_of(base, tmp_path / "run") as engine:
+        assert (engine.version, engine.journal.version) == (2, 3)
+        with pytest.raises(JournalError, match="step 2: found loss"):
+            engine.step(BATCHES[4])
+        assert engine.version == 2
+        assert [engine.step(batch).loss for batch in BATCHES[2:]] == losses[2:]
+        assert all(torch.equal(value, expected[name]) for name, value in engine.state_dict()["parameters"].items())
+    assert (tmp_path / "run" / "journal.jsonl").read_bytes() == (tmp_path / "whole" / "journal.jsonl").read_bytes()
+
+
+def test_a_journal_that_cannot_be_written_refuses_the_step(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with engine_of(base, tmp_path / "run") as engine:
+        engine.step(BATCHES[0])
+        before = engine.state_dict()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(JournalError, match="No space left"):
+                engine.step(BATCHES[1])
+            with pytest.raises(OutputError, match=r"snapshot-1.*No space left"):
+                engine.take_snapshot()
+        after = engine.state_dict()
+        assert after["steps"] == before["steps"] == 1
+        assert all(torch.equal(value, after["parameters"][name]) for name, value in before["parameters"].items())
+        assert {path.name for path in (tmp_path / "run").iterdir()} == {"journal.jsonl"}
+        engine.step(BATCHES[1])
+        engine.take_snapshot()
+    with engine_of(base, tmp_path / "run") as engine:
+        assert engine.version == 2
+
+
+def test_a_refused_engine_leaves_no_journal(base: Path, tmp_path: Path) -> None:
+    told: dict[str, Any] = {"directory": tmp_path, "journal": tmp_path / "journal.jsonl", "method": {}, "lr": float}
+    with pytest.raises(OptionError, match="closure"):
+        DurableBackpropEngine(model_of(base), torch.optim.LBFGS, **told)
+    with pytest.raises(OptionError, match="a trained parameter of a block"):
+        DurableBackpropEngine(open_checkpoint(base), torch.optim.SGD, **told)
+    assert not (tmp_path / "journal.jsonl").exists()
+
+
+def test_a_journal_of_first_order_steps_is_not_replayed(base: Path, tmp_path: Path) -> None:
+    with engine_of(base, tmp_path / "run") as engine:
+        engine.step(BATCHES[0])
+    for make in (Replayer, partial(ZOEngine, estimator=MeZOSGD(lr=1e-3, zo_eps=1e-3))):
+        with pytest.raises(JournalError, match="found a run of first-order steps"):
+            make(model_of(base), journal=tmp_path / "run" / "journal.jsonl")
+
+
+def test_a_state_of_any_shape_comes_back_as_it_was(tmp_path: Path) -> None:
+    journal = Journal()
+    journal.begin(HEADER)
+    tensors = [torch.tensor(3.5), torch.zeros(0, 2), torch.arange(6).view(2, 3), torch.ones(2, dtype=torch.bfloat16)]
+    state = {"a.b": tensors, "deep": {0: {"x": None, 1: True}, "y": [1, 2.5, "z", tensors[2] > 2]}}
+    Snapshots(tmp_path, journal.chain, journal.require_version).write(Snapshot(0, state))
+    step, back = Snapshots(tmp_path, journal.chain, journal.require_version).read(0)
+    assert step == 0
+    assert back["deep"][0] == {"x": None, 1: True}
+    *rest, mask = back["deep"]["y"]
+    assert rest == [1, 2.5, "z"]
+    for given, taken in zip([*tensors, tensors[2] > 2], [*back["a.b"], mask], strict=True):
+        assert given.dtype is taken.dtype
+        assert given.shape == taken.shape
+        assert torch.equal(given, taken)
+    with pytest.raises(OptionError, match="optimizer: found odd, a set, in its state"):
+        Snapshots(tmp_path, journal.chain, journal.require_version).write(Snapshot(0, {"odd": {1}}))

@@ -1,0 +1,606 @@
+"""First-order runs on the command line: the resident model's bits, whatever kills them, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from command_lines import Apart, Ended, make_place, refusal, run_here, write_rows
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from zo2adapters import Adapter, open_checkpoint
+from zo2adapters.tasks.batches import collate, training_batches
+from zo2adapters.tasks.rows import read_dataset
+from zo2adapters.trainers.first_order import METHODS, FirstOrder, MethodName
+from zo2adapters.trainers.model_options import RunModelOptions
+from zo2adapters.trainers.optimization import Noise, Optimization
+from zo2adapters.trainers.options import Storage, TrainOptions
+from zo2adapters.trainers.snapshot_policy import LARGEST_SHARE, SnapshotPolicy
+from zo2core import EstimatorName, Journal, OptionError
+from zo2core.io.record_log import from_line, to_line
+from zo2core.planning.host_plan import HostPlan, plan_host
+
+peft: Any = pytest.importorskip("peft")
+
+CONFIG = "lora/adapter_config.json"
+STEPS = 6
+TIMED = {"tokens_per_second", "seconds", "rss_bytes", "peak_rss_bytes", "evaluation_seconds", "bound_seconds", "lanes"}
+TIMED |= {"bytes_moved", "tokens"}  # lost with the others where a row was made up from the journal
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base, rows, and the config of an adapter."""
+    folder = make_place(tmp_path_factory.mktemp("first-order"))
+    config = peft.LoraConfig(r=3, lora_alpha=16, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    config.save_pretrained(folder / "lora")
+    return folder
+
+
+@pytest.fixture
+def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, to work in."""
+    folder = tmp_path / "here"
+    shutil.copytree(prepared, folder)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    """A process that forks one for each command."""
+    with closing(Apart(tmp_path_factory.mktemp("apart"))) as made:
+        yield made
+
+
+def train(output: str, *more: object, data: str = "rows.jsonl", method: str = "adamw") -> list[object]:
+    """The command of a run."""
+    told = ["train", "--method", method, "--model", "base", "--adapter", CONFIG, "--data", data, "--output", output]
+    return [*told, "--steps", STEPS, "--lr", 1e-2, "--batch-size", 3, *more]
+
+
+EVALUATED = ("--evaluation", "rows.jsonl", "--evaluate-every", 2, "--keep-best", "--snapshot-every", 2)
+
+
+def done(*arguments: object) -> Ended:
+    """Run a command that has to succeed."""
+    ended = run_here(*arguments)
+    assert ended.status == 0, ended.err
+    return ended
+
+
+def adapter_of(run: str | Path) -> dict[str, torch.Tensor]:
+    return load_file(Path(run) / "model" / "adapter_model.safetensors")
+
+
+def outcome(run: str | Path) -> dict[str, object]:
+    """Everything of a run that does not measure time."""
+    rows = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "journal": (Path(run) / "journal.jsonl").read_bytes(),
+        "adapter": (Path(run) / "model" / "adapter_model.safetensors").read_bytes(),
+        "metrics": [{key: value for key, value in row.items() if key not in TIMED} for row in rows],
+    }
+
+
+def resident(directory: Path) -> tuple[PreTrainedModel, dict[str, torch.nn.Parameter]]:
+    """The whole model with the adapter that a run of seed 0 begins with, and what is trained of it."""
+    opened = open_checkpoint(directory / "base", adapter=Adapter(config=directory / CONFIG, seed=0))
+    values: dict[str, torch.Tensor] = {}
+    for layout in opened.layouts:
+        for spec in layout.parameters:
+            if not spec.frozen:
+                values[spec.name] = torch.empty(spec.shape, dtype=spec.dtype)
+                opened.weights.read_into(spec.name, values[spec.name].view(-1))
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory / "base", dtype="auto")
+    peft.inject_adapter_in_model(peft.LoraConfig.from_pretrained(directory / "lora"), model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name in values
+        # What was mapped from a file lies where no allocator puts it, and products round otherwise there.
+        parameter.data = values.get(name, parameter.data).clone()
+    return model, {name: parameter for name, parameter in model.named_parameters() if name in values}
+
+
+def plain_loop(directory: Path, method: MethodName, *, clip: float, warmup: int) -> dict[str, torch.Tensor]:
+    """What transformers, peft and torch.optim make of the same batches."""
+    model, trained = resident(directory)
+    optimizer = METHODS[method](list(trained.values()), lr=1e-2, weight_decay=0.1)
+    tokenizer = AutoTokenizer.from_pretrained(directory / "base")
+    rows = read_dataset(directory / "rows.jsonl", tokenizer, sequence_length=12)
+    batches = training_batches(rows, batch_size=3, seed=0, first_step=0)
+    for step in range(STEPS):
+        rate = (step + 1) / warmup if step < warmup else 1 - (step - warmup) / (STEPS - warmup)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * rate
+        optimizer.zero_grad()
+        model(**collate(next(batches), pad_token_id=0), use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(trained.values()), clip)
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in trained.items()}
+
+
+def assert_same_adapter(saved: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+    own = {name.replace(".default", ""): value for name, value in parameters.items()}
+    assert len(saved) == len(own) > 0
+    for name, value in saved.items():
+        assert torch.equal(value, own[name.removeprefix("base_model.model.")]), name
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+@pytest.mark.parametrize("method", get_args(MethodName))
+def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(method: MethodName, here: Path, apart: Apart) -> None:
+    schedule = ("--weight-decay", 0.1, "--max-grad-norm", 0.5, "--decay", "linear", "--warmup-steps", 2)
+    command = train("run", *schedule, "--snapshot-every", 2, method=method)
+    ended = apart.run(*command, patch=strike(here, "zo2core.journal", "Journal", "append", 6, "after"))
+    assert ended.status == -9, ended
+    done("train", "--resume", "run")
+    expected = plain_loop(here, method, clip=0.5, warmup=2)
+    assert_same_adapter(adapter_of("run"), expected)
+    assert [commit.step for commit in Journal("run/journal.jsonl").commits] == list(range(STEPS))
+    whole = AutoModelForCausalLM.from_pretrained("base", dtype="auto")
+    loaded = peft.PeftModel.from_pretrained(whole, "run/model")
+    assert any("lora" in name for name, _ in loaded.named_parameters())
+
+
+def test_the_registry_has_all_methods_that_can_be_named() -> None:
+    assert set(METHODS) == set(get_args(MethodName))
+
+
+def strike(folder: Path, module: str, owner: str, name: str, at: int, moment: str) -> str:
+    """Python that kills its process at a call: before it, after it, or with half of what it writes."""
+    return f"""
+import importlib, os, signal
+os.chdir({str(folder)!r})
+owner, calls = importlib.import_module({module!r}), [0]
+owner = getattr(owner, {owner!r}) if {owner!r} else owner
+real = getattr(owner, {name!r})
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+def struck(*args, **kwargs):
+    calls[0] += 1
+    if calls[0] == {at} and {moment!r} == "before":
+        die()
+    if calls[0] == {at} and {moment!r} == "half":
+        path, content = args
+        path.with_suffix(".partial").write_bytes(content[: len(content) // 2])
+        die()
+    if calls[0] == {at} and {moment!r} == "SIGTERM":
+        os.kill(os.getpid(), signal.SIGTERM)
+    result = real(*args, **kwargs)
+    if calls[0] == {at} and {moment!r} == "after":
+        die()
+    return result
+setattr(owner, {name!r}, struck)
+"""
+
+
+TRAINER, JOURNAL, SNAPSHOTS = "zo2adapters.trainers.trainer", "zo2core.journal", "zo2core.checkpoint.snapshots"
+PLACES = {
+    "before the first commit": (JOURNAL, "Journal", "append", 1, "before"),
+    "a commit is durable, and no parameter has changed": (JOURNAL, "Journal", "append", 4, "after"),
+    "before a row of metrics": (TRAINER, "", "write_row", 6, "before"),
+    "a snapshot is half written": (SNAPSHOTS, "", "replace_file", 2, "half"),
+    "a snapshot is durable, and the older ones are still there": (SNAPSHOTS, "", "replace_file", 3, "after"),
+    "an evaluation is made, and not noted": (JOURNAL, "Journal", "note_evaluation", 3, "before"),
+    "the last step is taken, and not exported": (TRAINER, "Trainer", "_export", 1, "before"),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("undisturbed") / "here"
+    shutil.copytree(prepared, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        done(*train("run", *EVALUATED))
+    return outcome(folder / "run")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_killed_at_any_place_ends_as_the_undisturbed_one(
+    place: str, here: Path, apart: Apart, undisturbed: dict[str, object]
+) -> None:
+    ended = apart.run(*train("run", *EVALUATED), patch=strike(here, *PLACES[place]))
+    assert ended.status == -9, ended
+    done("train", "--resume", "run")
+    assert outcome("run") == undisturbed
+    names = {path.name for path in Path("run").iterdir()}
+    snapshots = {name for name in names if name.startswith("snapshot")}
+    assert len(snapshots) <= 3, "the last two, and the best"
+    assert names - snapshots == {"options.json", "journal.jsonl", "metrics.jsonl", "lock", "model"}
+
+
+def test_a_run_killed_at_every_call_that_writes_ends_as_the_undisturbed_one(
+    here: Path, apart: Apart, undisturbed: dict[str, object], request: pytest.FixtureRequest
+) -> None:
+    kills = 0
+    for at in range(1, 60) if request.config.getoption("--long") else (9, 21):
+        shutil.rmtree("run", ignore_errors=True)
+        ended = apart.run(*train("run", *EVALUATED), patch=strike(here, "os", "", "fsync", at, "after"))
+        kills += ended.status == -9
+        is_begun = Path("run/options.json").exists()
+        done(*(("train", "--resume", "run") if is_begun else train("run", *EVALUATED)))
+        assert outcome("run") == undisturbed, at
+    assert kills >= 2
+
+
+def test_a_run_killed_again_and_again_loses_no_more_than_a_snapshots_steps(
+    here: Path, apart: Apart, undisturbed: dict[str, object]
+) -> None:
+    assert apart.run(*train("run", *EVALUATED), patch=strike(here, JOURNAL, "Journal", "append", 2, "after")).status == -9
+    killed = strike(here, JOURNAL, "Journal", "append", 2, "after")
+    assert apart.run("train", "--resume", "run", patch=killed).status == -9
+    assert Journal("run/journal.jsonl").version > 2
+    done("train", "--resume", "run")
+    assert outcome("run") == undisturbed
+
+
+def test_an_interrupted_run_says_from_which_snapshot_it_goes_on(
+    here: Path, apart: Apart, undisturbed: dict[str, object]
+) -> None:
+    ended = apart.run(*train("run", *EVALUATED), patch=strike(here, TRAINER, "", "write_row", 8, "SIGTERM"))
+    assert ended.status == 143, ended
+    assert "to go on from the snapshot of step 4, or to get its adapter" in ended.err
+    assert "zo2 train --resume run" in ended.err
+    assert "zo2 export --run run --at 4 --output DIR" in ended.err
+    done("export", "--run", "run", "--at", 4, "--output", "half")
+    done("train", "--resume", "run")
+    assert outcome("run") == undisturbed
+
+
+def interrupted(here: Path, apart: Apart) -> list[Path]:
+    """A run that was killed after its fifth step, and its snapshots, of steps 2 and 4."""
+    killed = strike(here, JOURNAL, "Journal", "append", 5, "after")
+    assert apart.run(*train("run", *EVALUATED), patch=killed).status == -9
+    snapshots = [Path(f"run/snapshot-{step}.safetensors") for step in (2, 4)]
+    assert sorted(Path("run").glob("snapshot*")) == snapshots
+    return snapshots
+
+
+told_warnings = pytest.mark.filterwarnings("always::zo2core.ZO2Warning")  # on the command line they are lines
+
+
+def damage(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+@told_warnings
+@pytest.mark.parametrize("part", ["digest", "end", "empty"])
+def test_a_damaged_snapshot_is_passed_over_with_a_warning(
+    part: str, here: Path, apart: Apart, undisturbed: dict[str, object]
+) -> None:
+    _, last = interrupted(here, apart)
+    size = last.stat().st_size
+    if part == "empty":
+        last.write_bytes(b"")
+    else:
+        damage(last, 40 if part == "digest" else size - 1)
+    told = done("train", "--resume", "run").err
+    assert "snapshot-4.safetensors: a damaged snapshot: its checksum does not hold. The run goes on from" in told
+    assert "snapshot of step 2, and repeats the steps since" in told
+    assert outcome("run") == undisturbed
+    assert sorted(path.name for path in Path("run").glob("snapshot*")) == [
+        "snapshot-4.safetensors",
+        "snapshot-6.safetensors",
+    ]
+    done("export", "--run", "run", "--at", 4, "--output", "again")  # it was written anew
+
+
+def test_a_run_all_of_whose_snapshots_are_damaged_is_refused(
+    here: Path, apart: Apart, undisturbed: dict[str, object]
+) -> None:
+    for path in interrupted(here, apart):
+        damage(path, 1000)
+    before = Path("run/journal.jsonl").read_bytes()
+    told = refusal("train", "--resume", "run")
+    assert "snapshot-4.safetensors: a damaged snapshot" in told
+    assert "snapshot-2.safetensors: a damaged snapshot" in told
+    assert "expected a snapshot that is whole" in told
+    assert Path("run/journal.jsonl").read_bytes() == before
+    for path in Path("run").glob("snapshot*"):
+        path.unlink()
+    done("train", "--resume", "run")
+    assert outcome("run") == undisturbed
+
+
+@told_warnings
+def test_snapshots_of_another_run_do_not_count(here: Path, apart: Apart, undisturbed: dict[str, object]) -> None:
+    done(*train("other", "--snapshot-every", 2, "--seed", 5))
+    _, last = interrupted(here, apart)
+    shutil.copy("other/snapshot-4.safetensors", last)
+    assert "snapshot-4.safetensors: the snapshot of another run" in done("train", "--resume", "run").err
+    assert outcome("run") == undisturbed
+
+
+def test_a_journal_that_lost_the_steps_of_a_snapshot_is_refused(here: Path, apart: Apart) -> None:
+    interrupted(here, apart)
+    journal = Path("run/journal.jsonl")
+    journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:-3]))
+    Path("run/metrics.jsonl").unlink()
+    assert "at least 4, since snapshot-4.safetensors knows of step 3" in refusal("train", "--resume", "run")
+
+
+def test_a_repeated_step_that_is_another_one_is_refused(here: Path, apart: Apart) -> None:
+    interrupted(here, apart)
+    journal = Path("run/journal.jsonl")
+    *lines, last = journal.read_bytes().splitlines()
+    commit = dict(from_line(last)["commit"])
+    journal.write_bytes(b"\n".join([*lines, to_line({"commit": {**commit, "loss": commit["loss"] + 1e-6}})]))
+    told = refusal("train", "--resume", "run")
+    assert "step 4: found loss" in told
+    assert "when the step was repeated" in told
+
+
+def test_the_best_step_is_exported_though_the_run_went_on(here: Path) -> None:
+    # A rate at which the last steps go too far: the best evaluation is not the last one.
+    ended = done(*train("run", *EVALUATED, "--lr", 0.5, "--steps", 8, "--snapshot-every", 1, method="sgd"))
+    best = Journal("run/journal.jsonl").evaluations
+    step = min(best, key=lambda at: (best[at]["loss"], at))
+    assert step == 6
+    assert {path.name for path in Path("run").glob("snapshot*")} == {f"snapshot-{at}.safetensors" for at in (6, 7, 8)}
+    assert f"step {step}, loss" in ended.err
+    done("export", "--run", "run", "--at", step, "--output", "best")
+    done("export", "--run", "run", "--output", "last")
+    exported = load_file("run/model/adapter_model.safetensors")
+    assert all(torch.equal(exported[name], value) for name, value in load_file("best/adapter_model.safetensors").items())
+    assert not all(torch.equal(exported[n], value) for n, value in load_file("last/adapter_model.safetensors").items())
+
+
+def test_verbs_know_first_order_runs(here: Path) -> None:
+    done(*train("run", *EVALUATED))
+    told = done("journal", "run").out
+    assert '"name": "adamw"' in told
+    assert "snapshot of step 6" in told
+    assert len(done("journal", "run", "--last", 2).out.splitlines()) < len(told.splitlines())
+    done("report", "run", "-o", "page.html")
+    assert "steps, forwards</td><td>6, 18<" in Path("page.html").read_text()
+    loss = Journal("run/journal.jsonl").evaluations[6]["loss"]
+    assert f"loss {loss:.6f}" in done("evaluate", "--run", "run", "--data", "rows.jsonl").out
+    begun = Journal("run/journal.jsonl").evaluations[0]["loss"]
+    assert f"loss {begun:.6f}" in done("evaluate", "--run", "run", "--at", 0, "--data", "rows.jsonl").out
+    before = outcome("run")
+    done("train", "--resume", "run")  # at its end
+    assert outcome("run") == before
+    assert "steps that have a snapshot: 4, 6" in refusal("export", "--run", "run", "--at", 3, "--output", "none")
+    assert not Path("none").exists()
+
+
+def test_a_run_is_lengthened_from_its_last_snapshot(here: Path) -> None:
+    done(*train("whole", "--steps", 9))
+    done(*train("run"))
+    done("train", "--resume", "run", "--steps", 9)
+    assert outcome("run")["adapter"] == outcome("whole")["adapter"]
+    assert adapter_of("run").keys() == load_file("run/model-6/adapter_model.safetensors").keys()
+
+
+def test_a_finished_zeroth_order_run_of_an_adapter_can_be_resumed(here: Path) -> None:
+    """Its exported adapter was taken for something that is no model."""
+    done("train", "--model", "base", "--adapter", CONFIG, "--data", "rows.jsonl", "--output", "run", "--steps", 2)
+    done("train", "--resume", "run")
+
+
+def test_a_snapshot_is_a_safetensors_file(here: Path) -> None:
+    done(*train("run"))
+    with safe_open("run/snapshot-6.safetensors", "pt") as opened:
+        names = set(opened.keys())
+        told = json.loads(opened.metadata()["zo2"])
+        parameters = {name.removeprefix("parameters."): opened.get_tensor(name) for name in names if "lora" in name}
+    assert told["step"] == STEPS
+    assert_same_adapter(adapter_of("run"), parameters)
+    assert any(name.endswith("exp_avg_sq") for name in names)
+
+
+def test_snapshots_cost_a_fiftieth_of_the_time_at_most() -> None:
+    now, cost = [0.0], 0.7
+    spent: list[float] = []
+
+    def write() -> None:
+        now[0] += cost
+        spent.append(cost)
+
+    policy = SnapshotPolicy(None, lambda: now[0])
+    for step in range(1, 1001):
+        now[0] += 1.0
+        if policy.is_due(step):
+            policy.take(write)
+    _, *others = spent  # the first one tells what it costs
+    assert 0.9 * LARGEST_SHARE * now[0] <= sum(others) <= LARGEST_SHARE * now[0]
+    assert [step for step in range(1, 9) if SnapshotPolicy(3, lambda: 0.0).is_due(step)] == [3, 6]
+
+
+CHOICES = [{"prompt": f"the {animal}", "candidates": [" sat", " ran"], "answer": " ran"} for animal in ("cat", "dog")]
+PREFERENCES = [{"prompt": f"the {animal}", "chosen": " ran", "rejected": " sat"} for animal in ("cat", "dog")]
+TEXTS = [{"text": "the cat sat"}, {"text": "the dog ran"}]
+CHATS = [{"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]}] * 2
+CHAT = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
+FUNCTION = "def twice(model, batch):\n    return 2 * model(**batch).loss\n"
+
+
+@pytest.mark.parametrize(
+    ("rows", "more"),
+    [
+        (TEXTS, ("--pack",)),
+        (TEXTS, ("--micro-batch-size", 1)),
+        (TEXTS, ("--objective", "own.py:twice")),
+        (CHATS, ()),
+        (CHOICES, ()),
+        (PREFERENCES, ()),
+        (PREFERENCES, ("--objective", "choice-loss")),
+    ],
+    ids=["packed", "micro-batches", "function", "chat", "choices", "dpo", "preferred choice"],
+)
+def test_what_has_a_gradient_is_learned(rows: Sequence[object], more: Sequence[object], here: Path) -> None:
+    settings = here / "base" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": CHAT}))
+    (here / "own.py").write_text(FUNCTION)
+    write_rows(here / "some.jsonl", rows)
+    done(*train("run", "--evaluation", "some.jsonl", "--batch-size", 2, *more, data="some.jsonl"))
+    evaluations = Journal("run/journal.jsonl").evaluations
+    assert evaluations[STEPS]["loss"] < evaluations[0]["loss"]
+
+
+def test_a_resumed_run_of_preferences_has_the_references_of_the_steps_that_it_repeats(here: Path, apart: Apart) -> None:
+    write_rows(here / "some.jsonl", [{**row, "prompt": f"{row['prompt']} is"} for row in PREFERENCES] + PREFERENCES)
+    command = train("run", "--batch-size", 1, "--snapshot-every", 2, data="some.jsonl")
+    assert apart.run(*command, patch=strike(here, JOURNAL, "Journal", "append", 4, "after")).status == -9
+    done("train", "--resume", "run")
+    command[command.index("run")] = "whole"
+    done(*command)
+    assert outcome("run") == outcome("whole")
+
+
+def test_choices_are_learned_by_the_gradient_of_their_loss(here: Path) -> None:
+    """Against a plain forward of the whole model: each candidate's mean log-probability, and cross entropy over them."""
+    write_rows(here / "some.jsonl", CHOICES[:1])
+    done(*train("run", "--steps", 1, "--batch-size", 1, "--lr", 0.1, data="some.jsonl", method="sgd"))
+    model, trained = resident(here)
+    tokenizer = AutoTokenizer.from_pretrained("base")
+    scores = []
+    for candidate in (" sat", " ran"):
+        ids = torch.tensor([tokenizer(f"the cat{candidate}")["input_ids"]])
+        scores.append(model(ids).logits[0, -2].log_softmax(-1)[ids[0, -1]])
+    loss = torch.nn.functional.cross_entropy(torch.stack(scores)[None], torch.tensor([1]))
+    gradients = torch.autograd.grad(loss, list(trained.values()))
+    [commit] = Journal("run/journal.jsonl").commits
+    assert commit.loss == pytest.approx(loss.item(), rel=1e-5)
+    saved = adapter_of("run")
+    for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
+        expected = parameter.detach() - 0.1 * gradient
+        own = saved["base_model.model." + name.replace(".default", "")]
+        assert torch.allclose(own, expected, rtol=1e-4, atol=1e-7), name
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (("--zo-eps", 1e-2), "--zo-eps: found 0.01; expected no such option with --method adamw"),
+        (("--replay", "host"), "--replay: found host"),
+        (("--lr", 1e-6), "--lr: found 1e-06, the default of zeroth-order steps"),
+        (("--warmup-steps", 6), "--warmup-steps: found 6"),
+        (("--split", "2x1"), "--split: found 2x1"),
+        (("--objective", "exact-match"), "--objective: found exact-match, which has no gradient; expected loss"),
+        (("--data", "choices.jsonl", "--objective", "accuracy"), "found accuracy, which has no gradient; expected choice-"),
+        (("--objective", "flat.py:flat"), "a loss that has no gradient"),
+        (("--head", "sequence-classification"), "--head: found sequence-classification"),
+    ],
+)
+def test_what_has_no_effect_or_no_gradient_is_refused_before_any_work(more: Sequence[object], told: str, here: Path) -> None:
+    (here / "flat.py").write_text("def flat(model, batch):\n    return model(**batch).loss.detach()\n")
+    assert told in refusal(*train("run", *more))
+    assert not Path("run").exists()
+
+
+OTHER_VALUES: dict[type, Any] = {bool: lambda value: not value, int: lambda value: value + 1, float: lambda value: value + 1}
+SET: dict[str, Any] = {
+    "estimator": EstimatorName.FZOO,
+    "noise": Noise.MEZO,
+    "rank": 4,
+    "stack": 2,
+    "clip_grad": 1.0,
+    "clip_median": 2.0,
+}
+IN_EFFECT = {"lr", "weight_decay", "decay", "warmup_steps"}
+
+
+def options_of(**changes: Any) -> TrainOptions:
+    first_order, model_options = FirstOrder(method="adamw"), RunModelOptions(adapter=Path(CONFIG))
+    told: dict[str, Any] = {
+        "first_order": first_order,
+        "model_options": model_options,
+        "optimization": Optimization(lr=1e-3),
+        **changes,
+    }
+    return TrainOptions(model="base", data=Path("rows.jsonl"), output=Path("run"), **told)
+
+
+@pytest.mark.parametrize("name", [own.name for own in fields(Optimization) if own.name not in IN_EFFECT])
+def test_every_option_of_zeroth_order_steps_is_refused_by_name(name: str) -> None:
+    options_of().require_valid()
+    default = getattr(Optimization(), name)
+    value = SET[name] if name in SET else OTHER_VALUES[type(default)](default)
+    with pytest.raises(OptionError, match=f"^{name}: found .* with --method adamw, on which it has no effect"):
+        options_of(optimization=Optimization(lr=1e-3, **{name: value})).require_valid()
+
+
+@pytest.mark.parametrize(
+    ("changes", "option"),
+    [
+        ({"storage": Storage(write_back_every="never")}, "write_back_every"),
+        ({"storage": Storage(write_limit_tb=1.0)}, "write_limit_tb"),
+        ({"storage": Storage(snapshot_every=0)}, "snapshot_every"),
+        ({"optimization": Optimization(lr=-1.0)}, "lr"),
+        ({"optimization": Optimization(lr=math.nan)}, "lr"),
+        ({"optimization": Optimization(lr=1e-3, weight_decay=-1.0)}, "weight_decay"),
+        ({"first_order": FirstOrder(method="adamw", max_grad_norm=0.0)}, "max_grad_norm"),
+        ({"first_order": FirstOrder(max_grad_norm=1.0)}, "max_grad_norm"),
+        ({"model_options": RunModelOptions()}, "method"),
+    ],
+)
+def test_numbers_out_of_their_range_are_refused_by_name(changes: dict[str, Any], option: str) -> None:
+    with pytest.raises(OptionError, match=f"^{option}: found "):
+        options_of(**changes).require_valid()
+
+
+def test_methods_are_refused_where_there_are_none(here: Path) -> None:
+    without = ["--model", "base", "--data", "rows.jsonl", "--output", "run"]
+    assert "--method: found adamw without an adapter" in refusal("train", "--method", "adamw", "--lr", 1e-3, *without)
+    assert "--method: found sgd" in refusal("tune", "--method", "sgd", *without)
+    assert "--method" in refusal("plan", "--method", "adamw", "--model", "base")
+    assert not Path("run").exists()
+    done(*train("run"))
+    told = refusal("train", "--resume", "run", "--from-step", 2, "--output", "new")
+    assert "--from-step: found a run of --method adamw" in told
+    assert "--lr" in refusal("train", "--resume", "run", "--lr", 3e-2)
+    assert "--method" in refusal("train", "--resume", "run", "--method", "sgd")
+
+
+def test_journals_of_both_kinds_are_told_apart(here: Path) -> None:
+    done(*train("run"))
+    zeroth = ["--model", "base", "--adapter", CONFIG, "--data", "rows.jsonl", "--output", "zeroth", "--steps", STEPS]
+    done("train", *zeroth, "--lr", 1e-3)
+    for name in ("run", "zeroth"):
+        shutil.copy(f"{name}/journal.jsonl", f"{name}.jsonl")
+    shutil.copy("zeroth.jsonl", "run/journal.jsonl")
+    Path("run/metrics.jsonl").unlink()
+    for snapshot in Path("run").glob("snapshot*"):
+        snapshot.unlink()
+    shutil.rmtree("run/model")
+    assert "found a run of zeroth-order steps" in refusal("train", "--resume", "run")
+    shutil.copy("run.jsonl", "zeroth/journal.jsonl")
+    Path("zeroth/metrics.jsonl").unlink()
+    shutil.rmtree("zeroth/model")
+    assert "found a run of first-order steps" in refusal("train", "--resume", "zeroth")
+
+
+def test_a_loss_that_is_not_finite_leaves_the_run_as_it_was(here: Path) -> None:
+    (here / "own.py").write_text(
+        "calls = []\n\n\ndef nan(model, batch):\n    calls.append(1)\n    loss = model(**batch).loss\n"
+        "    return loss * float('nan') if len(calls) > 8 else loss\n"
+    )
+    told = refusal(*train("run", "--objective", "own.py:nan", "--snapshot-every", 1))
+    assert "found loss nan" in told
+    version = Journal("run/journal.jsonl").version
+    assert 0 < version < STEPS
+    assert Path(f"run/snapshot-{version}.safetensors").exists()
+
+
+def test_streamed_blocks_give_the_same_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(*args: Any, **kwargs: Any) -> HostPlan:
+        return replace(plan_host(*args, **kwargs), buckets=1)
+
+    done(*train("run"))
+    monkeypatch.setattr("zo2core.planning.run_spec.plan_host", planned)
+    assert "1 blocks in memory at a time, only read" in done(*train("other")).err
+    assert outcome("run")["adapter"] == outcome("other")["adapter"]
