@@ -32,10 +32,10 @@ from zo2core import (
     LowRankPerturbation,
     MemoryPolicy,
     MultiQueryRGE,
-    Perturbation,
     PhiloxNoise,
     ZOEngine,
 )
+from zo2core.perturbation import Perturbation
 
 WARM_UP = 2
 

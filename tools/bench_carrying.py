@@ -27,8 +27,9 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from zo2adapters import Precision, open_checkpoint
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.verification import random_batch
-from zo2core import CudaDevice, DevicePlan, Distribution, Lane, MemoryPolicy, PhiloxNoise, Replay, ZOEngine
-from zo2core.types import Batch, StepResult
+from zo2core import CudaDevice, DevicePlan, Distribution, MemoryPolicy, PhiloxNoise, ZOEngine
+from zo2core.planning.low_bit import Replay
+from zo2core.types import Batch, Lane, StepResult
 
 RATIOS = (0.25, 1.0, 4.0)  # of compute to the transfer of float32 blocks, one way
 

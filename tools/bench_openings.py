@@ -28,16 +28,15 @@ from zo2core import (
     DensePerturbation,
     Distribution,
     HostPlan,
-    Lane,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
     PhiloxNoise,
     ZOEngine,
-    parse_size,
 )
+from zo2core.planning.host_budget import parse_size
 from zo2core.sweep.microbatch import IGNORE_INDEX
-from zo2core.types import Batch
+from zo2core.types import Batch, Lane
 
 WARM_UP = 2
 

@@ -32,18 +32,8 @@ from threaded_device import ThreadedDevice, ThreadedStreams
 from zo2adapters import open_checkpoint
 from zo2adapters.models.checkpoint import DTYPES
 from zo2adapters.trainers.verification import random_batch
-from zo2core import (
-    DevicePlan,
-    Distribution,
-    HostPlan,
-    Lane,
-    MemoryPolicy,
-    MeZOSGD,
-    PhiloxNoise,
-    WriteBackPolicy,
-    ZOEngine,
-)
-from zo2core.types import Batch, StepResult
+from zo2core import DevicePlan, Distribution, HostPlan, MemoryPolicy, MeZOSGD, PhiloxNoise, WriteBackPolicy, ZOEngine
+from zo2core.types import Batch, Lane, StepResult
 
 WARM_UP = 2  # steps
 

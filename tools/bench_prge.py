@@ -49,9 +49,9 @@ from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.checkpoint import ARCHITECTURES, DTYPES
 from zo2adapters.models.quantizer import quantize
 from zo2adapters.models.skeleton import build_skeleton
-from zo2core import Distribution, Encoding, Int8Rows, LowRankPerturbation, MultiQueryRGE, NF4Blocks, PhiloxNoise, ZOEngine
+from zo2core import Distribution, LowRankPerturbation, MultiQueryRGE, PhiloxNoise, ZOEngine
 from zo2core.kernels import fill
-from zo2core.types import Batch
+from zo2core.types import Batch, Encoding, Int8Rows, NF4Blocks
 
 WARM_UP = 1
 RANK = 16

@@ -35,7 +35,6 @@ from zo2adapters.trainers.verification import random_batch
 from zo2core import (
     Distribution,
     HostPlan,
-    Lane,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
@@ -44,7 +43,7 @@ from zo2core import (
     ZOEngine,
 )
 from zo2core.perturbation.factor_store import BESIDE_UP_TO
-from zo2core.types import Batch, trained
+from zo2core.types import Batch, Lane, trained
 
 JOURNAL = "journal.jsonl"
 

@@ -30,8 +30,9 @@ from zo2adapters import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.verification import random_batch
-from zo2core import Lane, MemoryPolicy, WriteBackPolicy, ZOEngine
+from zo2core import MemoryPolicy, WriteBackPolicy, ZOEngine
 from zo2core.planning.host_budget import resident_memory
+from zo2core.types import Lane
 
 
 def peak() -> int:

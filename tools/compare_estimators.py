@@ -39,7 +39,6 @@ from zo2core import (
     FZOO,
     DensePerturbation,
     Distribution,
-    EstimatorName,
     LowRankPerturbation,
     MeZOSGD,
     MultiQueryRGE,
@@ -47,6 +46,7 @@ from zo2core import (
     PhiloxNoise,
     ZOEngine,
 )
+from zo2core.estimators import EstimatorName
 from zo2core.protocols import NoiseGenerator, ZOEstimator
 
 LR = RECIPE.optimization.lr

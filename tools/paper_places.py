@@ -28,23 +28,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
 from zo2adapters import HFBlockModel, open_checkpoint
-from zo2core import (
-    CudaDevice,
-    HostDevice,
-    Journal,
-    Lane,
-    MeZOSGD,
-    PinnedSource,
-    StreamedSource,
-    Trace,
-    ZOEngine,
-)
+from zo2core import CudaDevice, HostDevice, Journal, MeZOSGD, PinnedSource, StreamedSource, Trace, ZOEngine
 from zo2core.io.direct_file import whole_pages
 from zo2core.profiling.chrome_trace import Sweep
 from zo2core.profiling.timeline import Span, Timeline
 from zo2core.protocols import BlockSource, Device
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.scratch import Scratch
+from zo2core.types import Lane
 
 LR, ZO_EPS = 1e-7, 1e-3  # the paper's learning rate; MeZO's scale
 SHARED_BUCKETS = 4

@@ -23,7 +23,8 @@ from zo2adapters.cli import main
 from zo2adapters.models.adapter_export import export_adapter
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import DensePerturbation, LowRankPerturbation, MultiQueryRGE, OptionError, OutputError, Perturbation, ZOEngine
+from zo2core import DensePerturbation, LowRankPerturbation, MultiQueryRGE, OptionError, OutputError, ZOEngine
+from zo2core.perturbation import Perturbation
 
 peft: Any = pytest.importorskip("peft")
 CONFIGS: dict[str, PretrainedConfig] = {

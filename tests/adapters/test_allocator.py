@@ -20,7 +20,9 @@ from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.metrics import progress
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.run_plan import plan_run
-from zo2core import HostPlan, MemoryPart, free_memory
+from zo2core import HostPlan
+from zo2core.planning.host_budget import free_memory
+from zo2core.planning.memory_plan import MemoryPart
 
 MIB = 1 << 20
 glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")

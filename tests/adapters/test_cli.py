@@ -20,7 +20,8 @@ from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import EstimatorName, Journal, OptionError
+from zo2core import Journal, OptionError
+from zo2core.estimators import EstimatorName
 
 ROWS = [
     {"text": "the cat sat"},

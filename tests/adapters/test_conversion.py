@@ -26,19 +26,15 @@ from zo2core import (
     MemoryPolicy,
     MeZOSGD,
     ParameterSpec,
-    Piece,
     Replayer,
-    SafetensorsReader,
-    SavedForm,
-    TensorEntry,
     UnsupportedModelError,
     WriteBackPolicy,
     ZOEngine,
-    write_checkpoint,
 )
+from zo2core.checkpoint import Piece, SafetensorsReader, TensorEntry, write_checkpoint
 from zo2core.checkpoint.reader import parse_header
 from zo2core.planning.host_plan import HostPlan
-from zo2core.types import SavedPart
+from zo2core.types import SavedForm, SavedPart
 
 CONVERTED = ["mixtral", "qwen3_moe", "deepseek_v3", "granitemoe", "gpt_neox", "olmo_hybrid", "apertus", "minimax_m2"]
 

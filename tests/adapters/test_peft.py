@@ -30,7 +30,6 @@ from zo2core import (
     Distribution,
     HostPlan,
     JournalError,
-    Lane,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
@@ -42,6 +41,7 @@ from zo2core import (
     ZOEngine,
 )
 from zo2core.planning.device_plan import DevicePlan
+from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")
 PROFILE = settings.default

@@ -23,9 +23,9 @@ from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import Distribution, Lane, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
+from zo2core import Distribution, MeZOSGD, OptionError, PhiloxNoise, ZOEngine
 from zo2core.kernels import dispatch, native
-from zo2core.types import Descend, Perturb, Program
+from zo2core.types import Descend, Lane, Perturb, Program
 
 BATCH = make_batch(40, [12, 7])
 

@@ -29,15 +29,10 @@ from zo2adapters.models.quantizer import quantize
 from zo2core import (
     CheckpointError,
     Distribution,
-    Encoding,
-    Float8Blocks,
     HostPlan,
-    Int8Rows,
-    Lane,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
-    NF4Blocks,
     OptionError,
     OutputError,
     ParameterSpec,
@@ -45,12 +40,13 @@ from zo2core import (
     Replayer,
     UnsupportedModelError,
     ZOEngine,
-    encode,
-    factor_bytes,
 )
 from zo2core.kernels import encoding as kernels
 from zo2core.kernels import native
+from zo2core.kernels.encoding import encode
+from zo2core.perturbation import factor_bytes
 from zo2core.planning.device_plan import DevicePlan
+from zo2core.types import Encoding, Float8Blocks, Int8Rows, Lane, NF4Blocks
 
 QUANTISATION: Any = BitsAndBytesConfig
 METHODS = ["int8", "nf4", "fp8"]

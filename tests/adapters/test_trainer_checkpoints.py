@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 import zo2core.engine.runner
 from zo2adapters import ZOArguments, ZOTrainerMixin, open_checkpoint
-from zo2core import Journal, JournalError, Replayer, write_checkpoint
+from zo2core import Journal, JournalError, Replayer
+from zo2core.checkpoint import write_checkpoint
 
 VOCABULARY = small_config("llama").vocab_size
 ROWS = [{key: value[0] for key, value in make_batch(VOCABULARY, [5], seed=seed).items()} for seed in range(12)]

@@ -21,7 +21,8 @@ from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import Trial, tune
 from zo2adapters.trainers.worker_options import alone_on, device_kinds, own_trace, require_same_steps
-from zo2core import OptionError, WorkerError, Workers, free_memory, resident_memory
+from zo2core import OptionError, WorkerError, Workers
+from zo2core.planning.host_budget import free_memory, resident_memory
 
 
 @pytest.fixture(scope="module")

@@ -24,13 +24,13 @@ from zo2core import (
     BatchError,
     CheckpointError,
     HostPlan,
-    Lane,
     MemoryPolicy,
     NonFiniteLossError,
     OptionError,
     Replayer,
 )
 from zo2core.planning.device_plan import DevicePlan
+from zo2core.types import Lane
 
 peft: Any = pytest.importorskip("peft")
 PROFILE = settings.default

@@ -28,11 +28,10 @@ from zo2core import (
     StreamedSource,
     WriteBackPolicy,
     ZOEngine,
-    verify_base,
 )
 from zo2core.checkpoint import SafetensorsReader, parse_header
 from zo2core.protocols import BlockModel
-from zo2core.sources.base_digests import BaseDigests, SegmentDigest
+from zo2core.sources.base_digests import BaseDigests, SegmentDigest, verify_base
 from zo2core.sources.loader import laid_out_as_on_disk
 
 IDS = torch.randint(0, 50, (2, 6), generator=torch.Generator().manual_seed(0))

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import zo2core.planning.autotune
-from zo2core import BlockLayout, MemoryBudgetError, OptionError, ParameterSpec, PhiloxNoise, SegmentKind, shown_bytes
+from zo2core import BlockLayout, MemoryBudgetError, OptionError, ParameterSpec, PhiloxNoise, SegmentKind
 from zo2core.io.direct_file import STAGING
 from zo2core.kernels import apply_drawing
 from zo2core.planning.autotune import evaluation_seconds
 from zo2core.planning.host_budget import free_memory, parse_size, resident_memory
 from zo2core.planning.host_plan import plan_host
 from zo2core.sources.loader import READERS
-from zo2core.types import Program
+from zo2core.types import Program, shown_bytes
 
 MiB = 2**20
 

@@ -9,19 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from zo2core import (
-    FZOO,
-    Clipped,
-    Distribution,
-    EstimatorName,
-    Guarded,
-    MeZOSGD,
-    MultiQueryRGE,
-    NonFiniteLossError,
-    OptionError,
-    Update,
-)
+from zo2core import FZOO, Clipped, Distribution, Guarded, MeZOSGD, MultiQueryRGE, NonFiniteLossError, OptionError, Update
 from zo2core.estimators import ESTIMATORS as REGISTRY
+from zo2core.estimators import EstimatorName
 from zo2core.protocols import ZOEstimator
 
 ESTIMATORS: dict[str, Callable[[], ZOEstimator]] = {

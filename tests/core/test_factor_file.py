@@ -17,12 +17,12 @@ from models import make_batch, save_model, small_config
 from parity import assert_same_bits
 
 from zo2adapters import open_checkpoint
-from zo2core import JournalError, LowRankPerturbation, MeZOSGD, WriteBackPolicy, ZO2Warning, ZOEngine, kept_bytes_a_step
+from zo2core import JournalError, LowRankPerturbation, MeZOSGD, WriteBackPolicy, ZO2Warning, ZOEngine
 from zo2core.io.direct_file import RangedFile
 from zo2core.io.record_log import RecordFile
 from zo2core.journal import Journal
 from zo2core.kernels import apply_drawing
-from zo2core.perturbation import factor_store
+from zo2core.perturbation import factor_store, kept_bytes_a_step
 from zo2core.perturbation.factor_file import DATA, MANIFEST, sum_elements
 from zo2core.sweep.stacked_visitor import StackedVisitor
 from zo2core.types import Program

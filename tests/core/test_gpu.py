@@ -29,7 +29,6 @@ from zo2core import (
     MeZOSGD,
     MultiQueryRGE,
     PhiloxNoise,
-    Replay,
     ZOEngine,
 )
 from zo2core.errors import DeviceError
@@ -38,6 +37,7 @@ from zo2core.kernels import dispatch, philox
 from zo2core.kernels.low_bit import FP8
 from zo2core.perturbation import factor_store
 from zo2core.planning.device_plan import DevicePlan
+from zo2core.planning.low_bit import Replay
 from zo2core.protocols import Device
 from zo2core.types import Descend, Perturb, Program
 

@@ -26,8 +26,8 @@ from zo2core import (
     ZO2Warning,
     ZOEngine,
     ZOEstimator,
-    best_step,
 )
+from zo2core.estimators.run_health import best_step
 from zo2core.journal.update_record import decode, encode
 
 EPS = 1e-3

@@ -17,11 +17,9 @@ from models import CONFIGS, make_batch, save_model, small_config
 from zo2adapters import open_checkpoint
 from zo2core import (
     HostDevice,
-    Int8Rows,
     Journal,
     JournalError,
     MeZOSGD,
-    NF4Blocks,
     OptionError,
     ParameterSpec,
     PhiloxNoise,
@@ -30,6 +28,7 @@ from zo2core import (
     ZOEngine,
 )
 from zo2core.journal import digest
+from zo2core.types import Int8Rows, NF4Blocks
 
 MEZO = MeZOSGD(lr=1e-2, zo_eps=1e-3)
 BATCH = make_batch(40, [7, 5])

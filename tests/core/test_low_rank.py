@@ -39,15 +39,12 @@ from zo2core import (
     Clipped,
     DensePerturbation,
     Distribution,
-    Factors,
     HostDevice,
     HostPlan,
     JournalError,
-    Lane,
     LowRankPerturbation,
     MemoryPolicy,
     MeZOSGD,
-    Moved,
     MultiQueryRGE,
     OptionError,
     PerRowRGE,
@@ -62,8 +59,9 @@ from zo2core import (
     ZOEstimator,
 )
 from zo2core.kernels import apply_drawing
-from zo2core.perturbation import factor_store
+from zo2core.perturbation import Factors, Moved, factor_store
 from zo2core.planning.device_plan import DevicePlan
+from zo2core.types import Lane
 
 PROFILE = settings.default
 assert PROFILE is not None

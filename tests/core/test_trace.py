@@ -16,23 +16,14 @@ from traces import Recording, read_trace
 
 from zo2adapters import HFBlockModel, open_checkpoint
 from zo2adapters.cli import main
-from zo2core import (
-    HostDevice,
-    Lane,
-    MemoryPolicy,
-    MeZOSGD,
-    OutputError,
-    StepResult,
-    Trace,
-    WriteBackPolicy,
-    ZOEngine,
-)
+from zo2core import HostDevice, MemoryPolicy, MeZOSGD, OutputError, StepResult, Trace, WriteBackPolicy, ZOEngine
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_plan import HostPlan
 from zo2core.profiling.chrome_trace import Sweep
 from zo2core.profiling.timeline import Gathered, Passed, Span, Timeline, lane_uses
 from zo2core.protocols import Device
 from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.types import Lane
 
 STEPS = 3
 BLOCKS = 3

@@ -14,13 +14,10 @@ from hypothesis import strategies as st
 
 import zo2core.planning.autotune
 import zo2core.planning.write_interval
-from zo2core import (
-    BlockLayout,
-    OptionError,
-    ParameterSpec,
-    PhiloxNoise,
-    SegmentKind,
-    WriteBackPolicy,
+from zo2core import BlockLayout, OptionError, ParameterSpec, PhiloxNoise, SegmentKind, WriteBackPolicy
+from zo2core.kernels import apply_drawing
+from zo2core.planning.autotune import replay_seconds
+from zo2core.planning.write_interval import (
     choose_interval,
     interval_within,
     require_within,
@@ -28,8 +25,6 @@ from zo2core import (
     terabytes_written,
     write_back_interval,
 )
-from zo2core.kernels import apply_drawing
-from zo2core.planning.autotune import replay_seconds
 from zo2core.protocols import NoiseGenerator
 
 OPT_13B = 25_700_000_000  # bytes, in 16 bits

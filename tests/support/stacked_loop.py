@@ -12,13 +12,9 @@ from transformers import (
 )
 
 from zo2adapters.models.low_rank import LowRankModules
-from zo2core import (
-    Distribution,
-    Factors,
-    Moved,
-)
+from zo2core import Distribution
 from zo2core.kernels import fill
-from zo2core.perturbation import factor_store
+from zo2core.perturbation import Factors, Moved, factor_store
 
 EPS, LR = 1e-2, 1e-2
 

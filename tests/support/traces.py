@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zo2core import Lane
 from zo2core.profiling.chrome_trace import Sweep
 from zo2core.profiling.timeline import Passed, Span
+from zo2core.types import Lane
 
 
 class Recording(NamedTuple):

@@ -14,17 +14,9 @@ from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, preci
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
 from zo2adapters.trainers.worker_options import local_device, own_trace
-from zo2core import (
-    Journal,
-    JournalError,
-    MemoryPolicy,
-    OptionError,
-    Replayer,
-    Runner,
-    SnapshotReplayer,
-    Snapshots,
-    Workers,
-)
+from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Runner, Workers
+from zo2core.checkpoint import Snapshots
+from zo2core.engine import SnapshotReplayer
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers

@@ -26,7 +26,8 @@ from zo2adapters.trainers.demo_base import RECIPE, DemoTask, Recipe, prepare
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import METRICS, MODEL
 from zo2adapters.trainers.trainer import Trainer
-from zo2core import Runner, require_unused
+from zo2core import Runner
+from zo2core.checkpoint import require_unused
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from zo2adapters.ranges import require_between
 from zo2adapters.tasks.row_format import RowFormat
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
-from zo2core import NonFiniteLossError, OptionError, Runner, Workers, parse_size
+from zo2core import NonFiniteLossError, OptionError, Runner, Workers
+from zo2core.planning.host_budget import parse_size
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers

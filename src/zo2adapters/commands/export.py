@@ -7,7 +7,8 @@ from pathlib import Path
 
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.trainers.model_options import DtypeName
-from zo2core import OptionError, require_unused
+from zo2core import OptionError
+from zo2core.checkpoint import require_unused
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ import tyro
 from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2core import Journal, Snapshots
+from zo2core import Journal
+from zo2core.checkpoint import Snapshots
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,9 @@ from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
 from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
 from zo2adapters.trainers.options import evaluations_due
-from zo2core import OptionError, Replay, SequentialNoise, WriteBackPolicy, choose_low_bit_transfer, require_perturbation
+from zo2core import OptionError, SequentialNoise, WriteBackPolicy
+from zo2core.perturbation import require_perturbation
+from zo2core.planning.low_bit import Replay, choose_low_bit_transfer
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers

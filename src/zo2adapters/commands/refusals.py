@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from zo2core import DeviceError, MemoryBudgetError, OutputError, ZO2Error, reason
+from zo2core import DeviceError, MemoryBudgetError, OutputError, ZO2Error
+from zo2core.errors import reason
 
 # What the library calls an option, where the command line has another name for it.
 _FLAGS = {

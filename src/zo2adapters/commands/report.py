@@ -8,7 +8,9 @@ from typing import Annotated
 
 import tyro
 
-from zo2core import OptionError, OutputError, create_file, reason
+from zo2core import OptionError, OutputError
+from zo2core.errors import reason
+from zo2core.io.durable import create_file
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,18 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zo2adapters.commands.run_journal import metrics_of, read_journal
 from zo2adapters.trainers.metrics import Row, align_rows, row_of
 from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS
-from zo2core import (
-    Commit,
-    JournalError,
-    Lane,
-    MissingPackageError,
-    OptionError,
-    Update,
-    is_refused,
-    read_regular,
-    reason,
-    shown_bytes,
-)
+from zo2core import JournalError, MissingPackageError, OptionError, Update
+from zo2core.errors import reason
+from zo2core.estimators.run_health import is_refused
+from zo2core.io.durable import read_regular
+from zo2core.types import Commit, Lane, shown_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

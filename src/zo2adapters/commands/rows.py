@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from zo2adapters.ranges import LARGEST, require_between
-from zo2core import new_directory, require_unused
+from zo2core.checkpoint import require_unused
+from zo2core.checkpoint.writer import new_directory
 
 NEWLINE = b"\n"  # at each row's end, and nowhere else: JSON escapes it
 

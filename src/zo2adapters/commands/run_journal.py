@@ -7,7 +7,8 @@ from pathlib import Path
 
 from zo2adapters.trainers.metrics import align_rows
 from zo2adapters.trainers.run_directory import METRICS
-from zo2core import Journal, JournalError, read_regular
+from zo2core import Journal, JournalError
+from zo2core.io.durable import read_regular
 
 
 def read_journal(path: Path, *, run: Path | None = None, step: int | None = None) -> Journal:

@@ -13,7 +13,8 @@ from zo2adapters.trainers.model_options import RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources, RunOptions
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, require_new
 from zo2adapters.trainers.worker_options import own_rank
-from zo2core import OptionError, read_regular
+from zo2core import OptionError
+from zo2core.io.durable import read_regular
 
 
 @dataclass(frozen=True, kw_only=True)

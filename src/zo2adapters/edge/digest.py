@@ -6,7 +6,8 @@ import hashlib
 from pathlib import Path
 from typing import BinaryIO
 
-from zo2core import CheckpointError, open_no_follow, open_regular
+from zo2core import CheckpointError
+from zo2core.io.durable import open_no_follow, open_regular
 
 _MARK = b"zo2core sha256: "
 _LENGTH = len(_MARK) + hashlib.sha256().digest_size

@@ -30,16 +30,10 @@ from zo2adapters.edge.executorch_package import executorch
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.files import plain_config
-from zo2core import (
-    OptionError,
-    OutputError,
-    UnsupportedModelError,
-    ZO2Error,
-    create_file,
-    reason,
-    require_positive,
-    sync_path,
-)
+from zo2core import OptionError, OutputError, UnsupportedModelError, ZO2Error
+from zo2core.errors import reason
+from zo2core.estimators.inputs import require_positive
+from zo2core.io.durable import create_file, sync_path
 
 _LARGEST_SEED = 1 << 62  # of the first step: so many steps can follow
 _STATE = ("state_adapter", "state_seed")  # parts of the names that the exported program gives the state's buffers

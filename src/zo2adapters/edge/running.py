@@ -16,15 +16,9 @@ from zo2adapters.edge.digest import require_digest
 from zo2adapters.edge.executorch_package import executorch
 from zo2adapters.models.peft_kinds.files import write_adapter
 from zo2adapters.models.prepared_batch import check_batch
-from zo2core import (
-    IGNORE_INDEX,
-    Batch,
-    BatchError,
-    CheckpointError,
-    NonFiniteLossError,
-    OptionError,
-    reason,
-)
+from zo2core import Batch, BatchError, CheckpointError, NonFiniteLossError, OptionError
+from zo2core.errors import reason
+from zo2core.sweep.microbatch import IGNORE_INDEX
 
 _METHODS = ("step", "state", "restore", "frozen")
 _SEEDS = 1 << 63

@@ -16,7 +16,9 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from zo2core import Journal, JournalError, OutputError, Runner, copy_journal, reason, sync_path
+from zo2core import Journal, JournalError, OutputError, Runner, copy_journal
+from zo2core.errors import reason
+from zo2core.io.durable import sync_path
 
 JOURNAL = "journal.jsonl"
 _TOLD = ("pad_token_id", "bos_token_id", "eos_token_id", "problem_type")  # what trainers set in a model's config

@@ -11,7 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zo2adapters.models.precision import autocast_dtype
-from zo2core import BlockLayout, Encoding, ParameterSpec, SegmentKind, UnsupportedModelError
+from zo2core import BlockLayout, ParameterSpec, SegmentKind, UnsupportedModelError
+from zo2core.types import Encoding
 
 
 @dataclass(frozen=True, kw_only=True)

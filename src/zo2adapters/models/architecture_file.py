@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from zo2adapters.models.architecture import Architecture
-from zo2core import OptionError, open_regular, reason
+from zo2core import OptionError
+from zo2core.errors import reason
+from zo2core.io.durable import open_regular
 
 _LONGEST = 1 << 20  # bytes
 _NAMES = ("embedding", "head", "ignored")  # lists

@@ -41,17 +41,9 @@ from zo2adapters.models.quantized import EncodedTensor, Quantization, encodings_
 from zo2adapters.models.qwen import QWEN2, QWEN3
 from zo2adapters.models.skeleton import Bounds, OversizedError, build_skeleton
 from zo2adapters.models.vision import VISION_MODELS, HFVisionModel
-from zo2core import (
-    CheckpointError,
-    OptionError,
-    SafetensorsReader,
-    SavedForm,
-    TensorEntry,
-    UnsupportedModelError,
-    ZO2Error,
-    ZO2Warning,
-    find_tensors,
-)
+from zo2core import CheckpointError, OptionError, UnsupportedModelError, ZO2Error, ZO2Warning
+from zo2core.checkpoint import SafetensorsReader, TensorEntry, find_tensors
+from zo2core.types import SavedForm
 
 ARCHITECTURES: Mapping[str, Architecture] = {known.model_type: known for known in (OPT, LLAMA, QWEN2, QWEN3)}
 

@@ -14,7 +14,10 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from zo2core import CheckpointError, UnsupportedModelError, open_regular, reason, require_own_file
+from zo2core import CheckpointError, UnsupportedModelError
+from zo2core.checkpoint import require_own_file
+from zo2core.errors import reason
+from zo2core.io.durable import open_regular
 
 SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})  # what a model directory holds besides the weights
 

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from zo2core import CheckpointError, Piece, TensorEntry, UnsupportedModelError
+from zo2core import CheckpointError, UnsupportedModelError
+from zo2core.checkpoint import Piece, TensorEntry
 
 _MOVING = {  # operations that move whole rows, and compute nothing; the oldest transformers has no Split
     getattr(core_model_loading, name, None)

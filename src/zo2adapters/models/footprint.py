@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
-from zo2core import ROOMS
+from zo2core.sweep.activation_offload import ROOMS
 
 POSITION_BYTES = 8  # of a token: int64
 _FLOAT_BYTES = 4  # of a logit in float32: in which Hugging Face's losses take them, and log-softmax leaves them

@@ -17,7 +17,8 @@ from transformers import (
     PretrainedConfig,
 )
 
-from zo2core import IGNORE_INDEX, Batch, BatchError, OptionError
+from zo2core import Batch, BatchError, OptionError
+from zo2core.sweep.microbatch import IGNORE_INDEX
 
 
 @dataclass(frozen=True, kw_only=True)

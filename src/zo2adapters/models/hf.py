@@ -39,7 +39,9 @@ from zo2adapters.models.prepared_batch import (
 )
 from zo2adapters.models.stacked_loss import stacked_losses, whole_losses
 from zo2adapters.models.stubs import CallRecorder, CutError, Stub
-from zo2core import Batch, Encoding, Moved, SavedForm, TensorReader
+from zo2core import Batch, TensorReader
+from zo2core.perturbation import Moved
+from zo2core.types import Encoding, SavedForm
 
 
 class Activations(NamedTuple):

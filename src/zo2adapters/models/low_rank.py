@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
-from zo2core import Factors, Moved, UnsupportedModelError
+from zo2core import UnsupportedModelError
+from zo2core.perturbation import Factors, Moved
 
 _PROBED_STREAMS, _PROBED_ROWS = 2, 3
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from zo2adapters.models.architecture import Architecture, parameter_names
 from zo2adapters.models.conversion import parameter_pieces
-from zo2core import CheckpointError, Piece, TensorEntry, UnsupportedModelError, check_float, same_samples
+from zo2core import CheckpointError, UnsupportedModelError
+from zo2core.checkpoint import Piece, TensorEntry, check_float, same_samples
 
 
 class Matched(NamedTuple):

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from zo2core import IGNORE_INDEX, Batch, BatchError, UnsupportedModelError
+from zo2core import Batch, BatchError, UnsupportedModelError
+from zo2core.sweep.microbatch import IGNORE_INDEX
 
 _ROWS = 256  # of a mask that are looked at at a time: a whole one can be large
 

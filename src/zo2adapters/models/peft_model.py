@@ -27,7 +27,10 @@ from zo2adapters.models.peft_kinds.prefix import PrefixKind
 from zo2adapters.models.peft_kinds.reader import read_values
 from zo2adapters.models.peft_kinds.wrapped_layers import WRAPPED, put_value
 from zo2adapters.optional_package import optional_package
-from zo2core import CheckpointError, OptionError, open_regular, reason, require_own_file
+from zo2core import CheckpointError, OptionError
+from zo2core.checkpoint import require_own_file
+from zo2core.errors import reason
+from zo2core.io.durable import open_regular
 
 KINDS: Mapping[str, AdapterKind] = {kind.peft_type: kind for kind in (LoRAKind(), PrefixKind())}
 

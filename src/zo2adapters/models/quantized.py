@@ -16,16 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from zo2core import (
-    CheckpointError,
-    Encoding,
-    Float8Blocks,
-    Int8Rows,
-    NF4Blocks,
-    Piece,
-    TensorEntry,
-    UnsupportedModelError,
-)
+from zo2core import CheckpointError, UnsupportedModelError
+from zo2core.checkpoint import Piece, TensorEntry
+from zo2core.types import Encoding, Float8Blocks, Int8Rows, NF4Blocks
 
 NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 SUFFIXES = {  # of the tensors of a layer, by the encoding's name and the part's role

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from zo2adapters.ranges import require_at_least
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
-from zo2core import IGNORE_INDEX
+from zo2core.sweep.microbatch import IGNORE_INDEX
 
 Row = TypeVar("Row", covariant=True)
 

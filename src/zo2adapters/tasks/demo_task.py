@@ -16,7 +16,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from zo2core import DataError, open_no_follow
+from zo2core import DataError
+from zo2core.io.durable import open_no_follow
 
 LABELS = (" a", " b")  # docstring text, code: letters mean nothing yet, so that an untrained answer is a guess
 QUESTION = "\nKind:"  # follows the line in question; pre-training never reads it

@@ -16,7 +16,8 @@ from zo2adapters.tasks.language_modelling_task import LanguageModelling
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
 from zo2adapters.tasks.sharding import in_order, is_own_shard
 from zo2adapters.tasks.task import StepReport, TaskOptions, TrainingEngine
-from zo2core import Batch, OptionError, Runner, open_regular
+from zo2core import Batch, OptionError, Runner
+from zo2core.io.durable import open_regular
 
 
 class FunctionTask(LanguageModelling):

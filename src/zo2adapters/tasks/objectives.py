@@ -17,7 +17,9 @@ from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.rows import TokenizedRow
 from zo2adapters.tasks.scoring import LogLikelihood
-from zo2core import Batch, BatchError, predicted, require_positive
+from zo2core import Batch, BatchError
+from zo2core.estimators.inputs import require_positive
+from zo2core.sweep.microbatch import predicted
 
 PROMPT, ANSWER, REFERENCE = "prompt", "is_answer", "reference"  # keys of a batch that the model's forward does not take
 

@@ -17,7 +17,9 @@ from transformers import PreTrainedTokenizerBase
 from zo2adapters.ranges import require_at_least
 from zo2adapters.tasks.chat_template import render_chat
 from zo2adapters.tasks.row_format import RowFormat
-from zo2core import DataError, open_regular, reason
+from zo2core import DataError
+from zo2core.errors import reason
+from zo2core.io.durable import open_regular
 
 
 @dataclass(frozen=True, slots=True)

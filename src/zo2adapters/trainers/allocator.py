@@ -14,7 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from zo2core import HostPlan, MemoryPart
+from zo2core import HostPlan
+from zo2core.planning.memory_plan import MemoryPart
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _NEVER = -1  # read as the largest size

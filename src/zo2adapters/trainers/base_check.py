@@ -9,7 +9,9 @@ import torch
 from tqdm import tqdm
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import CheckpointError, Journal, decoded, verify_base
+from zo2core import CheckpointError, Journal
+from zo2core.kernels.encoding import decoded
+from zo2core.sources.base_digests import verify_base
 
 _CHUNK = 1 << 20  # elements read at a time
 

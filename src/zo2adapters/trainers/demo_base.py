@@ -22,7 +22,7 @@ from zo2adapters.tasks.demo_task import LABELS, pretraining_texts, question_rows
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.lr_schedules import Decay, LearningRate
 from zo2adapters.trainers.optimization import Optimization
-from zo2core import require_unused
+from zo2core.checkpoint import require_unused
 
 PAD = "<pad>"
 

@@ -9,30 +9,27 @@ from typing import Any
 from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2core import (
-    MOST_USEFUL_BUCKETS,
-    ROOMS,
-    CounterNoise,
     DensePerturbation,
     DevicePlan,
     HostPlan,
     Machine,
-    MeasuredSpeeds,
     MemoryPolicy,
     NoiseGenerator,
-    Perturbation,
-    Replay,
     RunRequest,
     SequentialNoise,
-    interval_within,
-    kept_bytes_a_step,
-    laid_out_as_on_disk,
-    low_bit_layout,
-    parse_size,
     plan,
-    shown_bytes,
-    streams_that_stay,
-    terabytes_written,
 )
+from zo2core.kernels.low_bit import low_bit_layout
+from zo2core.perturbation import Perturbation, kept_bytes_a_step
+from zo2core.planning.host_budget import parse_size
+from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS
+from zo2core.planning.low_bit import Replay
+from zo2core.planning.speeds import MeasuredSpeeds
+from zo2core.planning.write_interval import interval_within, terabytes_written
+from zo2core.protocols import CounterNoise
+from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sweep.activation_offload import ROOMS, streams_that_stay
+from zo2core.types import shown_bytes
 
 
 @dataclass(frozen=True)

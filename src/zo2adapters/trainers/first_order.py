@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from zo2adapters.ranges import require_at_least
-from zo2core import OptionError, require_positive, require_weight_decay
+from zo2core import OptionError
+from zo2core.estimators.inputs import require_positive, require_weight_decay
 
 if TYPE_CHECKING:
     from zo2adapters.trainers.options import RunOptions

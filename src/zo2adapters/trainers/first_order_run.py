@@ -21,18 +21,10 @@ from zo2adapters.trainers.run_method import Opening, RunMethod
 from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.snapshot_policy import SnapshotPolicy
 from zo2adapters.trainers.worker_options import local_device, own_trace
-from zo2core import (
-    DurableBackpropEngine,
-    HostPlan,
-    Journal,
-    MemoryPolicy,
-    OptionError,
-    Runner,
-    SegmentKind,
-    SnapshotReplayer,
-    Snapshots,
-    parse_size,
-)
+from zo2core import DurableBackpropEngine, HostPlan, Journal, MemoryPolicy, OptionError, Runner, SegmentKind
+from zo2core.checkpoint import Snapshots
+from zo2core.engine import SnapshotReplayer
+from zo2core.planning.host_budget import parse_size
 
 _GRAPH = 3  # forwards: what a block's or the head's graph takes, with its gradients, where a forward takes one
 

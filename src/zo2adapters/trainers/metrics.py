@@ -18,7 +18,9 @@ import psutil
 from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.allocator import peak_memory
 from zo2adapters.trainers.evaluations import Results, row_of_evaluation
-from zo2core import Batch, Commit, Journal, OutputError, Update, reason, shown_bytes
+from zo2core import Batch, Journal, OutputError, Update
+from zo2core.errors import reason
+from zo2core.types import Commit, shown_bytes
 
 Row = Mapping[str, Any]
 

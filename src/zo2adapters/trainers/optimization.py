@@ -14,15 +14,15 @@ from zo2core import (
     Clipped,
     DensePerturbation,
     Distribution,
-    EstimatorName,
     Guarded,
     LowRankPerturbation,
     NoiseGenerator,
     OptionError,
-    Perturbation,
     PhiloxNoise,
     ZOEstimator,
 )
+from zo2core.estimators import EstimatorName
+from zo2core.perturbation import Perturbation
 
 MOST_QUERIES = 1 << 16
 

@@ -18,14 +18,11 @@ from zo2adapters.trainers.live_metrics import TrackerName
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.model_options import DtypeName, PrecisionName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.optimization import Noise, Optimization
-from zo2core import (
-    EstimatorName,
-    OptionError,
-    Replay,
-    ZOEstimator,
-    parse_size,
-    require_positive,
-)
+from zo2core import OptionError, ZOEstimator
+from zo2core.estimators import EstimatorName
+from zo2core.estimators.inputs import require_positive
+from zo2core.planning.host_budget import parse_size
+from zo2core.planning.low_bit import Replay
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers

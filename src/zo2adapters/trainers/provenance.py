@@ -10,7 +10,9 @@ from typing import Any
 
 from zo2adapters.tasks.registry import function_file, names_model_loss
 from zo2adapters.trainers.options import TrainOptions
-from zo2core import DataError, OptionError, open_regular, reason
+from zo2core import DataError, OptionError
+from zo2core.errors import reason
+from zo2core.io.durable import open_regular
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

@@ -26,20 +26,12 @@ from filelock import FileLock, Timeout
 from zo2adapters.trainers.metrics import Row, align_rows
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.provenance import file_sha256
-from zo2core import (
-    BlockModel,
-    DataError,
-    EstimatorName,
-    Journal,
-    OptionError,
-    OutputError,
-    ZO2Error,
-    make_directory,
-    read_regular,
-    reason,
-    require_unused,
-)
-from zo2core import replace_file as replace_bytes
+from zo2core import BlockModel, DataError, Journal, OptionError, OutputError, ZO2Error
+from zo2core.checkpoint import require_unused
+from zo2core.errors import reason
+from zo2core.estimators import EstimatorName
+from zo2core.io.durable import make_directory, read_regular
+from zo2core.io.durable import replace_file as replace_bytes
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"

@@ -13,7 +13,8 @@ from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.worker_options import local_device, own_trace
-from zo2core import Journal, MemoryPolicy, Replayer, Workers, WriteBackPolicy, ZOEngine, ZOEstimator, parse_size
+from zo2core import Journal, MemoryPolicy, Replayer, Workers, WriteBackPolicy, ZOEngine, ZOEstimator
+from zo2core.planning.host_budget import parse_size
 
 
 def reserved_for(model: HFBlockModel, longest: BatchShape, optimization: Optimization, micro_rows: int | None) -> int:

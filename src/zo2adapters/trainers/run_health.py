@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from statistics import fmean, median
 
 from zo2adapters.trainers.options import TrainOptions
-from zo2core import DivergenceError, EstimatorName, StepResult, Update, ZO2Error, best_step
+from zo2core import DivergenceError, StepResult, Update, ZO2Error
+from zo2core.estimators import EstimatorName
+from zo2core.estimators.run_health import best_step
 
 LEAST_APPLIED = 0.5  # share of the weights that an update should change
 LEAST_FALL = 0.1  # of the loss, that the steps of a run should promise

@@ -10,7 +10,10 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
 from zo2adapters.tasks.row_files import Rows
 from zo2adapters.trainers.options import TrainOptions
-from zo2core import BlockLayout, DevicePlan, HostPlan, kept_bytes_a_step, shown_bytes, terabytes_written
+from zo2core import BlockLayout, DevicePlan, HostPlan
+from zo2core.perturbation import kept_bytes_a_step
+from zo2core.planning.write_interval import terabytes_written
+from zo2core.types import shown_bytes
 
 
 def notices(options: TrainOptions, model: HFBlockModel, data: Rows) -> list[str]:

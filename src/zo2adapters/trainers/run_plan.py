@@ -19,29 +19,25 @@ from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.run_engine import reserved_for
 from zo2core import (
     BlockLayout,
-    CounterNoise,
     HostDevice,
     HostPlan,
     LowRankPerturbation,
     Machine,
-    MeasuredSpeeds,
     MemoryPolicy,
     RunRequest,
     SequentialNoise,
     WriteBackPolicy,
-    aligned,
-    decoded,
-    evaluation_seconds,
-    flat_views,
-    kept_bytes_a_step,
-    laid_out_as_on_disk,
     plan,
-    replay_seconds,
-    scratch_bytes,
-    shown_bytes,
-    streamed_bytes,
-    terabytes_written,
 )
+from zo2core.kernels.encoding import decoded
+from zo2core.perturbation import kept_bytes_a_step
+from zo2core.planning.autotune import evaluation_seconds, replay_seconds
+from zo2core.planning.speeds import MeasuredSpeeds
+from zo2core.planning.write_interval import streamed_bytes, terabytes_written
+from zo2core.protocols import CounterNoise
+from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sources.scratch import scratch_bytes
+from zo2core.types import aligned, flat_views, shown_bytes
 
 _PROBED_PRODUCTS = 100_000_000_000  # in a block's matrices, of the forward probe
 _ROUNDS = 3  # at least; the best counts, since other programs slow a probe down tenfold and more

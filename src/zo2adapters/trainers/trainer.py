@@ -43,8 +43,8 @@ from zo2core import (
     Runner,
     ScratchError,
     Workers,
-    open_no_follow,
 )
+from zo2core.io.durable import open_no_follow
 
 _RESUMABLE = (CheckpointError, JournalError, OutputError, ScratchError)  # of a disk: once it is mended, the run goes on
 

@@ -25,16 +25,8 @@ from zo2adapters.trainers.run_directory import OPTIONS, RunDirectory, replace_fi
 from zo2adapters.trainers.run_plan import step_seconds
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import alone_on, is_first
-from zo2core import (
-    DivergenceError,
-    NonFiniteLossError,
-    OptionError,
-    OutputError,
-    Update,
-    Workers,
-    ZO2Error,
-    reason,
-)
+from zo2core import DivergenceError, NonFiniteLossError, OptionError, OutputError, Update, Workers, ZO2Error
+from zo2core.errors import reason
 
 LEARNING_RATES = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
 TABLE = "tune.json"  # in the output directory: what was tried, and what came of it

@@ -18,17 +18,10 @@ from zo2adapters.models.monolithic import MonolithicMeZO
 from zo2adapters.models.precision import Precision
 from zo2adapters.tasks.labelled import classifies, padding_of, rates_once
 from zo2adapters.trainers.base_check import require_finite_base
-from zo2core import (
-    IGNORE_INDEX,
-    Batch,
-    MemoryBudgetError,
-    MeZOSGD,
-    NonFiniteLossError,
-    OptionError,
-    ZOEngine,
-    free_memory,
-    shown_bytes,
-)
+from zo2core import Batch, MemoryBudgetError, MeZOSGD, NonFiniteLossError, OptionError, ZOEngine
+from zo2core.planning.host_budget import free_memory
+from zo2core.sweep.microbatch import IGNORE_INDEX
+from zo2core.types import shown_bytes
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zo2adapters.trainers.run_directory import OPTIONS
-from zo2core import OptionError, Workers, free_memory, open_regular, reason, resident_memory
+from zo2core import OptionError, Workers
+from zo2core.errors import reason
+from zo2core.io.durable import open_regular
+from zo2core.planning.host_budget import free_memory, resident_memory
 
 _SHARE = 0.9  # of the free memory
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from zo2core import new_directory
+from zo2core.checkpoint.writer import new_directory
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 FILE_PREFIX = "base_model.model."  # of the names of layers' parameters

@@ -22,7 +22,7 @@ from zo2adapters.models.peft_kinds.wrapped_layers import (
     wrap_layers,
     wrapped_layers,
 )
-from zo2core import decoded
+from zo2core.kernels.encoding import decoded
 
 _KNOWN_STARTS = (True, False, "gaussian")  # of matrices that need no weights of the base
 _MATRICES_OF_DORA = 4  # float32 ones that its forward has at a time: both products, the weights, and their sum

@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import save
 
 from zo2adapters.models.peft_kinds.kind import Inserted, OpenedAdapter
-from zo2core import CheckpointError, ParameterSpec, SafetensorsReader, TensorReader, parse_header
+from zo2core import CheckpointError, ParameterSpec, TensorReader
+from zo2core.checkpoint import SafetensorsReader
+from zo2core.checkpoint.reader import parse_header
 
 
 class AdapterReader:

@@ -26,7 +26,8 @@ from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.snapshot_policy import LARGEST_SHARE, SnapshotPolicy
-from zo2core import EstimatorName, Journal, OptionError
+from zo2core import Journal, OptionError
+from zo2core.estimators import EstimatorName
 from zo2core.io.record_log import from_line, to_line
 from zo2core.planning.host_plan import HostPlan, plan_host
 

@@ -15,7 +15,6 @@ from models import make_batch, save_model, small_config
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2core import (
-    Commit,
     DurableBackpropEngine,
     Journal,
     JournalError,
@@ -23,12 +22,12 @@ from zo2core import (
     OptionError,
     OutputError,
     Replayer,
-    Snapshot,
-    Snapshots,
     ZOEngine,
     branch_journal,
 )
+from zo2core.checkpoint import Snapshot, Snapshots
 from zo2core.io.record_log import to_line
+from zo2core.types import Commit
 
 peft: Any = pytest.importorskip("peft")
 
