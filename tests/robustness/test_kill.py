@@ -27,6 +27,7 @@ from typing import IO, Any, Literal, NamedTuple, NoReturn
 
 import pytest
 import torch
+from command_lines import environment
 from models import WORDS, save_model, save_tokenizer, small_config
 from runs import outcome
 
@@ -285,7 +286,12 @@ class Server:
         self._undisturbed: dict[Setup, Undisturbed] = {}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+                [sys.executable, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment(),
             )
         self.base = save_model(folder / "base", small_config("llama", vocab_size=len(WORDS), num_hidden_layers=3))
         save_tokenizer(self.base)
