@@ -85,6 +85,12 @@ class Parts(NamedTuple):
     host_plan: HostPlan | None  # None for passed parts
     device_plan: DevicePlan | None  # None where the device computes in host memory, and for passed parts
 
+    @property
+    def spare_bytes(self) -> int:
+        """Memory where forwards run that the plan has left over; 0 for passed parts."""
+        plan = self.host_plan if self.device_plan is None and self.device.in_place else self.device_plan
+        return 0 if plan is None else plan.spare
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:

@@ -57,8 +57,9 @@ def lora(**changes: Any) -> Any:
     return peft.LoraConfig(**{"r": 3, "lora_alpha": 16, "target_modules": ["q_proj", "up_proj"], **changes})
 
 
-def memory(buckets: int | None) -> MemoryPolicy:
-    return MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False))
+def memory(buckets: int | None, room: int = 1 << 28) -> MemoryPolicy:
+    """Memory for so many buckets, and so many bytes for what is kept between forward and backward."""
+    return MemoryPolicy(host=HostPlan((), 0, buckets, keep_noise=False), activations=room)
 
 
 def first_values(model: Any) -> dict[str, torch.Tensor]:
@@ -116,6 +117,7 @@ def assert_equal(engine: BackpropEngine, resident: Resident) -> None:
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     clip=st.sampled_from([None, 0.05]),
     buckets=st.sampled_from([None, 1, 2]),
+    room=st.sampled_from([1, 30_000, 100_000, 1 << 28]),
     overlap=st.booleans(),
     accumulated=st.integers(1, 3),
     options=st.sampled_from([{}, {"use_rslora": True}, {"init_lora_weights": False}, {"use_dora": True}]),
@@ -127,6 +129,7 @@ def test_a_step_is_that_of_the_resident_model(
     optimizer: str,
     clip: float | None,
     buckets: int | None,
+    room: int,
     overlap: bool,
     accumulated: int,
     options: dict[str, Any],
@@ -139,16 +142,16 @@ def test_a_step_is_that_of_the_resident_model(
     adapter = Adapter(config=lora(target_modules=TARGETS[model_type], **options), seed=1)
     model = open_checkpoint(base, adapter=adapter)
     resident = Resident(base, adapter.config, first_values(model), OPTIMIZERS[optimizer])
-    with BackpropEngine(model, OPTIMIZERS[optimizer], clip=clip, memory=memory(buckets), overlap=overlap) as engine:
+    with BackpropEngine(model, OPTIMIZERS[optimizer], clip=clip, memory=memory(buckets, room), overlap=overlap) as engine:
         for _ in range(3):
             expected = resident.step(micro_batches, clip)
             assert engine.step(micro_batches).loss == pytest.approx(expected, rel=1e-6)
             assert_equal(engine, resident)
 
 
-def make(base: Path, buckets: int | None = None, **options: Any) -> BackpropEngine:
+def make(base: Path, buckets: int | None = None, room: int = 1 << 28, **options: Any) -> BackpropEngine:
     model = open_checkpoint(base, adapter=Adapter(config=lora(init_lora_weights=False), seed=1))
-    return BackpropEngine(model, OPTIMIZERS["adamw"], memory=memory(buckets), **options)
+    return BackpropEngine(model, OPTIMIZERS["adamw"], memory=memory(buckets, room), **options)
 
 
 def trained(engine: BackpropEngine) -> dict[str, torch.Tensor]:
@@ -198,14 +201,45 @@ def test_blocks_are_read_at_most_twice_a_step_less_those_with_a_bucket(
 def test_what_has_no_room_on_the_way_passes_in_turns_with_the_same_bits(base: Path) -> None:
     batch = make_batch(40, [7, 5, 6, 4])
     outcomes = []
-    for room in ("1GiB", 1):
-        with make(base, micro_batch_size=1) as engine:
-            engine._method._room = 1 if room == 1 else engine._method._room
+    for room in (1 << 28, 1):
+        with make(base, room=room, micro_batch_size=1) as engine:
             losses = [engine.step(batch).loss for _ in range(2)]
             outcomes.append((losses, trained(engine)))
     (losses, values), (in_turns, others) = outcomes
     assert losses == in_turns
     assert all(torch.equal(values[name], others[name]) for name in values)
+
+
+class Counted:
+    """A model that counts the forwards of its blocks."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.forwards = [0] * (len(model.layouts) - 2)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def block(self, index: int, activations: Any) -> Any:
+        self.forwards[index] += 1
+        return self._model.block(index, activations)
+
+
+@pytest.mark.parametrize("buckets", [None, 1, 2])
+def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(base: Path, buckets: int | None) -> None:
+    batch, outcomes = make_batch(40, [7, 5, 6, 4]), {}
+    for room in (1, 40_000, 80_000, 1 << 28):
+        with make(base, buckets, room=room, micro_batch_size=2) as engine:
+            engine._method._model = forward = Counted(engine._model)
+            losses = [engine.step(batch).loss for _ in range(3)]
+            outcomes[room] = (forward.forwards, losses, [value.tolist() for value in trained(engine).values()])
+    assert outcomes[1][0] == [12] * 6, "three steps, two micro-batches, forward and backward"
+    assert outcomes[1 << 28][0] == [6] * 6
+    fewer, more = outcomes[40_000][0], outcomes[80_000][0]
+    assert fewer == sorted(fewer, reverse=True), "the last ones keep theirs"
+    assert more == sorted(more, reverse=True)
+    assert 36 < sum(more) < sum(fewer) < 72
+    assert all(outcome[1:] == outcomes[1][1:] for outcome in outcomes.values())
 
 
 def test_a_state_goes_on_with_the_same_bits(base: Path, tmp_path: Path) -> None:

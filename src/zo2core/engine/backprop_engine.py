@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +17,7 @@ from zo2core.methods.backprop import Backprop, OptimizerFactory
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import Device, DifferentiableModel, Forward
+from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.gradient_visitor import GradientVisits
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.types import Batch, GradientStepResult, SegmentKind
@@ -83,13 +83,17 @@ class BackpropEngine(AdapterRunner):
                     present=self._present_weights,
                     trained=self._trained,
                     leaves=_trained_leaves(model, self._trained),
+                    work=parts.work_buffer.memory,
                     streams=parts.device.streams,
                     timeline=parts.timeline,
                 ),
                 micro_batch_size=options.micro_batch_size,
                 commit=self._commit,
-                kept_bytes=partial(_kept_bytes, model),
-                room=parts.activation_bytes,
+                memory=GradientMemory(
+                    blocks=sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts),
+                    room=parts.activation_bytes,
+                    spare=parts.spare_bytes,
+                ),
             )
         except BaseException:
             self._close_refused()
@@ -209,8 +213,3 @@ def _trained_leaves(model: DifferentiableModel, trained: TrainedParameters) -> l
         own = {name: leaf for name, leaf in model.leaves(index).items() if name in trained.parameters}
         leaves.append({name: leaf.requires_grad_() for name, leaf in own.items()})
     return leaves
-
-
-def _kept_bytes(model: DifferentiableModel, batch: Batch) -> int:
-    """What a micro-batch keeps for the way back: what each block was given."""
-    return model.held_bytes(batch) * sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts)

@@ -14,6 +14,7 @@ from torch import nn
 from zo2core.errors import NonFiniteLossError, OptionError
 from zo2core.profiling import Sweep
 from zo2core.protocols import Forward, Objective
+from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.gradient_visitor import GradientVisits
 from zo2core.sweep.objective import MicroBatches, batches_of, cut
 from zo2core.sweep.trained_parameters import TrainedParameters
@@ -50,8 +51,7 @@ class Backprop:
         micro_batch_size: Rows of a micro-batch; None: batches run whole.
         commit: Called with a step's loss and norm of gradients right before the optimizer changes a parameter; what it
             raises refuses the step.
-        kept_bytes: What a prepared micro-batch keeps for the way back.
-        room: Bytes that micro-batches which pass the blocks together may keep; a single one always passes.
+        memory: What micro-batches may keep from their forward to their backward.
 
     Raises:
         OptionError: if the optimizer is none, or wants a closure; or ``clip`` is not above 0.
@@ -68,8 +68,7 @@ class Backprop:
         visits: GradientVisits,
         micro_batch_size: int | None,
         commit: Callable[[float, float], None],
-        kept_bytes: Callable[[Batch], int],
-        room: int,
+        memory: GradientMemory,
     ) -> None:
         if clip is not None and not (math.isfinite(clip) and clip > 0):
             raise OptionError("clip", found=repr(clip), expected="a norm above 0", remedy="leave it out to clip nothing")
@@ -82,8 +81,7 @@ class Backprop:
         self._visits = visits
         self._micro_batch_size = micro_batch_size
         self._commit = commit
-        self._kept_bytes = kept_bytes
-        self._room = room
+        self._memory = memory
 
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> GradientStepResult:
         """Take a step on a batch. See ``BackpropEngine.step``."""
@@ -108,22 +106,16 @@ class Backprop:
         prepared = list(self._sweeps.prepared(pieces.batches, runs))
         weights = _weights(pieces)
         outputs: list[torch.Tensor] = []
-        for start, stop in self._groups(prepared, together=weights is None):
-            known = None if weights is None else weights[start:stop]
-            visitor = self._visits.visitor(runs, prepared[start:stop], weights=known, joint_loss=pieces.loss)
+        for start, stop, graph_bytes in self._memory.groups(runs, prepared, together=weights is None):
+            visitor = self._visits.visitor(
+                runs,
+                prepared[start:stop],
+                weights=None if weights is None else weights[start:stop],
+                joint_loss=pieces.loss,
+                graph_bytes=graph_bytes,
+            )
             outputs += self._sweeps.run(visitor, visitor.order)[0]
         return float(pieces.loss(outputs))
-
-    def _groups(self, batches: Sequence[Batch], *, together: bool) -> Iterator[tuple[int, int]]:
-        """Micro-batches that pass the blocks together: as many as may keep their activations at a time."""
-        start, kept = 0, 0
-        for place, batch in enumerate(batches):
-            nbytes = self._kept_bytes(batch)
-            if place > start and kept + nbytes > self._room and not together:
-                yield start, place
-                start, kept = place, 0
-            kept += nbytes
-        yield start, len(batches)
 
     def _clipped(self, loss: float) -> float:
         """Clip the gradients; returns their norm before.

@@ -28,11 +28,6 @@ class HostPlan(MemoryPlan):
     buckets: int | None  # of a StreamedSource; None: every block is resident, in a PinnedSource
     keep_noise: bool  # z is held from one evaluation to the next
 
-    @property
-    def spare(self) -> int:
-        """Bytes of the budget that no part takes."""
-        return self.budget - self.nbytes
-
 
 def plan_host(
     layouts: Sequence[BlockLayout],

@@ -28,6 +28,11 @@ class MemoryPlan:
         """Bytes of all parts together."""
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def spare(self) -> int:
+        """Bytes of the budget that no part takes."""
+        return self.budget - self.nbytes
+
     def table(self) -> str:
         """The parts, one a line, and their sum."""
         rows = [*self.parts, MemoryPart("together", self.nbytes), MemoryPart("allowed", self.budget)]

@@ -4,6 +4,7 @@ Backward, a segment's forward runs again, with a graph, from the input that was 
 of its trained parameters and of its input, and the latter goes on to the segment before. The bits are those of autograd on
 the whole model: the same operations run on the same numbers, and gradients add up in the same order. This is gradient
 checkpointing (Chen et al., arXiv 1604.06174) with one segment a checkpoint, over blocks that are in memory one at a time.
+The last blocks keep their graphs where memory allows, and need no second forward.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from zo2core.errors import OptionError
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import flattened
+from zo2core.sweep.kept_graphs import KeptGraphs
 from zo2core.sweep.trained_parameters import PresentWeights, TrainedParameters
 from zo2core.types import Batch, BlockLayout, Lane
 
@@ -55,6 +57,7 @@ class GradientVisits:
     present: PresentWeights  # brings weights to where forwards read them
     trained: TrainedParameters  # takes gradients
     leaves: Sequence[Mapping[str, torch.Tensor]]  # of each segment: what its modules read trained parameters from, by name
+    work: torch.Tensor  # the memory that forwards read weights from
     streams: Streams
     timeline: Timeline
 
@@ -65,6 +68,7 @@ class GradientVisits:
         *,
         weights: Sequence[float] | None,
         joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+        graph_bytes: int,
     ) -> GradientVisitor:
         """The visitor of one sweep.
 
@@ -74,9 +78,11 @@ class GradientVisits:
             weights: Of each micro-batch's loss in the step's loss. None: ``joint_loss`` makes it of all that the head gave,
                 and the graphs of all heads are there at a time.
             joint_loss: The step's loss, 0-d, of what the head gave for each micro-batch; differentiable.
+            graph_bytes: Memory for graphs that blocks keep from their forward to their backward.
         """
         self.trained.begin_sweep()
-        return GradientVisitor(self, forward, batches, weights, joint_loss)
+        sizes = [forward.held_bytes(batch) for batch in batches]
+        return GradientVisitor(self, forward, batches, weights, joint_loss, KeptGraphs(self.work, graph_bytes, sizes))
 
 
 class GradientVisitor:
@@ -85,6 +91,7 @@ class GradientVisitor:
     Args:
         parts: What all sweeps share.
         forward, batches, weights, joint_loss: As ``GradientVisits.visitor`` takes them.
+        graphs: Keeps the graphs of the last blocks.
     """
 
     def __init__(
@@ -94,6 +101,7 @@ class GradientVisitor:
         batches: Sequence[Batch],
         weights: Sequence[float] | None,
         joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+        graphs: KeptGraphs,
     ) -> None:
         self._layouts = parts.layouts
         self._present = parts.present
@@ -105,6 +113,7 @@ class GradientVisitor:
         self._streams = [_Stream(batch) for batch in batches]
         self._weights = weights
         self._joint_loss = joint_loss
+        self._graphs = graphs
         users = [name for own in self._leaves for name in own]
         self._tied = {name for name in users if users.count(name) > 1}
         self._tied_sums: dict[
@@ -155,6 +164,7 @@ class GradientVisitor:
     def finish(self) -> None:
         """Let go of all that was kept, however the sweep ended."""
         self._streams.clear()
+        self._graphs.clear()
         self._tied_sums.clear()
 
     @torch.no_grad()
@@ -165,22 +175,31 @@ class GradientVisitor:
     def _run_forwards(self, index: int) -> None:
         """Run a segment's forward of each micro-batch, and keep what the next segment is given.
 
-        A graph is made and dropped at once: torch chooses kernels by what requires gradients, and some of them round
-        otherwise than those that it takes without a graph.
+        A graph is made even where it is dropped at once: torch chooses kernels by what requires gradients, and some of them
+        round otherwise than those that it takes without a graph.
         """
-        for stream in self._streams:
-            with torch.enable_grad():
-                if index == 0:
+        for number, stream in enumerate(self._streams):
+            if index == 0:
+                with torch.enable_grad():
                     values, nesting = flattened(self._forward.embed(stream.batch))
-                else:
-                    given = stream.inputs[index] if index >= self._first else stream.inputs.pop(index)
-                    before = [contents(value) for value in given.values]
-                    activations, _ = given.with_leaves()
-                    values, nesting = flattened(self._forward.block(index - 1, activations))
-                    self._require_alike(index, given, nesting, before)
+            else:
+                values, nesting = self._run_block(index, number, stream)
             places = {i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad}
             values = [value.detach() if place in places else value for place, value in enumerate(values)]
             stream.inputs[index + 1] = _Kept(values, nesting, places)
+
+    def _run_block(self, index: int, number: int, stream: _Stream) -> tuple[Sequence[Any], TreeSpec]:
+        """Run a block's forward of one micro-batch; keep its graph if there is room for it, else its input."""
+        given = stream.inputs.pop(index)
+        before = [contents(value) for value in given.values]
+        activations, inputs = given.with_leaves()
+        graph = self._graphs.record([value for value in given.values if isinstance(value, torch.Tensor)])
+        with torch.enable_grad(), graph.recorded():
+            values, nesting = flattened(self._forward.block(index - 1, activations))
+        self._require_alike(index, given, nesting, before)
+        if index >= self._first and not self._graphs.offer(graph, index, number, self._head - index, values, inputs):
+            stream.inputs[index] = given
+        return values, nesting
 
     def _turn(self) -> None:
         """Run the head of each micro-batch, and begin the way back from the step's loss."""
@@ -207,18 +226,26 @@ class GradientVisitor:
                 self._take(self._head, number, stream, inputs, [output], [gradient])
 
     def _backward(self, index: int) -> None:
-        """Run a segment's forwards again, with a graph, and take its gradients."""
+        """Take a segment's gradients: of the graph that was kept, else of one that its forward makes again."""
         for number, stream in enumerate(self._streams):
-            with torch.enable_grad():
-                if index == 0:
-                    inputs: dict[int, torch.Tensor] = {}
-                    out = self._forward.embed(stream.batch)
-                else:
-                    activations, inputs = stream.inputs.pop(index).with_leaves()
-                    out = self._forward.block(index - 1, activations)
-            values, _ = flattened(out)
+            values, inputs = self._graphs.pop(index, number) or self._run_again(index, stream)
             outputs = [values[place] for place in stream.gradients]
             self._take(index, number, stream, inputs, outputs, list(stream.gradients.values()))
+
+    def _run_again(self, index: int, stream: _Stream) -> tuple[Sequence[Any], Mapping[int, torch.Tensor]]:
+        """Run a segment's forward again, with a graph.
+
+        Returns:
+            What it gave, and the leaves of its graph by their place in what it was given.
+        """
+        inputs: Mapping[int, torch.Tensor] = {}
+        with torch.enable_grad():
+            if index == 0:
+                given = self._forward.embed(stream.batch)
+            else:
+                activations, inputs = stream.inputs.pop(index).with_leaves()
+                given = self._forward.block(index - 1, activations)
+        return flattened(given)[0], inputs
 
     def _take(
         self,

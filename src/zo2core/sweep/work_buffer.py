@@ -81,7 +81,7 @@ class WorkBuffer:
         tied, own = divide_tied(layouts)
         tied_names = {spec.name for spec in tied}
         tied_bytes = packed_bytes(tied)
-        work = device.empty(work_bytes(layouts))
+        self.memory = work = device.empty(work_bytes(layouts))  # what forwards read weights from
         walk = device.empty(unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place))
         self._low_bit = LowBitMemory(device.empty(low_bit_bytes(layouts)))
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
