@@ -275,8 +275,7 @@ def _assembled(
     )
     worker = _start_worker(device, opened)
     visits = _visits(run, source, buffer, activations, worker, landing)
-    for index, parameters in enumerate(buffer.parameters()):
-        model.bind(index, parameters)
+    buffer.bind(model.bind)
     return Parts(
         estimator=run.estimator,
         opened=opened.pop_all(),

@@ -400,12 +400,13 @@ class BlockModel(Forward, Protocol):
         """To which exported weights are rounded; None: they are written as they are stored."""
 
     def bind(self, index: int, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Make these tensors a segment's parameters, for good. Called once a segment; contents change from visit to visit.
+        """Make these tensors a segment's parameters, until they are bound anew; contents change from visit to visit.
 
         Args:
             index: The segment's position in visiting order.
             parameters: The name of each parameter that the segment owns or borrows, to a shaped view of the work buffer, in
-                the dtype of the forward. Different segments' share memory.
+                the dtype of the forward; different segments' share memory. Later the names of frozen ones alone, to views of
+                the bytes that the visited segment brought.
         """
 
 

@@ -24,10 +24,13 @@ from zo2core import (
     BatchError,
     CheckpointError,
     HostPlan,
+    LowRankPerturbation,
     MemoryPolicy,
+    MeZOSGD,
     NonFiniteLossError,
     OptionError,
     Replayer,
+    ZOEngine,
 )
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.types import Lane
@@ -240,6 +243,39 @@ def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(base: Path, b
     assert more == sorted(more, reverse=True)
     assert 36 < sum(more) < sum(fewer) < 72
     assert all(outcome[1:] == outcomes[1][1:] for outcome in outcomes.values())
+
+
+@pytest.mark.parametrize("data_begins_at", [0, 8])  # modulo 16: where products of float32 vectors round otherwise
+@pytest.mark.parametrize("rank", [None, 2])
+def test_weights_are_read_where_they_are_stored_with_the_same_bits(
+    data_begins_at: int, rank: int | None, tmp_path: Path
+) -> None:
+    directory = save_model(tmp_path / "base", small_config("llama", hidden_size=60, intermediate_size=96), torch.float32)
+    begin_data_at(directory / "model.safetensors", data_begins_at)
+    batch = {"input_ids": torch.tensor([[7]])}  # one token: matrices times a vector
+    outcomes = []
+    for buckets in (None, 1):
+        policy = MemoryPolicy(host=HostPlan((), 0, buckets, keep_noise=False))
+        if rank is None:
+            model = open_checkpoint(directory, adapter=Adapter(config=lora(init_lora_weights=False), seed=1))
+            engine: Any = BackpropEngine(model, OPTIMIZERS["adamw"], memory=policy)
+        else:
+            model = open_checkpoint(directory)
+            perturbation = LowRankPerturbation(rank=rank)
+            engine = ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3), memory=policy, perturbation=perturbation)
+        logits = TrainerLoss(model, lambda called, batch: called(**batch).logits[0, 0], adds_up=True)
+        with engine:
+            outcomes.append([output for outputs in engine.forwards([batch], logits) for output in outputs])
+    assert torch.equal(torch.stack(outcomes[0]), torch.stack(outcomes[1]))
+
+
+def begin_data_at(path: Path, offset: int) -> None:
+    """Write a file of safetensors again, its data beginning so many bytes behind a multiple of 16."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header, data = content[8 : 8 + length].rstrip(), content[8 + length :]
+    header = header.ljust(-(-len(header) // 16) * 16 + (offset - 8) % 16)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
 
 
 def test_a_state_goes_on_with_the_same_bits(base: Path, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ class BackpropEngine(AdapterRunner):
                     present=self._present_weights,
                     trained=self._trained,
                     leaves=_trained_leaves(model, self._trained),
-                    work=parts.work_buffer.memory,
+                    weights=parts.work_buffer.bound,
                     streams=parts.device.streams,
                     timeline=parts.timeline,
                 ),

@@ -57,7 +57,7 @@ class GradientVisits:
     present: PresentWeights  # brings weights to where forwards read them
     trained: TrainedParameters  # takes gradients
     leaves: Sequence[Mapping[str, torch.Tensor]]  # of each segment: what its modules read trained parameters from, by name
-    work: torch.Tensor  # the memory that forwards read weights from
+    weights: Sequence[Mapping[str, torch.Tensor]]  # of each segment: what its modules read since it was visited last
     streams: Streams
     timeline: Timeline
 
@@ -82,7 +82,7 @@ class GradientVisits:
         """
         self.trained.begin_sweep()
         sizes = [forward.held_bytes(batch) for batch in batches]
-        return GradientVisitor(self, forward, batches, weights, joint_loss, KeptGraphs(self.work, graph_bytes, sizes))
+        return GradientVisitor(self, forward, batches, weights, joint_loss, KeptGraphs(self.weights, graph_bytes, sizes))
 
 
 class GradientVisitor:
@@ -193,7 +193,7 @@ class GradientVisitor:
         given = stream.inputs.pop(index)
         before = [contents(value) for value in given.values]
         activations, inputs = given.with_leaves()
-        graph = self._graphs.record([value for value in given.values if isinstance(value, torch.Tensor)])
+        graph = self._graphs.record(index, [value for value in given.values if isinstance(value, torch.Tensor)])
         with torch.enable_grad(), graph.recorded():
             values, nesting = flattened(self._forward.block(index - 1, activations))
         self._require_alike(index, given, nesting, before)

@@ -1,13 +1,14 @@
 """Graphs that blocks keep from their forward to their backward, where memory allows, so that no forward is repeated.
 
-What autograd saves for a block's backward are activations and weights. The activations stay. The weights lie in the work
-buffer, which later blocks fill in between; when the sweep comes back to the block, the buffer has the block's weights again,
-at the same places. So a saved weight is kept as its place in the buffer, and read there when its backward runs.
+What autograd saves for a block's backward are activations and weights. The activations stay. The weights lie in memory that
+later blocks fill in between; when the sweep comes back to the block, its modules read its weights again, though perhaps from
+another place. So a saved weight is kept as a name and a place within it, and read there when its backward runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,12 +17,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class _Weight(NamedTuple):
-    """A saved tensor that lies in the work buffer."""
+    """A saved tensor that is a weight, or a view of one."""
 
+    name: str
+    offset: int  # from the weight's beginning, in bytes
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int  # in elements of its dtype, from the storage's beginning
 
 
 class _Activation(NamedTuple):
@@ -38,12 +40,15 @@ class KeptGraph:
     """What autograd saves for the backward of one forward.
 
     Args:
-        work: The memory that weights are read from, of any dtype.
+        weights: What the segment's modules read, by name, both when the forward runs and when its backward does.
         given: Tensors that are kept in any case.
     """
 
-    def __init__(self, work: torch.Tensor, given: Iterable[torch.Tensor]) -> None:
-        self._work = work
+    def __init__(self, weights: Mapping[str, torch.Tensor], given: Iterable[torch.Tensor]) -> None:
+        self._weights = weights
+        places = sorted((weight.data_ptr(), weight.nbytes, name) for name, weight in weights.items())
+        self._places = places
+        self._starts = [start for start, _, _ in places]
         self._given = {tensor.untyped_storage().data_ptr() for tensor in given}
         self._storages: dict[int, int] = {}  # bytes by address
 
@@ -59,16 +64,21 @@ class KeptGraph:
             yield
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
+        address = tensor.data_ptr()
+        if place := bisect_right(self._starts, address):
+            start, nbytes, name = self._places[place - 1]
+            if address < start + nbytes:
+                return _Weight(name, address - start, tensor.dtype, tensor.size(), tensor.stride())
         storage = tensor.untyped_storage()
-        if storage.data_ptr() == self._work.untyped_storage().data_ptr():
-            return _Weight(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
         self._storages[storage.data_ptr()] = storage.nbytes()
         return _Activation(tensor.detach(), tensor._version)
 
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         if isinstance(saved, _Weight):
-            whole = torch.empty(0, dtype=saved.dtype, device=self._work.device).set_(self._work.untyped_storage())
-            return whole.as_strided(saved.size, saved.stride, saved.offset)
+            weight = self._weights[saved.name]
+            start = weight.storage_offset() * weight.itemsize + saved.offset
+            view = torch.empty(0, dtype=saved.dtype, device=weight.device)
+            return view.set_(weight.untyped_storage(), start // saved.dtype.itemsize, saved.size, saved.stride)
         # Hooks take over autograd's own check.
         assert saved.tensor._version == saved.version, "a tensor that backward reads was changed in place"
         return saved.tensor
@@ -85,13 +95,13 @@ class KeptGraphs:
     """The graphs of a sweep's last blocks, for each of its streams.
 
     Args:
-        work: The memory that weights are read from, of any dtype.
+        weights: What each segment's modules read since it was visited last, by name.
         room: Bytes that graphs may take in all.
         sizes: For each stream, its size in any unit: graphs are taken to be proportional to it.
     """
 
-    def __init__(self, work: torch.Tensor, room: int, sizes: Sequence[int]) -> None:
-        self._work = work
+    def __init__(self, weights: Sequence[Mapping[str, torch.Tensor]], room: int, sizes: Sequence[int]) -> None:
+        self._weights = weights
         self._left = room
         self._size = sum(sizes)
         self._sizes = sizes
@@ -99,13 +109,14 @@ class KeptGraphs:
         self._kept: dict[tuple[int, int], _Block] = {}  # by block and stream
         self._keeps = False  # the block that runs now
 
-    def record(self, given: Iterable[torch.Tensor]) -> KeptGraph:
+    def record(self, block: int, given: Iterable[torch.Tensor]) -> KeptGraph:
         """The graph of a forward that runs next, to be recorded and then kept or dropped.
 
         Args:
+            block: Index of the block's segment.
             given: Tensors that are kept in any case.
         """
-        return KeptGraph(self._work, given)
+        return KeptGraph(self._weights[block], given)
 
     def offer(
         self, graph: KeptGraph, block: int, stream: int, blocks: int, values: Sequence[Any], inputs: dict[int, torch.Tensor]

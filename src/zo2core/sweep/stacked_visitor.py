@@ -15,7 +15,7 @@ from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.stream import run_stream
-from zo2core.sweep.work_buffer import WorkBuffer
+from zo2core.sweep.work_buffer import WorkBuffer, can_be_read
 from zo2core.types import Batch, Evaluation, Lane, ParameterSpec, SegmentKind
 from zo2core.updates import Trajectory
 
@@ -130,12 +130,14 @@ class StackedVisitor:
 
     def _shown(self, index: int, spec: ParameterSpec, theta: torch.Tensor) -> torch.Tensor:
         """The tensor that modules read a parameter from: its bytes themselves, or what was formed of them for this visit."""
-        if spec.encoding is None and not self._factors.forms(spec):
+        if can_be_read(spec, theta) and not self._factors.forms(spec):
             return theta.view(spec.shape)
         formed = self._buffer.shown(index, spec.name)
         if spec.encoding is not None:
             decode(spec, theta, formed, self._worker)
             theta = formed
+        elif not self._factors.forms(spec):
+            formed.copy_(theta.view(spec.shape))
         if self._factors.forms(spec):
             self._factors.form(spec, theta, formed, self._worker)
         return formed

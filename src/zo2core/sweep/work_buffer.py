@@ -1,7 +1,9 @@
 """The memory that a visit works in, allocated once: the work buffer, the noise buffer and cache-sized scratch.
 
-The work buffer's views are the model's parameters for good. Segments share its memory, one after the other. In the noise
-buffer weights that two segments use (tied ones) have a place of their own, so that their noise, once drawn, serves both.
+The work buffer's views are the model's parameters. Segments share its memory, one after the other. What a forward only
+reads, and reads as it is stored, is not copied: while a segment is visited, its modules read such weights from the store. In
+the noise buffer weights that two segments use (tied ones) have a place of their own, so that their noise, once drawn, serves
+both.
 
 Where the forward computes in another dtype than is stored, the work buffer has the rounded weights. Evaluations that walk
 from one to the next then need the weights of the last one unrounded: they walk in memory of their own. A weight of which a
@@ -10,7 +12,7 @@ device is given less than is stored is widened there, too, before it is perturbe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,6 +31,9 @@ from zo2core.types import (
     unrounded_bytes,
     work_bytes,
 )
+
+# Products of float32 vectors round otherwise where a matrix begins between two multiples of this, as tensors in a file may.
+_READ_ALIGNMENT = 16  # bytes
 
 
 class ParameterView(NamedTuple):
@@ -81,7 +86,7 @@ class WorkBuffer:
         tied, own = divide_tied(layouts)
         tied_names = {spec.name for spec in tied}
         tied_bytes = packed_bytes(tied)
-        self.memory = work = device.empty(work_bytes(layouts))  # what forwards read weights from
+        work = device.empty(work_bytes(layouts))
         walk = device.empty(unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place))
         self._low_bit = LowBitMemory(device.empty(low_bit_bytes(layouts)))
         self.keeps_noise = keep_noise and not isinstance(noise, CounterNoise)
@@ -128,15 +133,23 @@ class WorkBuffer:
             (stop - start for views in self.segments for view in views for start, stop in view.chunks), default=0
         )
 
-    def parameters(self) -> list[dict[str, torch.Tensor]]:
-        """Each segment's parameters, those it borrows too: shaped views of the work buffer, by name."""
-        return [
-            {view.spec.name: self.shown(index, view.spec.name) for view in (*views, *frozen)}
-            for index, (views, frozen) in enumerate(zip(self.segments, self._frozen, strict=True))
+    def bind(self, bind: Callable[[int, Mapping[str, torch.Tensor]], None]) -> None:
+        """Make the buffer's views the parameters of a model's modules.
+
+        Args:
+            bind: As ``BlockModel.bind``; called again for weights that are read from a store.
+        """
+        self._bind = bind
+        self.bound: list[dict[str, torch.Tensor]] = [  # what each segment's modules read since it was visited last, by name
+            {view.spec.name: view.work.view(view.spec.shape) for view in (*views, *frozen)}
+            for views, frozen in zip(self.segments, self._frozen, strict=True)
         ]
+        self._reads_stores = False
+        for index, parameters in enumerate(self.bound):
+            bind(index, parameters)
 
     def shown(self, index: int, name: str) -> torch.Tensor:
-        """Where a segment's forward reads one of its parameters: a shaped view of the work buffer."""
+        """The shaped view of the work buffer for one of a segment's parameters."""
         return next(
             view.work.view(view.spec.shape)
             for view in (*self.segments[index], *self._frozen[index])
@@ -144,9 +157,19 @@ class WorkBuffer:
         )
 
     def show(self, index: int, stores: Stores) -> None:
-        """Bring what a segment only reads into the buffer: decoded or rounded if need be, else as it is in the stores."""
+        """Let a segment's modules read what is frozen: from the store, or decoded or rounded into the buffer if need be."""
+        frozen = {}
         for view in self._frozen[index]:
-            _show(view, stores)
+            stored = stores[view.owner][view.position]
+            if can_be_read(view.spec, stored):
+                self._reads_stores = True
+                frozen[view.spec.name] = stored.view(view.spec.shape)
+            else:
+                _show(view, stores)
+                frozen[view.spec.name] = view.work.view(view.spec.shape)
+        if self._reads_stores and frozen:  # modules are other segments', too
+            self.bound[index].update(frozen)
+            self._bind(index, frozen)
 
     def take_over(self, index: int, stores: Stores) -> None:
         """Bring a segment's weights into the buffer as they are in the stores, or as a device is given them."""
@@ -194,6 +217,12 @@ class WorkBuffer:
             nbytes = length * dtype.itemsize
             self._scratch[key] = self._device.empty(nbytes)[:nbytes].view(dtype)
         return self._scratch[key]
+
+
+def can_be_read(spec: ParameterSpec, stored: torch.Tensor) -> bool:
+    """Whether a forward can read a weight where it is stored, with the bits that it would have in the work buffer."""
+    is_plain = spec.encoding is None and stored.dtype is spec.in_forward().dtype
+    return is_plain and stored.data_ptr() % _READ_ALIGNMENT == 0
 
 
 def _show(view: ParameterView, stores: Stores) -> None:
