@@ -3,9 +3,10 @@
     python tools/make_checkpoint.py smollm2-135m /tmp/smollm2-135m --dtype bfloat16
     python tools/bench_first_order.py /tmp/smollm2-135m --shapes 4x256,16x40 --output first-order.json
 
-Four sides take turns in one process: the stream with memory for the inputs of blocks alone, the stream with memory for all
-graphs, peft with gradient checkpointing, and peft with its graphs kept. All have the same adapter, batch and optimizer, and
-their losses have to be equal. Prints a table and JSON: medians, and ranges of ratios between neighbours.
+Four sides take turns in one process, whose allocator keeps freed memory as that of ``zo2 train`` does: the stream with memory
+for the inputs of blocks alone, the stream with memory for all graphs, peft with gradient checkpointing, and peft with its
+graphs kept. All have the same adapter, batch and optimizer, and their losses have to be equal. Prints a table and JSON:
+medians, and ranges of ratios between neighbours.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.trainers.allocator import keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import BackpropEngine, HostPlan, MemoryPolicy
 from zo2core.sweep.gradient_memory import GRAPH_FORWARDS
@@ -141,6 +143,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--output", type=Path, help="write JSON here")
     options = parser.parse_args()
+    keep_freed_memory()
     measured: dict[str, Any] = {
         "machine": machine(),
         "directory": options.directory.name,

@@ -24,6 +24,7 @@ from zo2adapters.tasks.scoring import LogLikelihood
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2core import (
     FZOO,
+    BackpropEngine,
     Batch,
     DataError,
     DensePerturbation,
@@ -225,6 +226,51 @@ class ZerothOrder:
         return ZerothOrderLearner(opened, engine, rows // self.queries)
 
 
+class BackpropLearner:
+    """An adapter trained by gradients over the stream."""
+
+    def __init__(self, model: HFBlockModel, lr: float) -> None:
+        self._model = model
+        self._engine = BackpropEngine(model, partial(torch.optim.AdamW, lr=lr, weight_decay=0.0), clip=1.0)
+
+    @property
+    def taken(self) -> int:
+        """What an earlier process did is lost with it."""
+        return self._engine.steps
+
+    def step(self, batch: Batch) -> None:
+        """Take one step, with gradients clipped to a norm of 1."""
+        self._engine.step(batch)
+
+    def score(self, questions: Questions) -> Score:
+        """Answer in as few sweeps as activations fit into memory."""
+        outputs = self._engine.forwards(questions.batches, LabelWords(self._model, questions.words))
+        return questions.score(torch.cat([rows for sweep in outputs for rows in sweep]))
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._engine.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedLoRA:
+    """First-order steps of a LoRA over the stream of blocks, at a constant learning rate.
+
+    A backward pass counts as two forwards, whether the graphs of blocks were kept or not.
+    """
+
+    name: str
+    opening: Mapping[str, Any]
+    lora: Mapping[str, Any]
+    lrs: tuple[float, ...] = (5e-4, 1e-3, 2e-3, 4e-3)
+    forwards: int = 3
+
+    def learner(self, model: Path, *, lr: float, seed: int, journal: Path, rows: int) -> Learner:
+        """Begin."""
+        adapter = Adapter(config=LoraConfig(**self.lora), seed=seed)
+        return BackpropLearner(open_checkpoint(model, adapter=adapter, **self.opening), lr)
+
+
 class AdamWLearner:
     """A whole model with gradients."""
 
@@ -354,6 +400,7 @@ VARIANTS: tuple[Variant, ...] = (
     # The steps of FZOO are divided, so that learning rates are lengths: a weight moves by lr / sqrt(8).
     ZerothOrder(name="fzoo-mixed", opening=IN_MIXED, noise=RADEMACHER, estimator=fzoo, lrs=FZOO_LRS, forwards=9),
     ZerothOrder(name="fzoo-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=fzoo, lrs=FZOO_LRS, forwards=9),
+    StreamedLoRA(name="lora-adamw-bfloat16", opening=IN_BFLOAT16, lora=LORA),
     AdamW(name="adamw-float32"),
 )
 

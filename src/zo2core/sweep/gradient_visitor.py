@@ -193,11 +193,12 @@ class GradientVisitor:
         given = stream.inputs.pop(index)
         before = [contents(value) for value in given.values]
         activations, inputs = given.with_leaves()
-        graph = self._graphs.record(index, [value for value in given.values if isinstance(value, torch.Tensor)])
+        blocks = self._head - index
+        graph = self._graphs.graph(index, number, blocks, [one for one in given.values if isinstance(one, torch.Tensor)])
         with torch.enable_grad(), graph.recorded():
             values, nesting = flattened(self._forward.block(index - 1, activations))
         self._require_alike(index, given, nesting, before)
-        if index >= self._first and not self._graphs.offer(graph, index, number, self._head - index, values, inputs):
+        if index >= self._first and not self._graphs.offer(graph, index, number, blocks, values, inputs):
             stream.inputs[index] = given
         return values, nesting
 

@@ -8,9 +8,9 @@ another place. So a saved weight is kept as a name and a place within it, and re
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -36,6 +36,29 @@ class _Activation(NamedTuple):
 _Saved: TypeAlias = _Weight | _Activation
 
 
+class ForwardGraph(Protocol):
+    """What autograd saves for the backward of one forward."""
+
+    def recorded(self) -> AbstractContextManager[object]:
+        """A context within which autograd saves tensors here."""
+
+
+class DroppedGraph:
+    """A graph whose backward never runs: nothing is kept, so that the forward takes no more memory than it would without."""
+
+    def recorded(self) -> AbstractContextManager[object]:
+        """See the contract."""
+        return saved_tensors_hooks(_drop, _never)
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    """Keep nothing of a tensor."""
+
+
+def _never(saved: None) -> torch.Tensor:
+    raise AssertionError("the backward of a graph that was dropped never runs")
+
+
 class KeptGraph:
     """What autograd saves for the backward of one forward.
 
@@ -57,11 +80,9 @@ class KeptGraph:
         """Bytes that the graph keeps in memory besides weights and what is kept in any case."""
         return sum(nbytes for address, nbytes in self._storages.items() if address not in self._given)
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Within this context, autograd saves tensors here."""
-        with saved_tensors_hooks(self._pack, self._unpack):
-            yield
+    def recorded(self) -> AbstractContextManager[object]:
+        """See the contract."""
+        return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         address = tensor.data_ptr()
@@ -103,30 +124,36 @@ class KeptGraphs:
     def __init__(self, weights: Sequence[Mapping[str, torch.Tensor]], room: int, sizes: Sequence[int]) -> None:
         self._weights = weights
         self._left = room
-        self._size = sum(sizes)
         self._sizes = sizes
         self._largest = 0.0  # bytes of a block's graph for each unit of size, the most that was seen
         self._kept: dict[tuple[int, int], _Block] = {}  # by block and stream
-        self._keeps = False  # the block that runs now
 
-    def record(self, block: int, given: Iterable[torch.Tensor]) -> KeptGraph:
-        """The graph of a forward that runs next, to be recorded and then kept or dropped.
-
-        Args:
-            block: Index of the block's segment.
-            given: Tensors that are kept in any case.
-        """
-        return KeptGraph(self._weights[block], given)
-
-    def offer(
-        self, graph: KeptGraph, block: int, stream: int, blocks: int, values: Sequence[Any], inputs: dict[int, torch.Tensor]
-    ) -> bool:
-        """Keep a graph if those of this block and of all later ones fit, for all streams; a block's are kept together.
+    def graph(self, block: int, stream: int, blocks: int, given: Iterable[torch.Tensor]) -> ForwardGraph:
+        """The graph of a forward that runs next: to be kept if those of all later blocks fit beside it, for all streams.
 
         Args:
-            graph: Recorded during the forward.
             block: Index of the block's segment.
             stream: Index of the stream; a block's come in order.
+            blocks: Number of blocks that still have to run, this one included.
+            given: Tensors that are kept in any case.
+        """
+        return KeptGraph(self._weights[block], given) if self._fits(stream, blocks) else DroppedGraph()
+
+    def offer(
+        self,
+        graph: ForwardGraph,
+        block: int,
+        stream: int,
+        blocks: int,
+        values: Sequence[Any],
+        inputs: dict[int, torch.Tensor],
+    ) -> bool:
+        """Keep a graph, or drop it if it proves too large.
+
+        Args:
+            graph: Of the forward that ran.
+            block: Index of the block's segment.
+            stream: Index of the stream.
             blocks: Number of blocks that still have to run, this one included.
             values: What the block gave, connected to the graph.
             inputs: Leaves of the graph, by their place in what the block was given.
@@ -134,13 +161,14 @@ class KeptGraphs:
         Returns:
             Whether it was kept.
         """
-        if stream == 0:
-            self._largest = max(self._largest, graph.nbytes / max(self._sizes[0], 1))
-            self._keeps = blocks * self._size * self._largest <= self._left
-        if self._keeps:
-            self._left -= graph.nbytes
-            self._kept[block, stream] = _Block(values, inputs)
-        return self._keeps
+        if not isinstance(graph, KeptGraph):
+            return False
+        self._largest = max(self._largest, graph.nbytes / max(self._sizes[stream], 1))
+        if not self._fits(stream, blocks):
+            return False
+        self._left -= graph.nbytes
+        self._kept[block, stream] = _Block(values, inputs)
+        return True
 
     def pop(self, block: int, stream: int) -> _Block | None:
         """A kept graph, which is then the caller's; None if it was not kept."""
@@ -149,3 +177,7 @@ class KeptGraphs:
     def clear(self) -> None:
         """Drop all graphs."""
         self._kept.clear()
+
+    def _fits(self, stream: int, blocks: int) -> bool:
+        sizes = (blocks - 1) * sum(self._sizes) + sum(self._sizes[stream:])
+        return sizes * self._largest <= self._left
