@@ -21,7 +21,7 @@ from stacked_loop import StackedLoop
 from threaded_device import ThreadedDevice, ThreadedStreams
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from zo2adapters import Adapter, MonolithicMeZO, open_checkpoint
+from zo2adapters import Adapter, MonolithicMeZO, Precision, open_checkpoint
 from zo2adapters.cli import main
 from zo2adapters.models.quantizer import quantize
 from zo2core import (
@@ -245,13 +245,37 @@ def test_first_values_are_pefts(start: bool | str, tmp_path: Path) -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    "options", [{"precision": "mixed"}, {"transfer_dtype": "bfloat16"}, {"head": "sequence-classification"}]
-)
-def test_an_adapter_goes_with_exact_precision_and_the_next_token(options: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"precision": Precision(stored=torch.float32)}, {"transfer_dtype": "bfloat16"}])
+def test_what_does_not_go_with_an_adapter_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
     with pytest.raises(OptionError, match="beside an adapter"):
-        open_checkpoint(base, adapter=Adapter(config=lora()), **options)  # type: ignore[arg-type]
+        open_checkpoint(base, adapter=Adapter(config=lora()), **options)
+
+
+def test_directions_beside_the_activations_of_a_mixed_adapter_are_refused(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama"), torch.bfloat16)
+    model = open_checkpoint(base, adapter=Adapter(config=lora()), precision="mixed")
+    estimator = MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False)
+    with pytest.raises(OptionError, match="exact precision beside the activations"):
+        ZOEngine(model, estimator, perturbation=LowRankPerturbation(rank=2))
+
+
+@pytest.mark.parametrize("buckets", [None, 1])
+def test_lora_in_mixed_precision_is_mezo_under_autocast(buckets: int | None, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=True), torch.bfloat16)
+    adapter = Adapter(config=lora(init_lora_weights=False), seed=1)
+    model = open_checkpoint(base, adapter=adapter, precision="mixed", dtype="bfloat16", loss_chunk=None)
+    whole = monolithic(base, adapter.config, values_of(model), ()).float()
+    loop = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-2, autocast=torch.bfloat16)
+    memory, batch = MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False)), make_batch(40, [7, 5])
+    with ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), memory=memory) as engine:
+        for _ in range(3):
+            [seed] = {evaluation.seed for evaluation in engine.ask()}
+            assert engine.step(batch).losses == loop.step(batch, seed).losses
+        trained = dict(whole.named_parameters())
+        for name, value in engine.parameters_now():
+            if "lora" in name:
+                assert torch.equal(value, trained[name]), name
 
 
 @pytest.mark.parametrize("option", ["replay", "write_back.every", "write_back.snapshot_every"])
@@ -336,7 +360,7 @@ def test_an_adapter_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (["--adapter", "missing.json"], "missing.json"),
         (["--adapter-frozen", "lora_A"], "--adapter-frozen"),
-        (["--adapter", "CONFIG", "--precision", "mixed"], "--precision"),
+        (["--adapter", "CONFIG", "--transfer-dtype", "bfloat16"], "--transfer-dtype"),
         (["--adapter", "CONFIG", "--snapshot-every", "2"], "--adapter"),
         (["--adapter", "CONFIG", "--write-back-every", "2"], "--write-back-every"),
         (["--adapter", "CONFIG", "--adapter-frozen", "lora_C"], "--adapter-frozen"),

@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CONFIGS, batches, make_batch, save_model, small_config
 from threaded_device import ThreadedDevice, ThreadedStreams
-from transformers import AutoModelForCausalLM, DogeConfig, Gemma3nTextConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DogeConfig,
+    Gemma3nTextConfig,
+    PreTrainedModel,
+)
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.frameworks.trainer_loss import TrainerLoss
@@ -78,8 +85,10 @@ def first_values(model: Any) -> dict[str, torch.Tensor]:
 class Resident:
     """transformers, peft and torch.optim on the whole model: the oracle."""
 
-    def __init__(self, base: Path, config: Any, values: Mapping[str, torch.Tensor], make: Any) -> None:
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    def __init__(
+        self, base: Path, config: Any, values: Mapping[str, torch.Tensor], make: Any, auto_class: Any = AutoModelForCausalLM
+    ) -> None:
+        self.model: PreTrainedModel = auto_class.from_pretrained(base, dtype="auto")
         peft.inject_adapter_in_model(config, self.model)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad = name in values
@@ -243,6 +252,63 @@ def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(base: Path, b
     assert more == sorted(more, reverse=True)
     assert 36 < sum(more) < sum(fewer) < 72
     assert all(outcome[1:] == outcomes[1][1:] for outcome in outcomes.values())
+
+
+@pytest.mark.parametrize("model_type", ["opt", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("room", [1, 1 << 28])
+def test_mixed_precision_is_that_of_autocast(model_type: str, dtype: torch.dtype, room: int, tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config(model_type, tie_word_embeddings=True), dtype)
+    config = lora(target_modules=TARGETS[model_type], init_lora_weights=False)
+    adapter = Adapter(config=config, seed=1)
+    model = open_checkpoint(base, adapter=adapter, precision="mixed", dtype="bfloat16", loss_chunk=None)
+    frozen = [spec for layout in model.layouts[1:-1] for spec in layout.parameters]
+    assert {spec.dtype for spec in frozen} == {dtype}, "what is only read is stored as the checkpoint has it"
+    resident = Resident(base, config, first_values(model), OPTIMIZERS["adamw"])
+    resident.model.float()
+    batch = make_batch(40, [7, 5])
+    with BackpropEngine(model, OPTIMIZERS["adamw"], memory=memory(1, room)) as engine:
+        for _ in range(3):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                expected = resident.step([batch], None)
+            assert engine.step(batch).loss == expected
+            assert_equal(engine, resident)
+
+
+def test_dora_in_mixed_precision_is_refused(base: Path) -> None:
+    with pytest.raises(OptionError, match="precision: found mixed with DoRA"):
+        open_checkpoint(base, adapter=Adapter(config=lora(use_dora=True)), precision="mixed")
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+@pytest.mark.parametrize("buckets", [None, 1])
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_an_adapter_beside_a_classifier_is_trained(family: str, buckets: int | None, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 20, "vocab_size": 40}
+    plain = small_config("llama", pad_token_id=0, num_hidden_layers=3) if family == "llama" else BertConfig(**sizes)
+    plain.num_labels = 3
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(plain).save_pretrained(tmp_path / "base")
+    config = lora(target_modules=["q_proj"] if family == "llama" else ["query", "dense"], init_lora_weights=False)
+    adapter = Adapter(config=config, seed=1)
+    model = open_checkpoint(tmp_path / "base", adapter=adapter, head="sequence-classification")
+    auto_class = AutoModelForSequenceClassification
+    resident = Resident(tmp_path / "base", config, first_values(model), OPTIMIZERS["adamw"], auto_class)
+    resident.model.eval()
+    batch = {**make_batch(40, [7, 5, 6]), "labels": torch.tensor([0, 2, 1])}
+    with BackpropEngine(model, OPTIMIZERS["adamw"], memory=memory(buckets)) as engine:
+        for _ in range(3):
+            resident.optimizer.zero_grad()
+            loss = resident.model(**batch).loss
+            loss.backward()
+            resident.optimizer.step()
+            assert engine.step(batch).loss == loss.item()
+            assert_equal(engine, resident)
+        engine.export(tmp_path / "adapter")
+    whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", dtype="auto")
+    with torch.inference_mode():
+        loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter").eval()
+        assert loaded(**batch).loss.item() == resident.model(**batch).loss.item()
 
 
 @pytest.mark.parametrize("data_begins_at", [0, 8])  # modulo 16: where products of float32 vectors round otherwise

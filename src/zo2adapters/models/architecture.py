@@ -41,6 +41,7 @@ def segment_layouts(
     encodings: Mapping[str, Encoding] = MappingProxyType({}),
     trained: Collection[str] | None = None,
     kept: Collection[str] = (),
+    stored: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> tuple[BlockLayout, ...]:
     """Assign every parameter of a model to a segment.
 
@@ -55,6 +56,7 @@ def segment_layouts(
         encodings: By parameter: in which it is stored; others are stored in their dtype.
         trained: Parameters that are trained, all others being frozen. None: all are.
         kept: Parameters of the layers that are to stay in memory: they are the embedding's, and layers borrow them.
+        stored: By parameter: the dtype in which it is stored if it is frozen and belongs to one layer.
 
     Raises:
         UnsupportedModelError: naming a parameter that lies under no declared part, or a weight of embedding,
@@ -83,6 +85,8 @@ def segment_layouts(
         for place, user in enumerate(users):
             modules = [model.get_submodule(alias.rpartition(".")[0]) for alias in aliases.get(user, ())]
             own = replace(spec, forward_dtype=autocast_dtype(modules, autocast))
+            if spec.frozen and name in stored and not {0, blocks + 1} & set(users):
+                own = replace(own, dtype=stored[name], forward_dtype=own.forward_dtype or spec.dtype)
             (borrowed if place else owned)[user].append(own)
     kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * blocks, SegmentKind.HEAD]
     names = ["embedding", *(f"block {i}" for i in range(blocks)), "head"]

@@ -92,8 +92,8 @@ def open_checkpoint(
         head: What the model ends in: "causal-lm", "masked-lm", "sequence-classification" (regression among it, as the config
             says), "token-classification" or "question-answering", each built by transformers' class of that name. The
             checkpoint has to hold its weights. Labels are what that class takes.
-        adapter: New parameters in peft's modules, which alone are trained, in float32; all others are only read. For causal
-            language models in exact precision.
+        adapter: New parameters in peft's modules, which alone are trained, in float32; all others are only read, as the
+            checkpoint stores them.
 
     Returns:
         The model, cut into segments. Nothing but headers was read, and the few bytes that say how matrices are encoded.
@@ -112,13 +112,11 @@ def open_checkpoint(
     if kind is not CAUSAL_LM and loss_chunk not in (None, "auto"):
         raise OptionError("loss_chunk", found=f"{loss_chunk} for {head}", expected="none", remedy="leave it out")
     chosen_config = None if adapter is None else peft_config(adapter)
-    if adapter is not None and (kind is not CAUSAL_LM or precision not in ("auto", "exact") or transfer_dtype != "stored"):
-        option, found = (
-            ("head", head) if kind is not CAUSAL_LM else ("precision", f"{precision}, transfer_dtype {transfer_dtype}")
-        )
-        expected = "a causal language model in exact precision beside an adapter, whose parameters are float32 anyway"
+    if adapter is not None and (transfer_dtype != "stored" or isinstance(precision, Precision)):
+        option, found = ("transfer_dtype", transfer_dtype) if transfer_dtype != "stored" else ("precision", repr(precision))
+        expected = "exact or mixed precision beside an adapter, and weights that travel as they are stored"
         raise OptionError(option, found=found, expected=expected, remedy="leave it out")
-    precision = precision if adapter is None else "exact"
+    precision = "exact" if adapter is not None and precision == "auto" else precision
     if adapter is not None and export_dtype != "auto":
         expected = "auto beside an adapter, which is exported as it is, in float32"
         raise OptionError("export_dtype", found=str(export_dtype), expected=expected, remedy="leave it out")
@@ -132,12 +130,20 @@ def open_checkpoint(
         precision = exact_where_encoded(precision, transfer_dtype)
     given = dtype != "auto"
     chosen = choose_precision(precision, _dtype(dtype, config, entries), given=given, transfer_dtype=transfer_dtype)
-    if adapter is not None and reads_images(config):
+    why_not = (
+        None if chosen_config is None or chosen.autocast is None else chosen_config.kind.why_not_mixed(chosen_config.config)
+    )
+    if why_not is not None:
+        raise OptionError(
+            "precision", found=f"{precision} with {why_not}", expected="exact precision", remedy="leave it out, or use LoRA"
+        )
+    model_class = HFHeadModel if kind is not CAUSAL_LM else HFVisionModel if reads_images(config) else HFBlockModel
+    if chosen_config is not None and model_class not in chosen_config.kind.model_classes:
         raise UnsupportedModelError(
-            f"model type {config.model_type}",
-            found="a model that reads images, and an adapter",
-            expected="a model of text alone beside an adapter",
-            remedy="train all of it, or a language model",
+            f"model type {config.model_type}, head {head}",
+            found=f"{chosen_config.kind.title} on a model that {'reads images' if kind is CAUSAL_LM else 'has this head'}",
+            expected="a causal language model of text alone",
+            remedy="use LoRA, or train all parameters",
         )
     skeleton = _build(directory, config, chosen.stored, kind, Bounds.of(entry.shape for entry in entries.values()))
     if isinstance(architecture, Path):
@@ -158,7 +164,7 @@ def open_checkpoint(
     pieces, encodings = encodings_of(matched.parameters, encoded)
     opened: OpenedAdapter | None = None
     if adapter is not None and chosen_config is not None:
-        base = partial(open_checkpoint, directory, dtype=dtype, architecture=architecture)
+        base = partial(open_checkpoint, directory, dtype=dtype, architecture=architecture, head=head)
         opened = inject(skeleton, adapter, chosen_config, base)
         pieces, encodings = by_wrapped_names(skeleton, pieces), by_wrapped_names(skeleton, encodings)
     weights = SafetensorsReader(pieces)
@@ -169,7 +175,6 @@ def open_checkpoint(
     if export_dtype != "auto":
         exported = _dtype(export_dtype, config, entries)
     companions = _companions(directory, skeleton, exported)
-    parts_of_it = (skeleton, architecture, weights, companions)
     options: dict[str, Any] = {
         "saved_form": SavedForm(parts, load_buffers(matched.buffers, skeleton)),
         "autocast": chosen.autocast,
@@ -178,17 +183,17 @@ def open_checkpoint(
         "export_dtype": exported if rounds else None,
         "encodings": encodings,
     }
-    if kind is not CAUSAL_LM:
-        return HFHeadModel(kind, *parts_of_it, **options)
-    chunk = _loss_chunk(config, chosen) if loss_chunk == "auto" else loss_chunk
-    if opened is None and reads_images(config):
-        return HFVisionModel(*parts_of_it, loss_chunk=chunk, **options)
+    if kind is CAUSAL_LM:
+        options["loss_chunk"] = _loss_chunk(config, chosen) if loss_chunk == "auto" else loss_chunk
+    first = () if kind is CAUSAL_LM else (kind,)
     if opened is None:
-        return HFBlockModel(*parts_of_it, loss_chunk=chunk, **options)
+        return model_class(*first, skeleton, architecture, weights, companions, **options)
     architecture = replace(architecture, embedding=(*architecture.embedding, *opened.inserted.embedding))
-    options |= {"loss_chunk": chunk, "trained": opened.trained, "kept": frozenset(opened.shapes)}
+    if chosen.autocast is not None:  # what is only read is stored as the checkpoint has it
+        options["stored"] = {name: some[0].entry.torch_dtype for name, some in pieces.items() if name not in opened.shapes}
+    options |= {"trained": opened.trained, "kept": frozenset(opened.shapes)}
     both = AdapterReader(weights, opened)
-    return opened.kind.model_class(opened, skeleton, architecture, both, companions, **options)
+    return opened.kind.model_classes[model_class](opened, *first, skeleton, architecture, both, companions, **options)
 
 
 def resolve_directory(path: Path | str) -> Path:

@@ -69,6 +69,7 @@ class HFBlockModel:
         encodings: By parameter: in which it is stored, to be read only; others are stored in their dtype.
         trained: Parameters that are trained, all others being frozen; None: all are.
         kept: Parameters of the layers that stay in memory, with the embedding.
+        stored: By parameter: the dtype in which it is stored if it is frozen and belongs to one layer.
 
     Raises:
         UnsupportedModelError: if the architecture's declaration does not fit the model.
@@ -93,6 +94,7 @@ class HFBlockModel:
         encodings: Mapping[str, Encoding] | None = None,
         trained: Collection[str] | None = None,
         kept: Collection[str] = (),
+        stored: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         self.config = skeleton.config
         self.layouts = segment_layouts(
@@ -104,6 +106,7 @@ class HFBlockModel:
             encodings=encodings or {},
             trained=trained,
             kept=kept,
+            stored=stored or {},
         )
         self.autocast = autocast
         self.transfer_dtype = transfer_dtype

@@ -80,7 +80,8 @@ def _terabytes(count: float) -> str:
 def _precision(options: TrainOptions, model: HFBlockModel) -> str:
     specs = [spec for layout in model.layouts for spec in layout.parameters]
     if any(spec.frozen for spec in specs):
-        return "precision: exact, an adapter in float32 on weights that are only read"
+        precision = "exact" if model.autocast is None else f"mixed, computed in {_name(model.autocast)}"
+        return f"precision: {precision}; an adapter in float32 on weights that are only read"
     stored = specs[0].dtype
     if model.autocast is not None:
         return f"precision: mixed, weights in {_name(stored)}, computed in {_name(model.autocast)}"

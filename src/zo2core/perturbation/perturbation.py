@@ -176,7 +176,8 @@ def _require_low_rank(model: BlockModel, estimator: ZOEstimator | None, noise: N
         raise _refusal(
             "noise", noise.name, "counter-based noise beside the activations", "pass PhiloxNoise(Distribution.GAUSSIAN)"
         )
-    for spec in trained(model.layouts):
+    # A parameter may be rounded in some of the segments that use it, and not in the one that owns it.
+    for spec in (spec for layout in model.layouts for spec in layout.used if not spec.frozen):
         if spec.is_rounded or spec.is_low_bit:
             raise _refusal(
                 "precision",

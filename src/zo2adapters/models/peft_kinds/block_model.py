@@ -1,16 +1,18 @@
-"""A Hugging Face model with an adapter of peft's in it: exports are adapters, in peft's files."""
+"""Hugging Face models with an adapter of peft's in them: exports are adapters, in peft's files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.files import plain_config, write_adapter
 from zo2adapters.models.peft_kinds.kind import OpenedAdapter
+from zo2adapters.models.vision import HFVisionModel
 from zo2core import Batch, UnsupportedModelError
 
 
@@ -19,7 +21,7 @@ class PeftBlockModel(HFBlockModel):
 
     Args:
         adapter: In the skeleton.
-        arguments: As for ``HFBlockModel``.
+        arguments: As for the class of the model without an adapter.
         options: The same.
     """
 
@@ -73,3 +75,18 @@ class PeftBlockModel(HFBlockModel):
     def forward_bytes(self, batch: Batch) -> int:
         """Give the bytes by formula. See the contract."""
         return super().forward_bytes(batch) + self.adapter.inserted.forward_bytes
+
+
+class PeftHeadModel(PeftBlockModel, HFHeadModel):
+    """A Hugging Face model with another head than a causal language model's, and an adapter."""
+
+
+class PeftVisionModel(PeftBlockModel, HFVisionModel):
+    """A Hugging Face language model that reads images, too, and an adapter."""
+
+
+WITH_ADAPTER: Mapping[type[HFBlockModel], Callable[..., HFBlockModel]] = {  # by the class of a model without one
+    HFBlockModel: PeftBlockModel,
+    HFHeadModel: PeftHeadModel,
+    HFVisionModel: PeftVisionModel,
+}

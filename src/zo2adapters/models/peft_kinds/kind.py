@@ -41,7 +41,8 @@ class AdapterKind(ABC):
     supported: ClassVar[frozenset[str]]  # options that decide first values, parameters or files, which speak for themselves
     accepted: ClassVar[str]  # in words: what is
     part_of_names: ClassVar[str]  # of some of its parameters, as an example
-    model_class: ClassVar[Callable[..., HFBlockModel]]  # takes an ``OpenedAdapter``, and what ``HFBlockModel`` takes
+    model_classes: ClassVar[Mapping[type[HFBlockModel], Callable[..., HFBlockModel]]]
+    """By the class of a model without an adapter: what takes an ``OpenedAdapter``, and what that class takes."""
 
     def unused_options(self, config: Any) -> list[str]:
         """Name the options that have a value, beside the default, that is not accepted."""
@@ -49,6 +50,10 @@ class AdapterKind(ABC):
 
     def why_not_stacked(self, config: Any) -> str | None:
         """What such adapters are called where directions cannot be beside their activations; None: they can."""
+        return self.title
+
+    def why_not_mixed(self, config: Any) -> str | None:
+        """What such adapters are called where mixed precision would give other bits than autocast; None: it does not."""
         return self.title
 
     @abstractmethod

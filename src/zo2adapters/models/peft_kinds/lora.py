@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
+from zo2adapters.models.peft_kinds.block_model import WITH_ADAPTER
 from zo2adapters.models.peft_kinds.kind import ADAPTER_NAME, AdapterKind, FirstValues, Inserted, OpenBase
 from zo2adapters.models.peft_kinds.wrapped_layers import (
     base_name,
@@ -51,7 +51,7 @@ class LoRAKind(AdapterKind):
     supported = frozenset({"init_lora_weights", "use_dora"})
     accepted = "LoRA or DoRA of linear layers alone, without dropout, whose matrices begin without weights of the base"
     part_of_names = "lora_A"
-    model_class: ClassVar[Callable[..., HFBlockModel]] = PeftBlockModel
+    model_classes: ClassVar[Mapping[type[HFBlockModel], Callable[..., HFBlockModel]]] = WITH_ADAPTER
 
     def unused_options(self, config: Any) -> list[str]:
         """See the contract."""
@@ -60,6 +60,10 @@ class LoRAKind(AdapterKind):
 
     def why_not_stacked(self, config: Any) -> str | None:
         """DoRA's forward divides by norms of the whole matrix, which each direction would have its own of."""
+        return "DoRA" if config.use_dora else None
+
+    def why_not_mixed(self, config: Any) -> str | None:
+        """DoRA's norms are of matrices before autocast casts them."""
         return "DoRA" if config.use_dora else None
 
     def insert(self, skeleton: PreTrainedModel, config: Any) -> Inserted:

@@ -7,7 +7,7 @@ values of tokens that are drawn at random, as the base computes them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, ClassVar
 
@@ -39,7 +39,7 @@ class PrefixKind(AdapterKind):
     supported = frozenset({"init_weights", "encoder_hidden_size"})  # the latter is of a projection, which there is not
     accepted = "prefix tuning of a causal language model, by virtual tokens, without prefix_projection"
     part_of_names = _ENCODER
-    model_class: ClassVar[Callable[..., HFBlockModel]] = PrefixBlockModel
+    model_classes: ClassVar[Mapping[type[HFBlockModel], Callable[..., HFBlockModel]]] = {HFBlockModel: PrefixBlockModel}
 
     def unused_options(self, config: Any) -> list[str]:
         """See the contract."""
