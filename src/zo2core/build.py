@@ -110,6 +110,7 @@ class RunOptions:
     perturbation: Perturbation | None = None  # None takes what the journal was begun with, else the weights
     workers: Workers | None = None  # None: this one is alone
     method: Mapping[str, Any] | None = None  # of first-order steps, for the journal's header; None takes none
+    trained_copies: int = 0  # of first-order steps: parameters, gradients, and what an optimizer keeps of each
 
     def takes_steps(self, estimator: ZOEstimator | None) -> bool:
         """Whether the run writes its journal: with an estimator or a first-order method."""
@@ -175,6 +176,7 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             write_back=options.write_back,
             replay=options.replay,
             overlap=options.overlap,
+            trained_copies=options.trained_copies,
         )
         spec, is_shared = _planned(request, run, MeasuredSpeeds(model.weights))
         if options.noise is None and not isinstance(run.noise, CounterNoise):

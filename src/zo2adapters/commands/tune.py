@@ -55,18 +55,11 @@ class Tune(RunOptions):
 
     def run(self) -> None:
         """Say what it takes, try, print a table after each round, and say how to go on with the best trial."""
-        from zo2adapters.trainers.tuning import LEARNING_RATES, tune
+        from zo2adapters.trainers.tuning import tune
 
         require_at_least("forwards", self.forwards, 1)
         if self.optimization.lr != Optimization().lr:
             raise OptionError("lr", found=repr(self.optimization.lr), expected="none", remedy="pass --learning-rates")
-        if self.first_order != RunOptions().first_order:
-            raise OptionError(
-                "method",
-                found=f"{self.first_order.method}",
-                expected="none: trials take zeroth-order steps",
-                remedy="leave it out, or compare runs of zo2 train --method with zo2 report",
-            )
         if self.steps != RunOptions().steps:
             raise OptionError(
                 "steps",
@@ -81,7 +74,7 @@ class Tune(RunOptions):
             best = tune(
                 options,
                 forwards=self.forwards,
-                learning_rates=self.learning_rates or LEARNING_RATES,
+                learning_rates=self.learning_rates,
                 zo_eps=self.zo_eps_to_try,
                 before=lambda schedule: print(_cost(schedule, options, workers), file=sys.stderr) if first else None,
                 told=lambda trials: print(_table(trials), file=sys.stderr) if first else None,
@@ -90,8 +83,9 @@ class Tune(RunOptions):
             )
         if not first:
             return
+        scale = "" if self.first_order.method else f", zo_eps {best.zo_eps:g}"
         print(
-            f"lr {best.lr:g}, zo_eps {best.zo_eps:g}: mean loss {best.loss:.4f} over the last steps of {best.steps}\n"
+            f"lr {best.lr:g}{scale}: mean loss {best.loss:.4f} over the last steps of {best.steps}\n"
             f"its run goes on with: zo2 train --resume {best.directory} --steps 1000"
         )
 

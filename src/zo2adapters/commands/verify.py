@@ -1,24 +1,35 @@
-"""``zo2 verify``: block by block against monolithic MeZO, bit for bit."""
+"""``zo2 verify``: block by block against the whole model, bit for bit."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.trainers.batching import MOST_ROWS
-from zo2adapters.trainers.model_options import ModelOptions, precision_of_run
+from zo2adapters.trainers.first_order import MethodName
+from zo2adapters.trainers.model_options import ModelOptions
 from zo2adapters.trainers.optimization import StepSize
-from zo2core import MeZOSGD
+from zo2core import MeZOSGD, OptionError
+
+if TYPE_CHECKING:
+    from zo2adapters.trainers.verification import Comparison  # a command line is read without transformers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Run a few steps block by block and as monolithic MeZO on your checkpoint, and compare every bit."""
+    """Run a few steps block by block and on the whole model with your checkpoint, and compare every bit."""
 
     model: str
     """Model directory with safetensors weights, or a hub id. The model is held in memory twice."""
     model_options: ModelOptions = field(default_factory=ModelOptions)
+    method: MethodName | None = None
+    """Compare first-order steps of an adapter with transformers, peft and torch.optim. By default, zeroth-order steps are
+    compared with MeZO on the whole model."""
+    adapter: Path | None = None
+    """With --method: the adapter to train, as for training."""
     steps: int = 3
     """Steps to take both ways."""
     batch_size: int = 2
@@ -32,31 +43,31 @@ class Verify:
     def run(self) -> None:
         """Compare; exit with 1 if a bit differs."""
         from zo2adapters.models.checkpoint import resolve_directory
-        from zo2adapters.trainers.verification import verify
+        from zo2adapters.trainers.first_order_verification import verify_first_order
+        from zo2adapters.trainers.verification import RandomBatches, verify
 
         require_at_least("steps", self.steps, 1)
         require_between("batch_size", self.batch_size, 1, MOST_ROWS)
         require_at_least("tokens", self.tokens, 2)
         require_between("seed", self.seed, 0, LARGEST - self.steps)
-        size, told = self.step_size, self.model_options
+        size, opening = self.step_size, self.model_options
+        if (self.method is None) != (self.adapter is None):
+            given, missing = ("method", "--adapter") if self.adapter is None else ("adapter", "--method")
+            found = str(self.method or self.adapter)
+            raise OptionError(given, found=found, expected=f"{missing} beside it", remedy="pass both, or leave it out")
         MeZOSGD(lr=size.lr, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses what is no number
         size.require_sane()
-        result = verify(
-            resolve_directory(self.model),
-            head=told.head,
-            architecture=told.architecture,
-            dtype=told.dtype,
-            precision=precision_of_run(told.precision, exact_mezo=True, on_cpu=True),
-            lr=size.lr,
-            zo_eps=size.zo_eps,
-            weight_decay=size.weight_decay,
-            steps=self.steps,
-            batch_size=self.batch_size,
-            tokens=self.tokens,
-            seed=self.seed,
-        )
+        batches = RandomBatches(steps=self.steps, rows=self.batch_size, tokens=self.tokens, seed=self.seed)
+        directory = resolve_directory(self.model)
+        if self.method is not None and self.adapter is not None:
+            result = verify_first_order(directory, opening, self.method, self.adapter, size, batches)
+            self._tell(result, "losses, gradient norms")
+        else:
+            self._tell(verify(directory, opening, size, batches), "losses, projected gradients")
+
+    def _tell(self, result: Comparison, scalars: str) -> None:
         if result.difference is not None:
             print(f"DIFFERENT: {result.difference}")
             sys.exit(1)
-        equal = f"losses, projected gradients and all {result.parameters} parameters"
+        equal = f"{scalars} and all {result.parameters} {'trained ' if self.method else ''}parameters"
         print(f"EQUAL over {result.steps} steps, bit for bit: {equal}")

@@ -12,6 +12,7 @@ from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.tasks.task import StepReport
+from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.evaluations import best_step
 from zo2adapters.trainers.first_order import METHODS
 from zo2adapters.trainers.lr_schedules import LearningRate
@@ -19,20 +20,24 @@ from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.run_method import Opening, RunMethod
 from zo2adapters.trainers.run_notices import storage
+from zo2adapters.trainers.run_plan import measured_forward_seconds
 from zo2adapters.trainers.snapshot_policy import SnapshotPolicy
 from zo2adapters.trainers.worker_options import local_device, own_trace
 from zo2core import DurableBackpropEngine, HostPlan, Journal, MemoryPolicy, OptionError, Runner, SegmentKind
 from zo2core.checkpoint import Snapshots
 from zo2core.engine import SnapshotReplayer
 from zo2core.planning.host_budget import parse_size
+from zo2core.sweep.gradient_memory import GRAPH_FORWARDS
 
-_GRAPH = 3  # forwards: what a block's or the head's graph takes, with its gradients, where a forward takes one
+FORWARDS = 3  # that a step costs: one, one more on the way back, and gradients of inputs, which cost another one
 
 
 class FirstOrderRun(RunMethod[DurableBackpropEngine]):
     """First-order steps of an adapter. See ``RunMethod``."""
 
     has_gradient = True
+    learning_rates = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
+    forwards = FORWARDS
 
     def __init__(self, options: TrainOptions) -> None:
         super().__init__(options)
@@ -43,18 +48,20 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
         )
         self._policy = SnapshotPolicy(options.storage.snapshot_every, time.perf_counter)
 
+    def step_seconds(self, model: HFBlockModel, shape: BatchShape) -> float:
+        """Forwards, as none is saved by a graph that is kept. See the contract."""
+        return FORWARDS * measured_forward_seconds(model, shape, running=self.options.batching.micro_batch_size)
+
+    def losses(self, engine: DurableBackpropEngine) -> list[float]:
+        """Those of the journal's commits. See the contract."""
+        return [commit.loss for commit in engine.journal.commits]
+
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
         """Memory for the input of each block, and for one segment's graph. See the contract."""
         batching, given = self.options.batching, self.options.storage.activation_memory
         rows, tokens = batching.shape(batching.batch_size * sequences, longest)
-        running = rows if batching.micro_batch_size is None else min(rows, batching.micro_batch_size)
-        blocks = sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts)
-        beside = model.adapter_bytes(running, 1) if isinstance(model, PeftBlockModel) else 0
-        graph = _GRAPH * forward_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
-        held = partial(expected_held_bytes, model.config, tokens=tokens)
-        least = blocks * held(running) + graph + beside
-        kept = (blocks * held(rows) + graph + beside) if given is None else parse_size(given)
-        return kept, least
+        kept, least = gradient_bytes(model, rows, tokens, batching.micro_batch_size)
+        return kept if given is None else parse_size(given), least
 
     def engine(self, opening: Opening) -> DurableBackpropEngine:
         """An engine at the last snapshot. See the contract."""
@@ -158,6 +165,26 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
     def _refusal(self, option: str, found: str, expected: str) -> OptionError:
         expected = f"{expected} with --method {self.options.first_order.method}"
         return OptionError(option, found=found, expected=expected, remedy="leave it out")
+
+
+def gradient_bytes(model: HFBlockModel, rows: int, tokens: int, micro_rows: int | None) -> tuple[int, int]:
+    """Memory for the input of each block, and for one segment's graph.
+
+    Args:
+        model: The model, with its adapter.
+        rows: Rows of a batch.
+        tokens: Tokens of a row.
+        micro_rows: Rows that run at a time; None: all of a batch.
+
+    Returns:
+        Bytes for all rows of a batch, and for those that run at a time.
+    """
+    running = rows if micro_rows is None else min(rows, micro_rows)
+    blocks = sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts)
+    beside = model.adapter_bytes(running, 1) if isinstance(model, PeftBlockModel) else 0
+    graph = GRAPH_FORWARDS * forward_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk) + beside
+    held = partial(expected_held_bytes, model.config, tokens=tokens)
+    return blocks * held(rows) + graph, blocks * held(running) + graph
 
 
 def parameters_at(snapshots: Snapshots, step: int) -> Mapping[str, torch.Tensor] | None:

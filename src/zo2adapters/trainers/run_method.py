@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.task import StepReport, TrainingEngine
+from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.options import Execution, TrainOptions
 from zo2core import HostPlan, Journal, Runner, Workers, ZO2Error
 
@@ -38,9 +39,23 @@ class RunMethod(ABC, Generic[EngineT]):
     """
 
     has_gradient: bool  # whether steps differentiate the objective
+    learning_rates: Sequence[float]  # to try where a user names none
 
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
+
+    @property
+    @abstractmethod
+    def forwards(self) -> int:
+        """What a step costs, in forwards of its batch."""
+
+    @abstractmethod
+    def step_seconds(self, model: HFBlockModel, shape: BatchShape) -> float:
+        """Expected seconds of a step on the CPU, all blocks in memory. The probes take a few seconds."""
+
+    @abstractmethod
+    def losses(self, engine: EngineT) -> list[float]:
+        """The loss of each step so far, before its update."""
 
     @abstractmethod
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:

@@ -163,6 +163,12 @@ class Trainer:
         """What a user should know of precision and data, a line each."""
         return notices(self.options, self._model, self._data)
 
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step so far, before its update."""
+        losses: list[float] = self._method.losses(self.engine)
+        return losses
+
     def divergence(self) -> str | None:
         """Say if the steps left nothing of the model, in a line; None if they did not."""
         verdict: str | None = self._method.verdict(self.engine)

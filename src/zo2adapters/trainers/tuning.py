@@ -20,15 +20,14 @@ from zo2adapters.tasks.row_files import read_rows
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.batch_shapes import RowShapes
 from zo2adapters.trainers.lr_schedules import Decay
+from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import OPTIONS, RunDirectory, replace_file, require_new
-from zo2adapters.trainers.run_plan import step_seconds
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import alone_on, is_first
-from zo2core import DivergenceError, NonFiniteLossError, OptionError, OutputError, Update, Workers, ZO2Error
+from zo2core import DivergenceError, NonFiniteLossError, OptionError, OutputError, Workers, ZO2Error
 from zo2core.errors import reason
 
-LEARNING_RATES = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
 TABLE = "tune.json"  # in the output directory: what was tried, and what came of it
 
 _FEWEST_STEPS = 4  # of a trial in its first round: fewer say nothing
@@ -45,10 +44,9 @@ class Trial:
     steps: int = 0
     loss: float = math.inf  # mean over its last steps; infinite where it diverged
 
-    def judged(self, updates: Sequence[Update]) -> Trial:
-        """The same trial after these updates."""
-        last = updates[int(len(updates) * (1 - _JUDGED)) :]
-        return replace(self, steps=len(updates), loss=fmean(update.losses[0] for update in last))
+    def judged(self, losses: Sequence[float]) -> Trial:
+        """The same trial after steps of these losses."""
+        return replace(self, steps=len(losses), loss=fmean(losses[int(len(losses) * (1 - _JUDGED)) :]))
 
     @property
     def row(self) -> dict[str, object]:
@@ -88,7 +86,7 @@ def tune(
     options: TrainOptions,
     *,
     forwards: int,
-    learning_rates: Sequence[float] = LEARNING_RATES,
+    learning_rates: Sequence[float] = (),
     zo_eps: Sequence[float] = (),
     before: Callable[[Schedule], object] = lambda schedule: None,
     told: Callable[[Sequence[Trial]], object] = lambda trials: None,
@@ -100,7 +98,7 @@ def tune(
     Args:
         options: Of the runs; ``output`` is the directory for all of them. The steps are what the budget allows.
         forwards: Forwards of a batch that all trials may take together.
-        learning_rates: To try.
+        learning_rates: To try; none: those that are usual for the method.
         zo_eps: Perturbation scales to try with each of them; none: that of the options.
         before: Given what all trials will take, before the first one begins.
         told: Told of all trials after each round.
@@ -132,13 +130,19 @@ def tune(
             expected="constant: the best trial is gone on with, and what ends cannot be lengthened",
             remedy="leave it out",
         )
+    method = method_of(replace(options, optimization=replace(options.optimization, lr=1.0)))  # each trial has its own
+    if method.has_gradient and zo_eps:
+        expected = f"none with --method {options.first_order.method}, which perturbs nothing"
+        raise OptionError("zo_eps_to_try", found=", ".join(map(str, zo_eps)), expected=expected, remedy="leave it out")
     scales = tuple(dict.fromkeys(zo_eps)) or (options.optimization.zo_eps,)
     trials = [
-        Trial(lr=lr, zo_eps=eps, directory=options.output / f"lr-{lr:g}-eps-{eps:g}")
-        for lr in dict.fromkeys(learning_rates)
+        Trial(
+            lr=lr, zo_eps=eps, directory=options.output / (f"lr-{lr:g}" if method.has_gradient else f"lr-{lr:g}-eps-{eps:g}")
+        )
+        for lr in dict.fromkeys(learning_rates or method.learning_rates)
         for eps in scales
     ]
-    rounds = planned_rounds(len(trials), forwards, options.optimization.evaluations)
+    rounds = planned_rounds(len(trials), forwards, method.forwards)
     if workers is not None:
         workers.require_same("trials", zlib.crc32(repr((forwards, [trial.directory.name for trial in trials])).encode()))
     if not is_first(workers):
@@ -147,7 +151,7 @@ def tune(
     asked = _begin(options, forwards, trials)
     if workers is not None and is_first(workers):
         workers.all_gather(None)
-    schedule = Schedule(len(trials), tuple(rounds), options.optimization.evaluations)
+    schedule = Schedule(len(trials), tuple(rounds), method.forwards)
     try:
         before(schedule)
     except ZO2Error:
@@ -206,7 +210,9 @@ def expected_seconds(options: TrainOptions, schedule: Schedule) -> float:
         labelled_for=model.config if options.takes_labels else None,
     )
     shape = RowShapes.of_rows(batching, data, None, seed=options.seed).step
-    return schedule.steps * step_seconds(model, shape, options.optimization, batching.micro_batch_size)
+    return schedule.steps * method_of(replace(options, optimization=replace(options.optimization, lr=1.0))).step_seconds(
+        model, shape
+    )
 
 
 def planned_rounds(trials: int, forwards: int, evaluations: int) -> list[int]:
@@ -261,7 +267,7 @@ def _lengthened(trial: Trial, options: TrainOptions, steps: int, label: str | No
             return replace(trial, steps=trainer.engine.version, loss=math.inf)
         if trainer.divergence() is not None:
             return replace(trial, steps=trainer.engine.version, loss=math.inf)
-        return trial.judged(trainer.engine.journal.updates)
+        return trial.judged(trainer.losses)
 
 
 def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial]) -> dict[str, Any]:

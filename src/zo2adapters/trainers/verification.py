@@ -15,9 +15,10 @@ from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.heads import head_of
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.monolithic import MonolithicMeZO
-from zo2adapters.models.precision import Precision
 from zo2adapters.tasks.labelled import classifies, padding_of, rates_once
 from zo2adapters.trainers.base_check import require_finite_base
+from zo2adapters.trainers.model_options import ModelOptions, precision_of_run
+from zo2adapters.trainers.optimization import StepSize
 from zo2core import Batch, MemoryBudgetError, MeZOSGD, NonFiniteLossError, OptionError, ZOEngine
 from zo2core.planning.host_budget import free_memory
 from zo2core.sweep.microbatch import IGNORE_INDEX
@@ -33,38 +34,32 @@ class Comparison:
     difference: str | None  # in words; None if every bit is equal
 
 
-def verify(
-    directory: Path,
-    *,
-    head: str = "causal-lm",
-    architecture: Path | None = None,
-    dtype: torch.dtype | str = "auto",
-    precision: Precision | str = "exact",
-    lr: float,
-    zo_eps: float,
-    weight_decay: float,
-    steps: int,
-    batch_size: int,
-    tokens: int,
-    seed: int,
-) -> Comparison:
+@dataclass(frozen=True, kw_only=True)
+class RandomBatches:
+    """The batches to compare on: random tokens, one batch a step."""
+
+    steps: int
+    rows: int  # a batch; the second half of the last one is padding, if there are several
+    tokens: int  # a row
+    seed: int
+
+    def batch(self, model: HFBlockModel, step: int) -> Batch:
+        """The batch of a 0-based step, with what the model's head learns from."""
+        vocabulary = model.config.get_text_config().vocab_size
+        batch = random_batch(vocabulary, self.rows, self.tokens, seed=self.seed + step)
+        return _labelled(batch, model.config, self.seed + step) if isinstance(model, HFHeadModel) else batch
+
+
+def verify(directory: Path, opening: ModelOptions, size: StepSize, batches: RandomBatches) -> Comparison:
     """Run both ways from one checkpoint over random batches and compare losses, projected gradients and all parameters.
 
     Memory: the whole model twice, and monolithic MeZO's temporaries.
 
     Args:
         directory: Model directory.
-        head: As ``open_checkpoint`` takes it: that of a language model, or one for classes or numbers of rows.
-        architecture: As ``open_checkpoint`` takes it.
-        dtype: Dtype of the weights; in mixed precision the dtype that is computed with.
-        precision: As ``open_checkpoint`` takes it.
-        lr: Learning rate.
-        zo_eps: Perturbation scale.
-        weight_decay: Weight decay.
-        steps: Steps to take both ways.
-        batch_size: Rows a batch; the second half of the last one is padding, if there are several.
-        tokens: Tokens a row.
-        seed: Seed of batches and directions.
+        opening: How the checkpoint is opened.
+        size: How far steps move the weights.
+        batches: What to compare on; their seed is that of the directions, too.
 
     Returns:
         The comparison.
@@ -73,24 +68,24 @@ def verify(
         OptionError: if the model does not take rows of so many tokens.
         MemoryBudgetError: if model and batch do not fit into the memory that is free.
     """
-    given: dict[str, Any] = {"architecture": architecture, "dtype": dtype, "precision": precision, "loss_chunk": None}
-    model = open_checkpoint(directory, head=head, **given)
-    _require_fit(model, batch_size, tokens)
+    precision = precision_of_run(opening.precision, exact_mezo=True, on_cpu=True)
+    given: dict[str, Any] = {"architecture": opening.architecture, "dtype": opening.dtype, "precision": precision}
+    model = open_checkpoint(directory, head=opening.head, loss_chunk=None, **given)
+    require_fit(model, batches)
     stored = model.layouts[0].parameters[0].dtype
-    whole = head_of(head).class_of(model.config).from_pretrained(directory, dtype=stored, trust_remote_code=False)
-    mono = MonolithicMeZO(whole, lr=lr, zo_eps=zo_eps, weight_decay=weight_decay, autocast=model.autocast)
+    whole = head_of(opening.head).class_of(model.config).from_pretrained(directory, dtype=stored, trust_remote_code=False)
+    numbers = {"lr": size.lr, "zo_eps": size.zo_eps, "weight_decay": size.weight_decay}
+    mono = MonolithicMeZO(whole, autocast=model.autocast, **numbers)
     count = sum(len(layout.parameters) for layout in model.layouts)
-    with ZOEngine(model, MeZOSGD(lr=lr, zo_eps=zo_eps, weight_decay=weight_decay)) as engine:
-        for step in range(steps):
-            batch = random_batch(model.config.get_text_config().vocab_size, batch_size, tokens, seed=seed + step)
-            if isinstance(model, HFHeadModel):
-                batch = _labelled(batch, model.config, seed + step)
+    with ZOEngine(model, MeZOSGD(**numbers)) as engine:
+        for step in range(batches.steps):
+            batch, seed = batches.batch(model, step), batches.seed + step
             try:
-                ours = engine.step(batch, seed=seed + step)
+                ours = engine.step(batch, seed=seed)
             except NonFiniteLossError:
                 require_finite_base(model, directory)
                 raise
-            theirs = mono.step(batch, seed + step)
+            theirs = mono.step(batch, seed)
             pairs = [(f"loss {i}", a, b) for i, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True))]
             pairs.append(("projected gradient", ours.projected_grads[0], theirs.projected_grads[0]))
             for name, a, b in pairs:
@@ -100,18 +95,24 @@ def verify(
         for name, tensor in engine.parameters_now():
             place = first_difference(tensor, reference[name].data)
             if place is not None:
-                return Comparison(steps, count, f"after {steps} steps, {name}{place}")
-    return Comparison(steps, count, None)
+                return Comparison(batches.steps, count, f"after {batches.steps} steps, {name}{place}")
+    return Comparison(batches.steps, count, None)
 
 
-def _require_fit(model: HFBlockModel, batch_size: int, tokens: int) -> None:
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def require_fit(model: HFBlockModel, batches: RandomBatches) -> None:
+    """Refuse what does not fit into the memory that is free, or into the model's positions.
+
+    Raises:
+        OptionError: if the model does not take rows of so many tokens.
+        MemoryBudgetError: if the model, twice, and a batch do not fit.
+    """
+    tokens, longest = batches.tokens, getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and tokens > longest:
         raise OptionError(
             "tokens", found=str(tokens), expected=f"at most {longest}, which the model takes", remedy="choose fewer"
         )
     weights = sum(layout.nbytes for layout in model.layouts)
-    needed, free = 2 * weights + activation_bytes(model.config, batch_size, tokens), free_memory()
+    needed, free = 2 * weights + activation_bytes(model.config, batches.rows, tokens), free_memory()
     if needed > free:
         raise MemoryBudgetError(
             "memory",

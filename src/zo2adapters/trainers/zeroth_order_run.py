@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.task import StepReport
+from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_engine import build_engine, replayer, reserved_bytes
 from zo2adapters.trainers.run_health import Watch, diverged, ruined
 from zo2adapters.trainers.run_method import Opening, RunMethod
 from zo2adapters.trainers.run_notices import storage, written_back
+from zo2adapters.trainers.run_plan import step_seconds
 from zo2core import DivergenceError, HostPlan, Journal, Runner, StepResult, ZO2Error, ZOEngine
 
 
@@ -16,11 +18,25 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
     """Zeroth-order steps. See ``RunMethod``."""
 
     has_gradient = False
+    learning_rates = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
 
     def __init__(self, options: TrainOptions) -> None:
         super().__init__(options)
         self._estimator = options.estimator()
         self._watch = Watch()
+
+    @property
+    def forwards(self) -> int:
+        """One for each evaluation. See the contract."""
+        return self.options.optimization.evaluations
+
+    def step_seconds(self, model: HFBlockModel, shape: BatchShape) -> float:
+        """Forwards, and updates. See the contract."""
+        return step_seconds(model, shape, self.options.optimization, self.options.batching.micro_batch_size)
+
+    def losses(self, engine: ZOEngine) -> list[float]:
+        """Those of each step's first evaluation. See the contract."""
+        return [update.losses[0] for update in engine.journal.updates]
 
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
         """Memory for the streams of a step. See the contract."""

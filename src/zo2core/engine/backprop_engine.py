@@ -22,6 +22,8 @@ from zo2core.sweep.gradient_visitor import GradientVisits
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.types import Batch, GradientStepResult, SegmentKind
 
+TRAINED_COPIES = 4  # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
+
 
 class BackpropEngine(AdapterRunner):
     """First-order fine-tuning, segment by segment, of parameters that stay in memory, over a base that is only read.
@@ -55,7 +57,14 @@ class BackpropEngine(AdapterRunner):
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
     ) -> None:
-        options = RunOptions(device=device, memory=memory, micro_batch_size=micro_batch_size, trace=trace, overlap=overlap)
+        options = RunOptions(
+            device=device,
+            memory=memory,
+            micro_batch_size=micro_batch_size,
+            trace=trace,
+            overlap=overlap,
+            trained_copies=TRAINED_COPIES,
+        )
         self._open(model, optimizer, clip, options)
 
     def _open(

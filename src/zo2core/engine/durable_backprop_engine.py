@@ -8,7 +8,7 @@ from typing import Any
 
 from zo2core.build import RunOptions
 from zo2core.checkpoint import Snapshot, Snapshots
-from zo2core.engine.backprop_engine import BackpropEngine
+from zo2core.engine.backprop_engine import TRAINED_COPIES, BackpropEngine
 from zo2core.errors import JournalError
 from zo2core.journal import Journal
 from zo2core.methods.backprop import OptimizerFactory
@@ -65,6 +65,7 @@ class DurableBackpropEngine(BackpropEngine):
             overlap=overlap,
             provenance=provenance,
             method=method,
+            trained_copies=TRAINED_COPIES,
         )
         self._open(model, optimizer, clip, options)
         self._lr = lr

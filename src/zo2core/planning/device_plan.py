@@ -40,6 +40,7 @@ def plan_device_memory(
     probes: int = 1,
     is_low_bit: bool = False,
     factors: int = 0,
+    trained: int = 0,
 ) -> DevicePlan:
     """Keep as many blocks on the device as fit.
 
@@ -55,6 +56,7 @@ def plan_device_memory(
         probes: Directions of an update: their z are held together while it is replayed.
         is_low_bit: Whether blocks that pass through are in the slots as they are carried, and not as they are stored.
         factors: Bytes of the factors of directions beside the activations.
+        trained: Bytes of trained parameters, their gradients and their optimizer's state.
 
     Raises:
         MemoryBudgetError: if the device is too small for any plan; it adds up what the smallest needs.
@@ -83,6 +85,7 @@ def plan_device_memory(
             ),
             MemoryPart("noise as it is drawn", (probes + 1) * drawn + scratch),
             *([MemoryPart("factors of directions", factors)] if factors else []),
+            *([MemoryPart("trained parameters, gradients, optimizer", trained)] if trained else []),
             MemoryPart("activations, reserved", activations),
         )
         return DevicePlan(parts, budget, kept, activations)

@@ -40,6 +40,7 @@ def plan_host(
     perturbs_in_place: bool = True,
     staging: int = 0,
     factors: int = 0,
+    trained: int = 0,
     neighbours: int = 1,
     sharers: int = 1,
 ) -> HostPlan:
@@ -56,6 +57,7 @@ def plan_host(
             are rounded.
         staging: Bytes for blocks as they are carried to a device.
         factors: Bytes of the factors of directions beside the activations.
+        trained: Bytes of trained parameters, their gradients and their optimizer's state.
         neighbours: Workers on this host: what is free is theirs together.
         sharers: Those of them that have resident blocks together: each counts its part.
 
@@ -86,6 +88,7 @@ def plan_host(
             *([MemoryPart("blocks as they are carried", staging)] if staging else []),
             MemoryPart("noise buffer" if keep_noise else "noise buffer: drawn again instead", noise if keep_noise else 0),
             *([MemoryPart("factors of directions", factors)] if factors else []),
+            *([MemoryPart("trained parameters, gradients, optimizer", trained)] if trained else []),
             MemoryPart("reading buffers", READERS * STAGING),
         )
         return HostPlan(parts, budget, buckets, keep_noise)

@@ -70,6 +70,7 @@ class MemoryPolicy:
         probes: int,
         is_low_bit: bool,
         factors: int,
+        trained: int = 0,
     ) -> DevicePlan | None:
         """The plan for a device's memory; None where it computes in host memory, or one thing is done after the other.
 
@@ -83,6 +84,7 @@ class MemoryPolicy:
             probes: As there.
             is_low_bit: As there.
             factors: As there.
+            trained: As there.
 
         Raises:
             OptionError: if a size was given that nothing would heed.
@@ -117,6 +119,7 @@ class MemoryPolicy:
             probes=probes,
             is_low_bit=is_low_bit,
             factors=factors,
+            trained=trained,
         )
 
 

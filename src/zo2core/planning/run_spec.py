@@ -17,7 +17,7 @@ from zo2core.planning.speeds import Speeds
 from zo2core.planning.write_interval import interval_of
 from zo2core.protocols import CounterNoise, NoiseGenerator
 from zo2core.sources.low_bit import staging_bytes
-from zo2core.types import BlockLayout
+from zo2core.types import BlockLayout, trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,8 @@ class RunRequest:
         write_back: None never writes.
         replay: Who replays for a device with memory of its own.
         overlap: Whether transfers and disk overlap with compute.
+        trained_copies: Copies of the trained parameters that a first-order method has beside the segments': parameters,
+            gradients, and what its optimizer keeps.
     """
 
     layouts: Sequence[BlockLayout]
@@ -51,6 +53,12 @@ class RunRequest:
     write_back: WriteBackPolicy | None = None
     replay: Replay = "auto"
     overlap: bool = True
+    trained_copies: int = 0
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of these copies."""
+        return self.trained_copies * sum(spec.nbytes for spec in trained(self.layouts))
 
     @property
     def changes_weights(self) -> bool:
@@ -128,6 +136,7 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
         probes=request.directions,
         is_low_bit=low_bit is not None,
         factors=0 if machine.on_host else factors,
+        trained=request.trained_bytes,
     )
     room = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
     waiting = memory.activation_bytes if room < memory.activation_bytes else 0
@@ -143,6 +152,7 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
             perturbs_in_place=request.perturb_in_place,
             staging=0 if low_bit is None else staging_bytes(layouts),
             factors=factors if machine.on_host else 0,
+            trained=request.trained_bytes if machine.in_place else 0,
             neighbours=machine.neighbours,
             sharers=machine.neighbours if machine.shares else 1,
         )
