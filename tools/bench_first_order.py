@@ -3,9 +3,9 @@
     python tools/make_checkpoint.py smollm2-135m /tmp/smollm2-135m --dtype bfloat16
     python tools/bench_first_order.py /tmp/smollm2-135m --shapes 4x256,16x40 --output first-order.json
 
-Four sides take turns in one process, whose allocator keeps freed memory as that of ``zo2 train`` does: the stream with memory
-for the inputs of blocks alone, the stream with memory for all graphs, peft with gradient checkpointing, and peft with its
-graphs kept. All have the same adapter, batch and optimizer, and their losses have to be equal. Prints a table and JSON:
+Four sides take turns in one process, whose allocator keeps freed memory as that of ``zo2 train`` does: the stream with
+memory for the inputs of blocks alone, the stream with memory for all graphs, peft with gradient checkpointing, and peft with
+its graphs kept. All have the same adapter, batch and optimizer, and their losses have to be equal. Prints a table and JSON:
 medians, and ranges of ratios between neighbours.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,17 +64,18 @@ class Resident:
             # What was mapped from a file lies where no allocator puts it, and products round otherwise there.
             parameter.data = values.get(name, parameter.data).clone()
         if checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            whole: Any = self.model
+            whole.gradient_checkpointing_enable({"use_reentrant": False})
             self.model.train()  # what makes transformers checkpoint; no module of these models drops anything
         self.optimizer = OPTIMIZER([parameter for parameter in self.model.parameters() if parameter.requires_grad])
 
-    def step(self, batch: dict[str, torch.Tensor]) -> float:
+    def step(self, batch: Mapping[str, torch.Tensor]) -> float:
         """One step; returns the loss."""
         self.optimizer.zero_grad()
         loss = self.model(**batch, use_cache=False).loss
         loss.backward()
         self.optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
 
 def first_values(model: HFBlockModel) -> dict[str, torch.Tensor]:

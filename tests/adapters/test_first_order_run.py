@@ -605,3 +605,70 @@ def test_streamed_blocks_give_the_same_run(here: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("zo2core.planning.run_spec.plan_host", planned)
     assert "1 blocks in memory at a time, only read" in done(*train("other")).err
     assert outcome("run")["adapter"] == outcome("other")["adapter"]
+
+
+@pytest.mark.parametrize("precision", ["exact", "mixed"])
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_verify_compares_with_the_resident_model(here: Path, method: str, precision: str) -> None:
+    more = ("--method", method, "--adapter", CONFIG, "--precision", precision, "--tokens", 6)
+    assert done("verify", "--model", "base", *more).out.startswith("EQUAL over 3 steps, bit for bit: losses, gradient norms")
+
+
+def test_verify_finds_a_difference(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "sgd", Forgetful)
+    ended = run_here("verify", "--model", "base", "--method", "sgd", "--adapter", CONFIG, "--tokens", 6)
+    assert ended.status == 1
+    assert ended.out.startswith("DIFFERENT: ")
+
+
+class Forgetful(torch.optim.SGD):
+    """An optimizer whose second instance takes larger steps."""
+
+    made = 0
+
+    def __init__(self, parameters: Any, lr: float, weight_decay: float) -> None:
+        Forgetful.made += 1
+        super().__init__(parameters, lr=lr * Forgetful.made, weight_decay=weight_decay)
+
+
+def test_tune_finds_a_rate_and_its_run_goes_on(here: Path) -> None:
+    common = ("--method", "adamw", "--model", "base", "--adapter", CONFIG, "--data", "rows.jsonl", "--batch-size", 3)
+    rates = ("--learning-rates", 1e-5, 1e-2)
+    told = done("tune", *common, *rates, "--forwards", 60, "--output", "tuned").out
+    assert told.startswith("lr 0.01: mean loss")
+    table = json.loads(Path("tuned/tune.json").read_text())
+    steps = table["results"][0]["steps"]
+    assert {row["run"] for row in table["results"]} == {"lr-1e-05", "lr-0.01"}
+    assert sum(row["steps"] for row in table["results"]) * 3 <= 60, "a step costs three forwards"
+    done("train", "--resume", "tuned/lr-0.01", "--steps", steps + 2)
+    done(*train("whole", data="rows.jsonl"), "--steps", steps + 2)
+    longer = adapter_of("tuned/lr-0.01")
+    assert all(torch.equal(value, longer[name]) for name, value in adapter_of("whole").items())
+    assert "--zo-eps-to-try" in refusal("tune", *common, *rates, "--zo-eps-to-try", 1e-3, "--output", "other")
+
+
+def test_plan_counts_gradients_and_reads(here: Path) -> None:
+    common = ("plan", "--model", "base", "--method", "adamw", "--adapter", CONFIG, "--data", "rows.jsonl", "--json")
+    planned = json.loads(done(*common).out)
+    parts = {part["name"]: part["nbytes"] for part in planned["host_plan"]["parts"]}
+    model = open_checkpoint("base", adapter=Adapter(config=CONFIG))
+    trained = sum(spec.nbytes for layout in model.layouts for spec in layout.parameters if not spec.frozen)
+    assert parts["trained parameters, gradients, optimizer"] == 4 * trained
+    assert parts["graphs of 2 of 2 blocks"] > 0
+    assert planned["read_bytes"] == planned["written_bytes"] == 0
+    told = done(*common[:-1]).out
+    assert "all in memory" in told
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_method_and_adapter_go_together(here: Path, command: str) -> None:
+    assert "--method" in refusal(command, "--model", "base", "--method", "adamw")
+    assert "--adapter" in refusal(command, "--model", "base", "--adapter", CONFIG)
+
+
+@pytest.mark.parametrize(
+    "more", [("--write-limit-tb", 1), ("--device-memory", "24GB"), ("--queries", 2), ("--replay", "host")]
+)
+def test_plan_refuses_what_has_no_effect_on_first_order_steps(here: Path, more: tuple[object, ...]) -> None:
+    told = refusal("plan", "--model", "base", "--method", "adamw", "--adapter", CONFIG, *more)
+    assert "on which it has no effect" in told

@@ -265,7 +265,8 @@ def test_lora_in_mixed_precision_is_mezo_under_autocast(buckets: int | None, tmp
     base = save_model(tmp_path / "base", small_config("llama", tie_word_embeddings=True), torch.bfloat16)
     adapter = Adapter(config=lora(init_lora_weights=False), seed=1)
     model = open_checkpoint(base, adapter=adapter, precision="mixed", dtype="bfloat16", loss_chunk=None)
-    whole = monolithic(base, adapter.config, values_of(model), ()).float()
+    whole: Any = monolithic(base, adapter.config, values_of(model), ())
+    whole.float()
     loop = MonolithicMeZO(whole, lr=1e-2, zo_eps=1e-2, autocast=torch.bfloat16)
     memory, batch = MemoryPolicy(host=HostPlan((), 1 << 40, buckets, keep_noise=False)), make_batch(40, [7, 5])
     with ZOEngine(model, MeZOSGD(lr=1e-2, zo_eps=1e-2), memory=memory) as engine:

@@ -265,7 +265,8 @@ def test_mixed_precision_is_that_of_autocast(model_type: str, dtype: torch.dtype
     frozen = [spec for layout in model.layouts[1:-1] for spec in layout.parameters]
     assert {spec.dtype for spec in frozen} == {dtype}, "what is only read is stored as the checkpoint has it"
     resident = Resident(base, config, first_values(model), OPTIMIZERS["adamw"])
-    resident.model.float()
+    whole: Any = resident.model
+    whole.float()
     batch = make_batch(40, [7, 5])
     with BackpropEngine(model, OPTIMIZERS["adamw"], memory=memory(1, room)) as engine:
         for _ in range(3):
@@ -284,17 +285,24 @@ def test_dora_in_mixed_precision_is_refused(base: Path) -> None:
 @pytest.mark.parametrize("buckets", [None, 1])
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_an_adapter_beside_a_classifier_is_trained(family: str, buckets: int | None, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 20, "vocab_size": 40}
+    sizes: Any = {
+        "hidden_size": 12,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 3,
+        "intermediate_size": 20,
+        "vocab_size": 40,
+    }
     plain = small_config("llama", pad_token_id=0, num_hidden_layers=3) if family == "llama" else BertConfig(**sizes)
     plain.num_labels = 3
     torch.manual_seed(0)
-    AutoModelForSequenceClassification.from_config(plain).save_pretrained(tmp_path / "base")
+    auto_class: Any = AutoModelForSequenceClassification
+    auto_class.from_config(plain).save_pretrained(tmp_path / "base")
     config = lora(target_modules=["q_proj"] if family == "llama" else ["query", "dense"], init_lora_weights=False)
     adapter = Adapter(config=config, seed=1)
     model = open_checkpoint(tmp_path / "base", adapter=adapter, head="sequence-classification")
-    auto_class = AutoModelForSequenceClassification
     resident = Resident(tmp_path / "base", config, first_values(model), OPTIMIZERS["adamw"], auto_class)
-    resident.model.eval()
+    classifier: Any = resident.model
+    classifier.eval()
     batch = {**make_batch(40, [7, 5, 6]), "labels": torch.tensor([0, 2, 1])}
     with BackpropEngine(model, OPTIMIZERS["adamw"], memory=memory(buckets)) as engine:
         for _ in range(3):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from zo2adapters.ranges import require_at_least, require_between
 from zo2adapters.trainers.batching import Batching
+from zo2adapters.trainers.first_order import MethodName
 from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
 from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
 from zo2adapters.trainers.options import evaluations_due
@@ -47,6 +48,10 @@ class Plan:
     """Bytes a second from the host to that GPU, and as many back at the same time. They are assumed, not measured."""
     json: bool = False
     """Print JSON instead of a table."""
+    method: MethodName | None = None
+    """Plan a run that trains an adapter by gradients, with this optimizer. By default, steps are zeroth-order."""
+    adapter: Path | None = None
+    """With --method: the adapter to train, as for training."""
     directions: Directions = field(default_factory=Directions)
     data: Path | None = None
     """JSONL file to train on, whose rows are tokenised to learn their lengths. Without it, rows have all the tokens that
@@ -87,6 +92,9 @@ class Plan:
                     remedy="name both files, or leave it out",
                 )
         require_at_least("steps", self.steps, 1)
+        if self.method is not None or self.adapter is not None:
+            self._plan_first_order()
+            return
         optimization = Optimization(**vars(self.directions))
         optimization.require_consistent()
         self.batching.require_valid()
@@ -135,6 +143,45 @@ class Plan:
             micro_rows=self.batching.micro_batch_size,
             write_limit_tb=self.write_limit_tb,
             workers=self.workers,
+            steps=self.steps,
+            evaluations=evaluations_due(self.steps, self.evaluate_every) if self.evaluation is not None else 0,
+        )
+        print(planned.to_json() if self.json else planned.table())
+
+    def _plan_first_order(self) -> None:
+        """Print the plan of a run that trains an adapter by gradients.
+
+        Raises:
+            OptionError: if one of method and adapter is missing, or an option has no effect on such a run.
+        """
+        from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
+        from zo2adapters.models.peft_model import Adapter
+        from zo2adapters.trainers.first_order_plan import plan_first_order_run
+
+        if self.method is None or self.adapter is None:
+            given, missing = ("method", "--adapter") if self.adapter is None else ("adapter", "--method")
+            found = str(self.method or self.adapter)
+            raise OptionError(given, found=found, expected=f"{missing} beside it", remedy="pass both, or leave it out")
+        for option in ("transfer_dtype", "replay", "write_limit_tb", "device_memory", "workers", "directions"):
+            if getattr(self, option) != getattr(Plan(model=self.model), option):
+                expected = f"no such option with --method {self.method}, on which it has no effect"
+                raise OptionError(option, found=str(getattr(self, option)), expected=expected, remedy="leave it out")
+        self.batching.require_valid()
+        directory, opening = resolve_directory(self.model), self.model_options
+        model = open_checkpoint(
+            directory,
+            head=opening.head,
+            architecture=opening.architecture,
+            dtype=opening.dtype,
+            precision=opening.precision,
+            adapter=Adapter(config=self.adapter),
+            loss_chunk=self.batching.loss_chunk or "auto",
+        )
+        planned = plan_first_order_run(
+            model,
+            self._shapes(model, directory),
+            memory=self.memory,
+            micro_rows=self.batching.micro_batch_size,
             steps=self.steps,
             evaluations=evaluations_due(self.steps, self.evaluate_every) if self.evaluation is not None else 0,
         )

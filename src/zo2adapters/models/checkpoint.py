@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -137,7 +137,9 @@ def open_checkpoint(
         raise OptionError(
             "precision", found=f"{precision} with {why_not}", expected="exact precision", remedy="leave it out, or use LoRA"
         )
-    model_class = HFHeadModel if kind is not CAUSAL_LM else HFVisionModel if reads_images(config) else HFBlockModel
+    model_class: type[HFBlockModel] = (
+        HFHeadModel if kind is not CAUSAL_LM else HFVisionModel if reads_images(config) else HFBlockModel
+    )
     if chosen_config is not None and model_class not in chosen_config.kind.model_classes:
         raise UnsupportedModelError(
             f"model type {config.model_type}, head {head}",
@@ -185,9 +187,10 @@ def open_checkpoint(
     }
     if kind is CAUSAL_LM:
         options["loss_chunk"] = _loss_chunk(config, chosen) if loss_chunk == "auto" else loss_chunk
-    first = () if kind is CAUSAL_LM else (kind,)
+    first: Sequence[Any] = () if kind is CAUSAL_LM else (kind,)
     if opened is None:
-        return model_class(*first, skeleton, architecture, weights, companions, **options)
+        without: Callable[..., HFBlockModel] = model_class
+        return without(*first, skeleton, architecture, weights, companions, **options)
     architecture = replace(architecture, embedding=(*architecture.embedding, *opened.inserted.embedding))
     if chosen.autocast is not None:  # what is only read is stored as the checkpoint has it
         options["stored"] = {name: some[0].entry.torch_dtype for name, some in pieces.items() if name not in opened.shapes}

@@ -187,7 +187,7 @@ def plan_run(
     of_evaluation = 0.0
     if shapes.evaluation is not None and evaluations:
         computing = shapes.evaluation_batches * measured_forward_seconds(model, shapes.evaluation, running=micro_rows)
-        sweeps = _sweeps(model, shapes, activations, micro_rows)
+        sweeps = evaluation_sweeps(model, shapes, activations, micro_rows)
         of_evaluation = max(computing + sweeps * (replay * queries * lag + decoding), sweeps * read_seconds)
     return RunPlan(
         host_plan=host_plan,
@@ -256,7 +256,7 @@ def _step_forward_seconds(
     return optimization.evaluations / stacked * measured_forward_seconds(model, stack, running=running)
 
 
-def _sweeps(model: HFBlockModel, shapes: RowShapes, activations: int, micro_rows: int | None) -> int:
+def evaluation_sweeps(model: HFBlockModel, shapes: RowShapes, activations: int, micro_rows: int | None) -> int:
     """Passes over the blocks that an evaluation takes: batches share one as far as activations may take memory."""
     shape, batches = shapes.evaluation, shapes.evaluation_batches
     assert shape is not None, "there is an evaluation"
@@ -288,6 +288,15 @@ def _factor_share(layouts: Sequence[BlockLayout], rank: int) -> float:
     return drawn / sum(spec.numel for spec in specs)
 
 
+def bind_probe(model: HFBlockModel) -> None:
+    """Bind the modules of embedding, head and one block to memory, the block's filled with a constant."""
+    for index in (0, 1, len(model.layouts) - 1):
+        specs = [spec.in_forward() for spec in model.layouts[index].used]
+        memory = HostDevice().host_memory(sum(aligned(spec.nbytes) for spec in specs))
+        views = zip(specs, flat_views(specs, memory), strict=True)
+        model.bind(index, {spec.name: (view.fill_(0.01) if index == 1 else view).view(spec.shape) for spec, view in views})
+
+
 def measured_forward_seconds(model: HFBlockModel, shape: BatchShape, *, running: int | None = None) -> float:
     """Measure the seconds of one forward: a block of the model runs on a batch of this shape, or on a part of it.
 
@@ -296,13 +305,8 @@ def measured_forward_seconds(model: HFBlockModel, shape: BatchShape, *, running:
         shape: Of the batch.
         running: Rows that run at a time; None: all.
     """
-    layout = model.layouts[1]
-    numel = sum(spec.numel for spec in layout.parameters)
-    for index in (0, 1, len(model.layouts) - 1):
-        specs = [spec.in_forward() for spec in model.layouts[index].used]
-        memory = HostDevice().host_memory(sum(aligned(spec.nbytes) for spec in specs))
-        views = zip(specs, flat_views(specs, memory), strict=True)
-        model.bind(index, {spec.name: (view.fill_(0.01) if index == 1 else view).view(spec.shape) for spec, view in views})
+    numel = sum(spec.numel for spec in model.layouts[1].parameters)
+    bind_probe(model)
     rows, tokens = min(shape.rows, running or shape.rows), max(round(shape.tokens), 1)
     probed_rows = min(rows, max(_PROBED_PRODUCTS // (numel * tokens), 1))
     probed_tokens = min(tokens, max(_PROBED_PRODUCTS // (numel * probed_rows), 1))

@@ -188,7 +188,7 @@ class GradientVisitor:
             values = [value.detach() if place in places else value for place, value in enumerate(values)]
             stream.inputs[index + 1] = _Kept(values, nesting, places)
 
-    def _run_block(self, index: int, number: int, stream: _Stream) -> tuple[Sequence[Any], TreeSpec]:
+    def _run_block(self, index: int, number: int, stream: _Stream) -> tuple[list[Any], TreeSpec]:
         """Run a block's forward of one micro-batch; keep its graph if there is room for it, else its input."""
         given = stream.inputs.pop(index)
         before = [contents(value) for value in given.values]

@@ -1,0 +1,119 @@
+"""What a run of first-order steps would take: memory, reads and seconds, from headers and quick probes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.trainers.allocator import with_kept_memory
+from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
+from zo2adapters.trainers.first_order_run import FORWARDS, gradient_bytes
+from zo2adapters.trainers.run_plan import (
+    RunPlan,
+    bind_probe,
+    decoding_seconds,
+    evaluation_sweeps,
+    measured_forward_seconds,
+)
+from zo2core import Machine, MemoryPolicy, PhiloxNoise, RunRequest, plan
+from zo2core.engine.backprop_engine import TRAINED_COPIES
+from zo2core.planning.memory_plan import MemoryPart
+from zo2core.planning.speeds import MeasuredSpeeds
+from zo2core.planning.write_interval import streamed_bytes
+from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sweep.kept_graphs import KeptGraph
+
+_PROBED_TOKENS = 64  # of one row: a graph grows with tokens
+
+
+def plan_first_order_run(
+    model: HFBlockModel,
+    shapes: RowShapes,
+    *,
+    memory: int | str = "auto",
+    micro_rows: int | None = None,
+    steps: int = 0,
+    evaluations: int = 0,
+) -> RunPlan:
+    """Plan a run on the CPU that trains an adapter by gradients. Nothing is loaded; the probes take a few seconds.
+
+    Args:
+        model: From ``open_checkpoint``, with an adapter.
+        shapes: Of the run's batches.
+        memory: Host memory the process may take in all.
+        micro_rows: Rows that run at a time; None: all of a batch.
+        steps: Of the run.
+        evaluations: Of the run.
+
+    Raises:
+        MemoryBudgetError: if no arrangement fits.
+        CheckpointError: if the checkpoint cannot be read.
+    """
+    longest, on_disk = shapes.longest, laid_out_as_on_disk(model.layouts, model.weights)
+    activations, _ = gradient_bytes(model, longest.rows, round(longest.tokens), micro_rows)
+    request = RunRequest(
+        layouts=model.layouts,
+        on_disk=on_disk,
+        noise=PhiloxNoise(),  # none is drawn
+        perturb_in_place=False,
+        takes_steps=False,
+        memory=MemoryPolicy(host=memory, activations=activations),
+        trained_copies=TRAINED_COPIES,
+    )
+    speeds = MeasuredSpeeds(model.weights)
+    spec = plan(request, Machine(), speeds)
+    layouts = spec.layouts
+    host_plan = with_kept_memory(spec.host_plan, activations)
+    forward = measured_forward_seconds(model, shapes.step, running=micro_rows)
+    blocks = sum(not layout.resident for layout in layouts)
+    graph = measured_graph_bytes(model, longest)
+    kept = min(host_plan.spare // max(graph, 1), blocks)
+    host_plan = replace(
+        host_plan, parts=(*host_plan.parts, MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
+    )
+    read = 2 * streamed_bytes(layouts, host_plan.buckets)
+    read_seconds = read / speeds.reading(layouts) if read else 0.0
+    decoding = 2 * decoding_seconds(layouts)
+    of_evaluation = 0.0
+    if shapes.evaluation is not None and evaluations:
+        computing = shapes.evaluation_batches * measured_forward_seconds(model, shapes.evaluation, running=micro_rows)
+        sweeps = evaluation_sweeps(model, shapes, activations, micro_rows)
+        of_evaluation = max(computing + sweeps * decoding / 2, sweeps * read_seconds / 2)
+    return RunPlan(
+        host_plan=host_plan,
+        model_bytes=sum(layout.nbytes for layout in layouts),
+        write_back_every=None,
+        scratch_bytes=0,
+        read_bytes=read,
+        written_bytes=0,
+        terabytes_per_1000_steps=0.0,
+        forward_seconds=(FORWARDS - kept / blocks) * forward,
+        update_seconds=decoding,
+        disk_seconds=read_seconds,
+        steps=steps,
+        evaluations=evaluations,
+        evaluation_seconds=of_evaluation,
+    )
+
+
+def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> int:
+    """Measure what a block's graph keeps for a batch of this shape, from one row of a few tokens.
+
+    Args:
+        model: The model; an engine binds its modules anew.
+        shape: Of the batch.
+    """
+    bind_probe(model)
+    tokens = min(math.ceil(shape.tokens), _PROBED_TOKENS)
+    ids = torch.ones(1, tokens, dtype=torch.long)
+    with torch.no_grad():
+        activations = model.embed({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+    hidden = activations.hidden.detach().requires_grad_()
+    weights = dict(model.leaves(1))
+    graph = KeptGraph(weights, [hidden])
+    with torch.enable_grad(), graph.recorded():
+        model.block(0, activations._replace(hidden=hidden))
+    return math.ceil(graph.nbytes / tokens * shape.rows * shape.tokens)
