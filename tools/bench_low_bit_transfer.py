@@ -1,7 +1,7 @@
 """What travels to a device, and who replays: six ways on a simulated bus, at three ratios of compute to transfer.
 
-    python tools/bench_carrying.py --output carrying.json
-    python tools/bench_carrying.py --gpu --geometry opt-1.3b --tokens 2048        # behind a GPU's own bus
+    python tools/bench_low_bit_transfer.py --output low-bit-transfer.json
+    python tools/bench_low_bit_transfer.py --gpu --geometry opt-1.3b --tokens 2048        # behind a GPU's own bus
 
 The bus is simulated (``threaded_device.py``): copies run in threads that keep to a rate, each way at the same time. The CPU
 is the device as well as the host, so that what the host does for a device (replaying, rounding: the lane 'carry') takes

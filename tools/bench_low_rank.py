@@ -1,8 +1,8 @@
 """A step with directions beside the activations: against directions in the weights, and against one plain forward.
 
-    python tools/bench_beside.py --output beside.json
-    python tools/bench_beside.py --queries 4 --dtype bfloat16 --shapes 1x2,1x16,1x64
-    python tools/bench_beside.py --gpu --geometry opt-6.7b --dtype float16 --shapes 1x64,1x2048
+    python tools/bench_low_rank.py --output low-rank.json
+    python tools/bench_low_rank.py --queries 4 --dtype bfloat16 --shapes 1x2,1x16,1x64
+    python tools/bench_low_rank.py --gpu --geometry opt-6.7b --dtype float16 --shapes 1x64,1x2048
 
 All three take turns in one process: a step beside the activations, a step of the same queries in the weights with
 Rademacher noise, and a forward of Hugging Face's whole model on the stacked batch, the least that a step could take. On a
