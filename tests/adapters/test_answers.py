@@ -68,7 +68,7 @@ def test_what_the_model_writes_is_compared(here: Path, capsys: pytest.CaptureFix
         (
             {"prompt": "the", "answers": ["cat"]},
             ["--max-new-tokens", "32"],
-            "--max-new-tokens: found 32 where a row may have 32",
+            "--max-new-tokens: found 32, where prompt and answer together may have 32",
         ),
         ({"prompt": "the", "answers": ["cat"]}, ["--max-new-tokens", "0"], "--max-new-tokens: found 0"),
     ],

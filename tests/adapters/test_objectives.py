@@ -27,7 +27,7 @@ from zo2adapters import (
     preference_batch,
     score,
 )
-from zo2adapters.tasks.objectives import Rated
+from zo2adapters.tasks.objectives import CandidateScores
 from zo2core import (
     FZOO,
     BatchError,
@@ -259,7 +259,7 @@ class FirstLogit:
 class Unjoined(ChoiceLoss):
     """An objective that ends in no number."""
 
-    def number(self, rated: Sequence[Rated]) -> torch.Tensor:
+    def value(self, rated: Sequence[CandidateScores]) -> torch.Tensor:
         return torch.zeros(2)
 
 

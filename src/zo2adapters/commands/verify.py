@@ -1,4 +1,4 @@
-"""``zo2 verify``: block by block against monolithic MeZO, bit for bit."""
+"""``zo2 verify``: compare training block by block with monolithic MeZO, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Verify:
     """Model directory with safetensors weights, or a hub id. The model is held in memory twice."""
     model_options: ModelOptions = field(default_factory=ModelOptions)
     steps: int = 3
-    """Steps to take both ways."""
+    """Steps to take block by block and as monolithic MeZO."""
     batch_size: int = 2
-    """Rows of random tokens a batch."""
+    """Rows of a batch; their tokens are random."""
     tokens: int = 32
-    """Tokens a row."""
+    """Tokens of a row."""
     step_size: StepSize = field(default_factory=lambda: StepSize(lr=1e-4, weight_decay=0.1))
     seed: int = 0
     """Seed of batches and directions."""
 
     def run(self) -> None:
-        """Compare; exit with 1 if a bit differs."""
+        """Print the result; the exit status is 1 if a bit differs."""
         from zo2adapters.models.checkpoint import resolve_directory
         from zo2adapters.trainers.verification import verify
 
@@ -38,15 +38,15 @@ class Verify:
         require_between("batch_size", self.batch_size, 1, MOST_ROWS)
         require_at_least("tokens", self.tokens, 2)
         require_between("seed", self.seed, 0, LARGEST - self.steps)
-        size, told = self.step_size, self.model_options
-        MeZOSGD(lr=size.lr, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses what is no number
+        size, options = self.step_size, self.model_options
+        MeZOSGD(lr=size.lr, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses values out of range
         size.require_sane()
         result = verify(
             resolve_directory(self.model),
-            head=told.head,
-            architecture=told.architecture,
-            dtype=told.dtype,
-            precision=precision_of_run(told.precision, exact_mezo=True, on_cpu=True),
+            head=options.head,
+            architecture=options.architecture,
+            dtype=options.dtype,
+            precision=precision_of_run(options.precision, exact_mezo=True, on_cpu=True),
             lr=size.lr,
             zo_eps=size.zo_eps,
             weight_decay=size.weight_decay,

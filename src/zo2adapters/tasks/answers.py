@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.rows import TOO_LONG, parsed_rows
-from zo2adapters.tasks.sharding import in_order, is_own_shard
+from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
 from zo2core import DataError, Runner
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -23,7 +23,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Question:
     """A prompt and the answers that are right."""
 
     prompt: tuple[int, ...]  # token ids, at least one
@@ -31,7 +31,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AnswerScores:
     """How well the prompts of a file were answered."""
 
     texts: tuple[str, ...]  # what was written, a prompt each; of several workers, by this one
@@ -39,7 +39,7 @@ class Answered:
     exact_match: float  # the share of answers that are one of the right ones
 
 
-def read_asked(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_tokens: int) -> list[Asked]:
+def read_questions(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_tokens: int) -> list[Question]:
     """Read a file of rows with ``prompt`` and ``answers``.
 
     Args:
@@ -50,7 +50,7 @@ def read_asked(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_tokens: i
     Raises:
         DataError: if the file cannot be read, or a row is malformed or too long; it names the line.
     """
-    asked = []
+    questions = []
     for line, row in parsed_rows(path):
         prompt: Any = row.get("prompt")
         answers: Any = row.get("answers")
@@ -67,28 +67,28 @@ def read_asked(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_tokens: i
                 expected=f"1 to {most_tokens}, which leaves an answer its `max_new_tokens`",
                 remedy=f"{TOO_LONG}, or lower `max_new_tokens`" if is_long else "write a prompt, or remove the row",
             )
-        asked.append(Asked(ids, tuple(answers)))
-    return asked
+        questions.append(Question(ids, tuple(answers)))
+    return questions
 
 
 def answer(
     engine: Runner,
     model: HFBlockModel,
     tokenizer: PreTrainedTokenizerBase,
-    asked: Sequence[Asked],
+    questions: Sequence[Question],
     *,
     batch_size: int,
     max_new_tokens: int,
     pad_token_id: int,
     progress: Callable[[int], object],
-) -> Answered:
+) -> AnswerScores:
     """Write an answer to each prompt: the likeliest tokens, up to the end of the line.
 
     Args:
         engine: The engine whose present weights are used.
         model: The model that the engine was made with.
         tokenizer: The model's.
-        asked: The prompts.
+        questions: The prompts.
         batch_size: Prompts at a time.
         max_new_tokens: Of an answer.
         pad_token_id: Token id at padded positions.
@@ -97,7 +97,7 @@ def answer(
     line_end = tokenizer("\n", add_special_tokens=False)["input_ids"]
     ends = {*([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []), *line_end[-1:]}
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_ids": ends, "pad_token_id": pad_token_id}
-    groups = [asked[start : start + batch_size] for start in range(0, len(asked), batch_size)]
+    groups = [questions[start : start + batch_size] for start in range(0, len(questions), batch_size)]
     texts: list[str] = []
     f1, exact = [], []
     for number, group in enumerate(groups):
@@ -112,8 +112,8 @@ def answer(
             f1.append(max(f1_of_words(text, right) for right in row.answers))
             exact.append(float(any(normalized(text) == normalized(right) for right in row.answers)))
     counts = [len(group) for group in groups]
-    rates = [sum(in_order(engine, own, counts, asked)) / len(asked) for own in (f1, exact)]
-    return Answered(tuple(texts), *rates)
+    rates = [sum(gather_in_order(engine, own, counts, questions)) / len(questions) for own in (f1, exact)]
+    return AnswerScores(tuple(texts), *rates)
 
 
 def normalized(text: str) -> str:

@@ -9,7 +9,14 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.candidates import Choice, Choices
-from zo2adapters.tasks.objectives import ChoiceError, ChoiceF1Error, ChoiceLoss, ChoiceObjective, Rated, choice_batch
+from zo2adapters.tasks.objectives import (
+    CandidateScores,
+    ChoiceError,
+    ChoiceF1Error,
+    ChoiceLoss,
+    ChoiceObjective,
+    choice_batch,
+)
 from zo2adapters.tasks.scoring import score
 from zo2adapters.tasks.task import StepReport, Task, TaskOptions, TrainingEngine
 from zo2core import Batch, OptionError, Runner
@@ -49,8 +56,8 @@ class ChoiceTask(Task):
             torch.tensor([value / count for value, count in zip(values, counts, strict=True)], dtype=torch.float64)
             for values, counts in zip(scored.log_likelihoods, scored.tokens, strict=True)
         ]
-        rated = [Rated(scores, (row.answer, *row.also)) for scores, row in zip(means, rows, strict=True)]
-        return {"loss": float(self._forward.number(rated)), "accuracy": right / len(rows)}
+        rated = [CandidateScores(scores, (row.answer, *row.also)) for scores, row in zip(means, rows, strict=True)]
+        return {"loss": float(self._forward.value(rated)), "accuracy": right / len(rows)}
 
 
 class ChoiceLossTask(ChoiceTask):

@@ -10,7 +10,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.language_modelling_task import LanguageModelling
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
-from zo2adapters.tasks.sharding import in_order, is_own_shard
+from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
 from zo2adapters.tasks.task import StepReport, TaskOptions, TrainingEngine
 from zo2core import Batch, OptionError, Runner, ZOEngine
 
@@ -43,7 +43,7 @@ class ExactMatch(LanguageModelling):
         starts = range(0, len(rows), self._options.batch_size)
         own = [start for number, start in enumerate(starts) if is_own_shard(engine, number)]
         counts = [self._wrong(engine, rows.rows[start : start + self._options.batch_size], None) for start in own]
-        wrong = int(sum(in_order(engine, counts, [1] * len(starts), rows.rows)))
+        wrong = int(sum(gather_in_order(engine, counts, [1] * len(starts), rows.rows)))
         return {"loss": wrong / len(rows), "exact_match": 1 - wrong / len(rows)}
 
     def _wrong(self, engine: Runner, rows: Sequence[TokenizedRow], at: Any) -> int:

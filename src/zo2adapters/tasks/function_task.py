@@ -14,7 +14,7 @@ from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.language_modelling_task import LanguageModelling
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
-from zo2adapters.tasks.sharding import in_order, is_own_shard
+from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
 from zo2adapters.tasks.task import StepReport, TaskOptions, TrainingEngine
 from zo2core import Batch, OptionError, Runner
 from zo2core.io.durable import open_regular
@@ -45,7 +45,7 @@ class FunctionTask(LanguageModelling):
                     yield self.batch(rows.rows[start : start + self._options.batch_size])
 
         own = [float(value) for outputs in engine.forwards(batches(), self._forward) for value in outputs]
-        values = in_order(engine, own, [1] * len(starts), rows.rows)
+        values = gather_in_order(engine, own, [1] * len(starts), rows.rows)
         return {"loss": math.fsum(values) / len(values), "model_loss": super().evaluate(engine, rows)["loss"]}
 
 

@@ -11,7 +11,7 @@ import torch
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.labelled import LabelledRow, LabelledRows, classifies, labelled_batch, padding_of
-from zo2adapters.tasks.sharding import in_order, is_own_shard
+from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
 from zo2adapters.tasks.task import StepReport, Task, TaskOptions, TrainingEngine
 from zo2core import Batch, Runner
 
@@ -61,7 +61,7 @@ def evaluate_labels(
     )
     outputs = engine.forwards(batches, CalledForward(model, _loss_and_right))
     own = [value for outputs_of_sweep in outputs for output in outputs_of_sweep for value in output.tolist()]
-    values = in_order(engine, own, [2] * len(groups), rows.rows)
+    values = gather_in_order(engine, own, [2] * len(groups), rows.rows)
     means = [math.fsum(values[place::2]) / len(rows) for place in (0, 1)]
     return dict(zip(("loss", "accuracy"), means, strict=True)) if classifies(model.config) else {"loss": means[0]}
 

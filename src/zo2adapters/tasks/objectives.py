@@ -26,7 +26,7 @@ PROMPT, ANSWER, REFERENCE = "prompt", "is_answer", "reference"  # keys of a batc
 BETA = 0.1  # of DPO, unless told otherwise
 
 
-class Rated(NamedTuple):
+class CandidateScores(NamedTuple):
     """A prompt's candidates with their scores."""
 
     scores: torch.Tensor  # (candidates,), float64
@@ -125,7 +125,7 @@ class ChoiceObjective(ABC):
         self.held_bytes = self._rows.held_bytes
 
     @abstractmethod
-    def number(self, rated: Sequence[Rated]) -> torch.Tensor:
+    def value(self, rated: Sequence[CandidateScores]) -> torch.Tensor:
         """What is to become smaller, 0-d, float64, of all prompts."""
 
     def prepared(self, batch: Batch) -> Batch:
@@ -162,18 +162,18 @@ class ChoiceObjective(ABC):
 
     def loss(self, outputs: Sequence[torch.Tensor], pieces: Sequence[Batch]) -> torch.Tensor:
         """Join what the head gave for pieces. See the contract."""
-        rated: list[Rated] = []
+        rated: list[CandidateScores] = []
         for scores, piece in zip(outputs, pieces, strict=True):
             sizes = _sizes(piece)
             answers = [part.nonzero()[:, 0].tolist() for part in torch.split(piece[ANSWER], sizes)]
-            rated += [Rated(part, answer) for part, answer in zip(torch.split(scores.cpu(), sizes), answers, strict=True)]
-        return self.number(rated)
+            rated += map(CandidateScores, torch.split(scores.cpu(), sizes), answers)
+        return self.value(rated)
 
 
 class ChoiceLoss(ChoiceObjective):
     """Cross entropy of the right candidates among the scores of a prompt's candidates: MeZO's loss over label words."""
 
-    def number(self, rated: Sequence[Rated]) -> torch.Tensor:
+    def value(self, rated: Sequence[CandidateScores]) -> torch.Tensor:
         """The mean over prompts."""
         return torch.stack([scores.logsumexp(0) - _of(scores, answers) for scores, answers in rated]).mean()
 
@@ -181,7 +181,7 @@ class ChoiceLoss(ChoiceObjective):
 class ChoiceError(ChoiceObjective):
     """The share of prompts whose likeliest candidate is not the right one: one less accuracy. It has no gradient."""
 
-    def number(self, rated: Sequence[Rated]) -> torch.Tensor:
+    def value(self, rated: Sequence[CandidateScores]) -> torch.Tensor:
         """Wrong prompts by all prompts."""
         wrong = sum(int(scores.argmax()) not in answers for scores, answers in rated)
         return torch.tensor(wrong / len(rated), dtype=torch.float64)
@@ -199,7 +199,7 @@ class ChoiceF1Error(ChoiceObjective):
         super().__init__(model)
         self.positive = positive
 
-    def number(self, rated: Sequence[Rated]) -> torch.Tensor:
+    def value(self, rated: Sequence[CandidateScores]) -> torch.Tensor:
         """1 - 2 TP / (2 TP + FP + FN); 0 where nothing is positive and nothing was taken for it."""
         pairs = [(int(scores.argmax()) == self.positive, self.positive in answers) for scores, answers in rated]
         hits = sum(chosen and right for chosen, right in pairs)
@@ -242,7 +242,7 @@ class PreferenceLoss(ChoiceObjective):
         pairs = zip(outputs, pieces, strict=True)
         return super().loss([scores.cpu() - piece[REFERENCE].cpu() for scores, piece in pairs], pieces)
 
-    def number(self, rated: Sequence[Rated]) -> torch.Tensor:
+    def value(self, rated: Sequence[CandidateScores]) -> torch.Tensor:
         """The mean over prompts of -log sigmoid(beta x the margin of the chosen one)."""
         margins = torch.stack([scores[answers[0]] - scores[1 - answers[0]] for scores, answers in rated])
         return -torch.nn.functional.logsigmoid(self.beta * margins).mean()

@@ -10,7 +10,7 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.candidates import Choice, Choices
-from zo2adapters.tasks.objectives import BETA, PreferenceLoss, Rated, preference_batch
+from zo2adapters.tasks.objectives import BETA, CandidateScores, PreferenceLoss, preference_batch
 from zo2adapters.tasks.scoring import score
 from zo2adapters.tasks.task import StepReport, Task, TaskOptions, TrainingEngine
 from zo2core import Batch, Runner
@@ -48,9 +48,9 @@ class PreferenceTask(Task):
         """DPO's loss, and for how many rows the chosen completion has gained more on the base than the rejected one."""
         pairs = zip(self._scored(engine, rows.rows), map(self._references.__getitem__, rows), strict=True)
         margins = [torch.tensor(own, dtype=torch.float64) - torch.tensor(base, dtype=torch.float64) for own, base in pairs]
-        rated = [Rated(margin, (0,)) for margin in margins]
+        rated = [CandidateScores(margin, (0,)) for margin in margins]
         gained = sum(bool(scores[0] > scores[1]) for scores, _ in rated)
-        return {"loss": float(self._forward.number(rated)), "accuracy": gained / len(rated)}
+        return {"loss": float(self._forward.value(rated)), "accuracy": gained / len(rated)}
 
     def _scored(self, engine: Runner, rows: Sequence[Choice]) -> tuple[tuple[float, ...], ...]:
         own, prompts, given = self._options, [row.prompt for row in rows], [row.candidates for row in rows]

@@ -16,7 +16,7 @@ from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.prepared_batch import predictions
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.rows import TokenizedRow
-from zo2adapters.tasks.sharding import in_order, is_own_shard
+from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
 from zo2core import Batch, BatchError, Runner
 
 
@@ -131,7 +131,7 @@ def score(
     for outputs in engine.forwards(batches(), LogLikelihood(model)):
         sums += torch.cat(outputs).tolist()
         sweeps += 1
-    values = iter(in_order(engine, sums, [len(group) for group in groups], rows))
+    values = iter(gather_in_order(engine, sums, [len(group) for group in groups], rows))
     return Scored(
         log_likelihoods=tuple(tuple(next(values) for _ in answers) for answers in candidates),
         tokens=tuple(tuple(len(answer) for answer in answers) for answers in candidates),

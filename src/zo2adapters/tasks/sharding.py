@@ -13,7 +13,7 @@ def is_own_shard(engine: Runner, number: int) -> bool:
     return number % engine.workers.size == engine.workers.rank
 
 
-def in_order(engine: Runner, values: Sequence[float], counts: Sequence[int], rows: object) -> list[float]:
+def gather_in_order(engine: Runner, values: Sequence[float], counts: Sequence[int], rows: object) -> list[float]:
     """The numbers of all groups, in their order.
 
     Args:
