@@ -445,7 +445,7 @@ def test_a_functions_file_may_have_classes_of_its_own(here: Path, capsys: pytest
     train("pairs", "own.py:calm")
     with pytest.raises(SystemExit):
         train("pairs", "own.py:SCALE", output="other")
-    assert "SCALE is a Scale, no function" in capsys.readouterr().err
+    assert "SCALE is a Scale, not a function" in capsys.readouterr().err
 
 
 def test_every_task_of_the_registry_is_a_task_and_stands_on_its_page_and_in_the_help() -> None:

@@ -1,4 +1,4 @@
-"""Answers that a model writes, compared with those that are right: F1 over words and exact match, as SQuAD counts them."""
+"""Evaluate generated answers by F1 over words and exact match, as in SQuAD."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A prompt and the answers that are right."""
+    """A prompt and its right answers."""
 
     prompt: tuple[int, ...]  # token ids, at least one
-    answers: tuple[str, ...]  # at least one
+    answers: tuple[str, ...]  # right answers, at least one
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerScores:
-    """How well the prompts of a file were answered."""
+    """How well a model answered the prompts of a file."""
 
-    texts: tuple[str, ...]  # what was written, a prompt each; of several workers, by this one
-    f1: float  # the mean of each answer's best F1
-    exact_match: float  # the share of answers that are one of the right ones
+    texts: tuple[str, ...]  # generated answer to each prompt of this worker
+    f1: float  # mean over prompts of the best F1 with a right answer, 0 to 1
+    exact_match: float  # share of prompts whose generated answer is a right one, 0 to 1
 
 
 def read_questions(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_tokens: int) -> list[Question]:
@@ -44,11 +44,11 @@ def read_questions(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_token
 
     Args:
         path: JSONL file.
-        tokenizer: The model's.
-        most_tokens: Of a prompt; longer ones are refused.
+        tokenizer: The model's tokenizer.
+        most_tokens: Most tokens of a prompt; longer ones are refused.
 
     Raises:
-        DataError: if the file cannot be read, or a row is malformed or too long; it names the line.
+        DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
     """
     questions = []
     for line, row in parsed_rows(path):
@@ -57,14 +57,14 @@ def read_questions(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_token
         if not isinstance(prompt, str) or not _texts(answers):
             found = f"the keys {', '.join(map(repr, row))}"
             expected = "a text 'prompt' and a list of texts 'answers'"
-            raise DataError(f"{path}, line {line}", found=found, expected=expected, remedy="write the row as such")
+            raise DataError(f"{path}, line {line}", found=found, expected=expected, remedy="add the missing keys")
         ids = tuple(tokenizer(prompt, verbose=False)["input_ids"])
         if not 0 < len(ids) <= most_tokens:
             is_long = len(ids) > most_tokens
             raise DataError(
                 f"{path}, line {line}",
-                found=f"{len(ids)} tokens of prompt",
-                expected=f"1 to {most_tokens}, which leaves an answer its `max_new_tokens`",
+                found=f"a prompt of {len(ids)} tokens",
+                expected=f"1 to {most_tokens}, so that `max_new_tokens` fit, too",
                 remedy=f"{TOO_LONG}, or lower `max_new_tokens`" if is_long else "write a prompt, or remove the row",
             )
         questions.append(Question(ids, tuple(answers)))
@@ -82,17 +82,17 @@ def answer(
     pad_token_id: int,
     progress: Callable[[int], object],
 ) -> AnswerScores:
-    """Write an answer to each prompt: the likeliest tokens, up to the end of the line.
+    """Generate an answer to each prompt, greedily up to the end of the line, and compare it with the right ones.
 
     Args:
-        engine: The engine whose present weights are used.
+        engine: The engine whose current weights are used.
         model: The model that the engine was made with.
-        tokenizer: The model's.
-        questions: The prompts.
-        batch_size: Prompts at a time.
-        max_new_tokens: Of an answer.
+        tokenizer: The model's tokenizer.
+        questions: The prompts with their right answers.
+        batch_size: Number of prompts in a batch.
+        max_new_tokens: Most tokens of an answer.
         pad_token_id: Token id at padded positions.
-        progress: Told how many prompts were answered, batch by batch.
+        progress: Called with the number of prompts of each batch.
     """
     line_end = tokenizer("\n", add_special_tokens=False)["input_ids"]
     ends = {*([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []), *line_end[-1:]}
@@ -105,29 +105,29 @@ def answer(
         if not is_own_shard(engine, number):
             continue
         columns = list(generate(engine, model, [row.prompt for row in group], **options))
-        for written, row in zip(zip(*columns, strict=True), group, strict=True):
-            raw = str(tokenizer.decode([token for token in written if token is not None], skip_special_tokens=True))
+        for tokens, row in zip(zip(*columns, strict=True), group, strict=True):
+            raw = str(tokenizer.decode([token for token in tokens if token is not None], skip_special_tokens=True))
             text = raw.strip().partition("\n")[0].strip()
             texts.append(text)
             f1.append(max(f1_of_words(text, right) for right in row.answers))
             exact.append(float(any(normalized(text) == normalized(right) for right in row.answers)))
     counts = [len(group) for group in groups]
-    rates = [sum(gather_in_order(engine, own, counts, questions)) / len(questions) for own in (f1, exact)]
-    return AnswerScores(tuple(texts), *rates)
+    means = [sum(gather_in_order(engine, values, counts, questions)) / len(questions) for values in (f1, exact)]
+    return AnswerScores(tuple(texts), *means)
 
 
 def normalized(text: str) -> str:
-    """A text without case, punctuation, articles and superfluous space."""
+    """Remove case, punctuation, articles and superfluous space from a text."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def f1_of_words(text: str, right: str) -> float:
-    """The F1 of the words that two texts share, from 0 to 1; that nothing is to be said is right or wrong as a whole."""
-    written, wanted = normalized(text).split(), normalized(right).split()
+    """The F1 of the words that two texts share, from 0 to 1; for a right text of "no answer" it is 0 or 1."""
+    words, right_words = normalized(text).split(), normalized(right).split()
     if right in ("CANNOTANSWER", "no answer"):
-        return float(written == wanted)
-    shared = sum((Counter(written) & Counter(wanted)).values())
-    return 2 * shared / (len(written) + len(wanted)) if shared else 0.0
+        return float(words == right_words)
+    shared = sum((Counter(words) & Counter(right_words)).values())
+    return 2 * shared / (len(words) + len(right_words)) if shared else 0.0
 
 
 def _texts(value: Any) -> bool:
