@@ -257,17 +257,20 @@ def test_what_dpo_depends_on_is_in_the_journal(here: Path) -> None:
 
 
 def test_preferences_are_evaluated_by_their_run_alone(here: Path) -> None:
-    assert "--evaluation of zo2 train" in refusal("evaluate", "--model", "model", "--data", "preferences.jsonl")
+    assert "zo2 train as --evaluation" in refusal("evaluate", "--model", "model", "--data", "preferences.jsonl")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--data", "pairs.jsonl", "--objective", "dpo"), "rows with prompt, chosen and rejected"),
-        (("--data", "pairs.jsonl", "--beta", "0.5"), "--beta: found loss as objective; expected dpo"),
+        (("--data", "pairs.jsonl", "--beta", "0.5"), "--beta: found the objective loss; expected the objective dpo"),
         (("--data", "preferences.jsonl", "--beta", "0"), "--beta: found 0.0"),
         (("--data", "preferences.jsonl", "--objective", "exact-match"), "rows with prompt, chosen and rejected"),
-        (("--data", "preferences.jsonl", "--rank", "2", "--per-row"), "--per-row: found dpo as objective; expected loss"),
+        (
+            ("--data", "preferences.jsonl", "--rank", "2", "--per-row"),
+            "--per-row: found the objective dpo; expected the objective loss",
+        ),
         (("--data", "choices.jsonl", "--rank", "2", "--per-row"), "--per-row: found choice-loss as objective"),
         (("--data", "choices.jsonl", "--evaluation", "preferences.jsonl"), "rows of one kind"),
     ],

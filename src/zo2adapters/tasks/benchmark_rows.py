@@ -145,6 +145,7 @@ def _rows_of_the_hub(benchmark: Benchmark, split: str) -> Iterable[tuple[str, di
 
 
 def _sampled(count: int, seed: str) -> list[int]:
-    """All indices below a count, in an order that depends on the seed alone: random() is stable across versions of Python."""
-    generator = Random(seed)  # noqa: S311 - an order of rows is no secret
+    """All indices below a count, in an order that depends on the seed alone."""
+    generator = Random(seed)  # noqa: S311 - the order of rows is not a secret
+    # Python promises the sequence of random() across its versions.
     return sorted(range(count), key=lambda _: generator.random())

@@ -52,8 +52,8 @@ class FunctionTask(LanguageModelling):
 def user_function(name: str) -> Any:
     """Import a function by ``FILE.py:function``.
 
-    The source is compiled here: Python's import might load a ``.pyc`` file from ``__pycache__``, which a digest of the source
-    does not cover.
+    The source is compiled here: Python's import might load a ``.pyc`` file from ``__pycache__``, which no digest of the
+    source covers.
 
     Raises:
         OptionError: if the function cannot be imported.

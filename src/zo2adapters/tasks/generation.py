@@ -140,7 +140,8 @@ def generate(
     Raises:
         UnsupportedModelError: if the model's forward takes no cache.
         BatchError: if a prompt is empty, or has a token that is not in the model's vocabulary.
-        OptionError: if ``max_new_tokens`` is out of its range, or prompt and continuation are longer than the model supports.
+        OptionError: if ``max_new_tokens`` is out of its range, or prompt and continuation exceed the model's longest
+            sequence.
     """
     require_lengths(model, prompts, max_new_tokens)
     ids, mask = _padded_left(prompts, pad_token_id)
