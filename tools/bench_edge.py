@@ -104,7 +104,7 @@ def bench(base: Path, options: argparse.Namespace, rows: int, tokens: int) -> di
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--shapes", default="1x16,1x64", help="rows x tokens")
     parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--output", type=Path, help="write JSON here")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
     described = {key: getattr(options, key) for key in ("layers", "hidden", "vocabulary", "rank", "steps")}

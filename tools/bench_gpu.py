@@ -106,10 +106,10 @@ def bus(nbytes: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=1 << 29)
-    parser.add_argument("--output", type=Path, help="write JSON here")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     measured: dict[str, Any] = {
         "machine": {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "cuda": torch.version.cuda},

@@ -66,7 +66,7 @@ def side(directory: Path, *, keep: bool, rows: int, tokens: int, steps: int) -> 
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=40)

@@ -118,7 +118,7 @@ def measured(name: str, dtype: torch.dtype, tokens: int, blocks: int) -> dict[st
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometries", nargs="+", choices=list(geometries()), default=["opt-6.7b", "opt-13b"])
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")

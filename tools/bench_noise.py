@@ -103,7 +103,7 @@ def rate(work: Work, pieces: int, size: int, threads: int) -> float:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and range."""
+    """The median and range of values."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -134,7 +134,7 @@ def bench(dtype: torch.dtype, elements: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--elements", type=int, default=1 << 26)

@@ -53,7 +53,7 @@ def measure(directory: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", choices=list(geometries()), default="opt-1.3b")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float16")

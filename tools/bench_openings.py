@@ -94,20 +94,20 @@ def bench(sides: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directories", type=Path, nargs=2)
     parser.add_argument("--precision", choices=["exact", "mixed"], nargs=2, default=["mixed", "mixed"])
     parser.add_argument("--dtype", nargs=2, default=None)
     parser.add_argument("--loss-chunk", nargs=2, default=["auto", "auto"], help="auto, none or a number")
     parser.add_argument("--buckets", type=int, default=None, help="blocks in host memory; by default all stay there")
-    parser.add_argument("--rank", type=int, default=None, help="of directions beside the activations")
+    parser.add_argument("--rank", type=int, default=None, help="rank of the directions; by default full-rank directions")
     parser.add_argument("--rate", default=None, help="bytes a second that a slower disk would read, such as 1GB")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--labelled", type=int, default=None, help="tokens at each row's end; by default all")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="write JSON here")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     chunks = {"auto": "auto", "none": None}
     sides: list[dict[str, Any]] = [

@@ -87,7 +87,7 @@ def lanes_of(step: StepResult) -> dict[str, float]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and range."""
+    """The median and range of values."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -186,7 +186,7 @@ def bench_gpu(geometry: str, rows: int, tokens: int, steps: int, dtype: torch.dt
 
 
 def table(measured: dict[str, Any]) -> str:
-    """For people."""
+    """Format the results as a table."""
     lines = [
         f"{'':12s}{'step':>8s}"
         + "".join(f"{lane:>10s}" for lane in measured["serial"]["lanes"])
@@ -201,7 +201,7 @@ def table(measured: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--bus", action="store_true")

@@ -298,7 +298,7 @@ def machine() -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpu = torch.cuda.is_available()
     parser.add_argument("--on", choices=["cuda", "bus", "disk"], default="cuda" if gpu else "bus")
@@ -334,7 +334,7 @@ def choose_place(options: argparse.Namespace) -> Place:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     options = parse()
     place = choose_place(options)
     try:

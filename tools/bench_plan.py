@@ -83,7 +83,7 @@ def bench(options: argparse.Namespace, name: str, folder: Path) -> dict[str, Any
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("data", type=Path)

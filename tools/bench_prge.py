@@ -237,7 +237,7 @@ def told(row: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", type=int, default=4, help="TinyLlama's width, heads and vocabulary are divided by this")
     parser.add_argument("--layers", type=int, default=8, help="of its 22")
@@ -246,8 +246,8 @@ def main() -> None:
     parser.add_argument("--effective", default="16", help="effective batch sizes: rows times queries")
     parser.add_argument("--tokens", default="32,64")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="of torch; by default all cores")
-    parser.add_argument("--output", type=Path, help="write JSON here")
+    parser.add_argument("--threads", type=int, help="number of torch threads; by default all cores")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     if options.threads is not None:
         torch.set_num_threads(options.threads)

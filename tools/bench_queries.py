@@ -84,7 +84,7 @@ def step_seconds(options: argparse.Namespace, queries: int, batch: Batch, micro_
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and range."""
+    """The median and range of values."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -122,7 +122,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

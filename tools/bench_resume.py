@@ -148,7 +148,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", choices=list(geometries()), default="opt-125m")
     parser.add_argument("--scale", type=int, default=1, help="divides width, heads and vocabulary")
@@ -163,9 +163,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="of torch; by default all cores")
+    parser.add_argument("--threads", type=int, help="number of torch threads; by default all cores")
     parser.add_argument("--folder", type=Path, help="for the journals; a temporary one by default")
-    parser.add_argument("--output", type=Path, help="write JSON here")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     keep_freed_memory()  # as zo2 train does
     if options.threads is not None:

@@ -97,7 +97,7 @@ class TimedForward:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and range."""
+    """The median and range of values."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -169,7 +169,7 @@ def bench(
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", choices=list(geometries()), default="opt-125m")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")

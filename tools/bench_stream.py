@@ -59,7 +59,7 @@ def raw_read(paths: list[Path], limit: int) -> tuple[int, float]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and range."""
+    """The median and range of values."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -147,7 +147,7 @@ def bench_check(directory: Path, buckets: int, rounds: int, portion: int) -> dic
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--buckets", type=int, default=3)

@@ -132,7 +132,7 @@ def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--memory", default="auto")
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--noise", choices=[noise.value for noise in Noise], default="rademacher", help="mezo is exact MeZO")
-    parser.add_argument("--rank", type=int, default=None, help="of directions beside the activations")
+    parser.add_argument("--rank", type=int, default=None, help="rank of the directions; by default full-rank directions")
     parser.add_argument("--queries", type=int, default=1)
     parser.add_argument("--precision", choices=["exact", "mixed"], default="exact")
     parser.add_argument("--evaluate-only", action="store_true")

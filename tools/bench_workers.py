@@ -224,7 +224,7 @@ def come_late(pipe: Connection, options: argparse.Namespace, port: int, journal:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and range."""
+    """The median and range of values."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 

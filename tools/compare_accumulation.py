@@ -196,7 +196,7 @@ def on_task(options: argparse.Namespace, task: DemoTask) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["weights", "task"])
     parser.add_argument("--sizes", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4], help="of updates")
@@ -205,8 +205,8 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8, help="weights: of the directions")
     parser.add_argument("--forwards", type=int, default=800, help="task: of a batch, in a run")
     parser.add_argument("--seeds", type=int, default=3, help="task")
-    parser.add_argument("--threads", type=int, help="of torch; by default all cores")
-    parser.add_argument("--output", type=Path, help="write JSON here")
+    parser.add_argument("--threads", type=int, help="number of torch threads; by default all cores")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     if options.threads is not None:
         torch.set_num_threads(options.threads)

@@ -58,12 +58,12 @@ class EstimatorVariant:
     """A way to train."""
 
     name: str
-    noise: Callable[[], NoiseGenerator | None]  # None: MeZO's
+    noise: Callable[[], NoiseGenerator | None]  # None is MeZO's noise
     perturb_in_place: bool
     queries: int = 1
     name_of_estimator: EstimatorName = EstimatorName.MEZO
     lr: float | None = None  # the demo's, times the queries
-    rank: int | None = None  # of directions beside the activations; None: in the weights
+    rank: int | None = None  # rank of the directions; None: full-rank directions, in the weights
     per_row: bool = False  # a direction for each row, or group of rows where there are several queries
     opening: Mapping[str, Any] = field(default_factory=dict)  # what ``open_checkpoint`` is asked for
 
@@ -189,7 +189,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """For people."""
+    """Format the results as a table."""
     lines = [f"{'':26s}{'steps':>6s} {'accuracy':>26s} {'loss':>24s} {'seconds':>22s}"]
     for row in rows:
         accuracy_, loss, seconds = (row[key] for key in ("accuracy", "loss", "seconds"))
@@ -223,7 +223,7 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forwards", type=int, default=2 * RECIPE.steps)
     parser.add_argument("--seeds", type=int, default=3)

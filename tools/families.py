@@ -272,7 +272,7 @@ def try_family(model_type: str) -> dict[str, Any]:
 
 
 def table(families: Mapping[str, dict[str, Any]]) -> str:
-    """For people."""
+    """Format the results as a table."""
     lines = []
     for name, family in families.items():
         if "not_built" not in family:
@@ -292,10 +292,10 @@ def counts(families: Mapping[str, dict[str, Any]]) -> dict[str, int]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-    parser.add_argument("--output", type=Path, help="write JSON here")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -138,7 +138,7 @@ def random_tensors(specs: Sequence[ParameterSpec], seed: int) -> Iterator[tuple[
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("geometry", choices=list(geometries()))
     parser.add_argument("directory", type=Path)

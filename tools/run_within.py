@@ -18,7 +18,7 @@ from zo2core.planning.host_budget import parse_size
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     if len(sys.argv) < 4 or sys.argv[2] != "--":
         sys.exit(__doc__)
     limit, command = parse_size(sys.argv[1]), sys.argv[3:]
