@@ -3,7 +3,7 @@
     python tools/bench_low_bit_transfer.py --output low-bit-transfer.json
     python tools/bench_low_bit_transfer.py --gpu --geometry opt-1.3b --tokens 2048        # behind a GPU's own bus
 
-The bus is simulated (``threaded_device.py``): copies run in threads at a given rate, in both directions at the same time. The
+The bus is simulated (``threaded_device.py``): copies run in threads at a given rate, in both directions simultaneously. The
 CPU is both device and host, so the host's work for a device (replaying and rounding: the lane 'carry') takes cores from the
 device's compute, unlike with a GPU. A ratio of 4 means that a sweep computes four times as long as the transfer of float32
 blocks in one direction takes. ``--gpu`` uses a real GPU and bus. All configurations run mixed precision, bfloat16 under

@@ -1,9 +1,9 @@
-"""A step on rows of different lengths: packed one behind the other, against padded to one length.
+"""Time a step on rows of different lengths: packed (concatenated) against padded to one length.
 
     python tools/bench_packing.py task/model task/train.jsonl --rows 16
 
-Both sides are steps of one engine, batch by batch in turns, on the same rows, in the precision and with the noise that `zo2
-train` takes by default. Prints a table and JSON: seconds a step, tokens that run, and the ratio between neighbours.
+Both sides are steps of one engine on the same rows, alternating batch by batch, with the default precision and noise of `zo2
+train`. Prints a table and JSON: seconds a step, tokens that run, and the ratio of consecutive steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WARM_UP = 1
 
 
 def bench(options: argparse.Namespace) -> dict[str, Any]:
-    """Take steps on both sides."""
+    """Measure steps of both sides."""
     tokenizer = load_tokenizer(options.model)
     dataset = read_dataset(options.data, tokenizer, sequence_length=1 << 20)
     batches = training_batches(dataset, batch_size=options.rows, seed=0)
