@@ -5,10 +5,10 @@
     python tools/bench_overlap.py --gpu            # blocks in page-locked memory, and a GPU with its own bus
 
 *Bus*: copies run in threads at a rate (``threaded_device.py``) at which all uploads of a sweep take about as long as its
-compute. *Disk*: blocks are read from a checkpoint and written back to a scratch file; with the chosen tokens disk and compute
-take about equally long. The serial side has one bucket, so nothing is read ahead. *GPU*: no block stays on the device; the
-number of tokens decides whether the bus or compute is slower. Both sides alternate in one process. Prints a table and JSON;
-times are of whole steps, and the bound is the slowest lane's busy time.
+compute. *Disk*: blocks are read from a checkpoint and written back to a scratch file; with the chosen tokens disk and
+compute take about equally long. The serial side has one bucket, so nothing is read ahead. *GPU*: no block stays on the
+device; the number of tokens decides whether the bus or compute is slower. Both sides alternate in one process. Prints a
+table and JSON; times are of whole steps, and the bound is the slowest lane's busy time.
 """
 
 from __future__ import annotations

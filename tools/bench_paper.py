@@ -9,8 +9,8 @@ Prints the tables, with the paper's ratios next to the measured ones, and JSON.
 Both sides of a row run in this process, one after the other, with the same weights, batches and seeds; with MeZO's own noise
 their losses have to be equal, and the JSON tells whether they are. The first step loads, the second warms up, then steps are
 timed one by one, and a last, untimed step measures memory. '-' marks what did not fit or failed; the JSON has the reason.
-Weights are synthetic (see ``paper_models.py``). The blocks of a model that exceeds the host's memory share buckets, which the
-output then says.
+Weights are synthetic (see ``paper_models.py``). The blocks of a model that exceeds the host's memory share buckets, which
+the output then says.
 
 Without a GPU width, heads, vocabulary and tokens are divided by ``--scale``; depth stays. Blocks, embedding, activations and
 logits then shrink by its square, and so does the A100's memory by default: ratios of memory, and what does not fit, compare

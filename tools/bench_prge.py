@@ -13,10 +13,10 @@ their forwards of the whole model:
     both      one forward of 2 q B rows
 
 The engine's ``stack`` differs from these: a step visits each block once, and ``stack`` evaluations run together at that
-visit, in the order + - + -. The default, all of them, is *both*; 1 is *one visit*: the 2 q forwards of B rows alternate block
-by block, so that a block is read and decoded once for all. For the paper's variants a step starts with ``ask``, runs a sweep
-for each of the forwards above, and ends with ``tell``. Two variants use torch alone: *plain*, the paper's 'vanilla', is two
-forwards of peft's model with B perturbed in place, and *first order* is its gradient and SGD.
+visit, in the order + - + -. The default, all of them, is *both*; 1 is *one visit*: the 2 q forwards of B rows alternate
+block by block, so that a block is read and decoded once for all. For the paper's variants a step starts with ``ask``, runs a
+sweep for each of the forwards above, and ends with ``tell``. Two variants use torch alone: *plain*, the paper's 'vanilla',
+is two forwards of peft's model with B perturbed in place, and *first order* is its gradient and SGD.
 
 All variants alternate in one process, with all numbers of queries; those that are the same at q = 1 run once. Prints tables
 and JSON: seconds, medians and ranges of the ratios of consecutive steps, the peak bytes of a step's operations without

@@ -7,9 +7,9 @@
 
 The journal has updates of low-rank directions, made from synthetic losses, and one step that saves its ended periods. Both
 sides alternate in one process: an engine is opened with or without a copy of the run and takes two steps; with
-``--journal-alone`` the copy has no saved periods, and all updates are replayed. The second step of the side without a journal
-is the time of a sweep. Weights are synthetic (``paper_models.py``) unless ``--directory`` is given. Prints a table and JSON:
-medians, and ranges of the ratios of consecutive measurements.
+``--journal-alone`` the copy has no saved periods, and all updates are replayed. The second step of the side without a
+journal is the time of a sweep. Weights are synthetic (``paper_models.py``) unless ``--directory`` is given. Prints a table
+and JSON: medians, and ranges of the ratios of consecutive measurements.
 """
 
 from __future__ import annotations

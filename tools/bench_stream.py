@@ -5,8 +5,8 @@
 
 Both sides alternate in one process. The raw side reads the same files in order with O_DIRECT into page-aligned buffers, with
 as many threads as the source. The other side is a sweep that acquires and releases every segment without using it. With
-``--check`` both sides are sweeps, and one computes digests of all bytes, as a run does in its first sweep only. Prints a table
-and JSON.
+``--check`` both sides are sweeps, and one computes digests of all bytes, as a run does in its first sweep only. Prints a
+table and JSON.
 """
 
 from __future__ import annotations

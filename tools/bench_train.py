@@ -144,7 +144,7 @@ def main() -> None:
         default="rademacher",
         help="noise of the directions; mezo is exact MeZO",
     )
-    parser.add_argument("--rank", type=int, default=None, help="rank of the directions; by default full-rank directions")
+    parser.add_argument("--rank", type=int, default=None, help="rank of the directions; by default they are full-rank")
     parser.add_argument("--queries", type=int, default=1)
     parser.add_argument("--precision", choices=["exact", "mixed"], default="exact")
     parser.add_argument("--evaluate-only", action="store_true")

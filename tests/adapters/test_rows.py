@@ -259,7 +259,7 @@ def test_a_tokenizer_without_chat_template_refuses_messages_and_takes_strings(da
     assert len(read(data_file, {"text": "The sky"}, tokenizer=WITHOUT_TEMPLATE)) == 1
     for row in ({"messages": [ASK]}, {"prompt": [ASK], "completion": [ANSWER]}):
         error = refusal(data_file, json.dumps(row).encode(), tokenizer=WITHOUT_TEMPLATE)
-        assert "without a chat template" in str(error)
+        assert "with a tokenizer that has no chat template" in str(error)
         assert error.where == f"{data_file}, line 1"
 
 

@@ -103,7 +103,7 @@ def test_a_prompt_that_is_too_long_with_a_candidate_is_named(tmp_path: Path) -> 
     model = open_checkpoint(save_model(tmp_path / "base", small_config("llama")))
     with Replayer(model) as engine:
         assert score(engine, model, [[3] * 9], [[[4], [5] * 3]]).sweeps == 1
-        found = r"prompts\[1\]: found 9 tokens, 13 with the longest candidate; expected at most 12 in all"
+        found = r"prompts\[1\]: found 9 tokens, 13 with the longest candidate; expected at most 12 together"
         with pytest.raises(BatchError, match=found):
             score(engine, model, [[3], [3] * 9], [[[4]], [[4], [5] * 4]])
 
