@@ -55,7 +55,7 @@ MEZO_TEMPORARIES = 4  # tensors of the largest parameter's size: z, products, th
 
 @dataclass(frozen=True)
 class Measured:
-    """One side of a row."""
+    """The measurements of one side of a row."""
 
     seconds: tuple[float, ...]  # seconds of each step
     tokens_per_second: float  # rate of the median step
@@ -92,10 +92,10 @@ class Bench:
     """Measures settings, and each setting once.
 
     Args:
-        place: Where.
+        place: The place to measure in.
         scale: Divisor of geometries and lengths.
-        steps: To time.
-        noise: The engine's.
+        steps: Number of timed steps.
+        noise: The engine's noise.
     """
 
     def __init__(self, place: Place, *, scale: int, steps: int, noise: Noise) -> None:

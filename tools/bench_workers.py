@@ -44,11 +44,11 @@ class Member:
     """A worker in a process of its own, which runs the functions sent to it.
 
     Args:
-        options: Of the benchmark.
-        rank: Of the worker.
-        size: Workers.
-        port: Of rank 0's store, which this process opens; 0: there are no others.
-        core: To compute on; None leaves it to the system.
+        options: The benchmark's options.
+        rank: Rank of the worker, from 0.
+        size: Number of workers.
+        port: Port of the store, which rank 0 opens; 0 if there is one worker.
+        core: CPU core to compute on; None leaves the choice to the system.
     """
 
     def __init__(self, options: argparse.Namespace, rank: int, size: int, port: int, core: int | None) -> None:
