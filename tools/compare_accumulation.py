@@ -174,7 +174,7 @@ def train(task: DemoTask, method: Method, *, lr: float, seed: int, steps: int, l
                 curve.append({"forwards": 2 * step, "accuracy": score.accuracy, "loss": score.loss})
             if step < steps:
                 grads += engine.step(collate(next(batches), pad_token_id=pad)).projected_grads
-    return {"method": method.name, "seed": seed, "lr": lr, "grad": rms(grads), "size": lr * rms(grads), "curve": curve}
+    return {"way": method.name, "seed": seed, "lr": lr, "grad": rms(grads), "size": lr * rms(grads), "curve": curve}
 
 
 def on_task(options: argparse.Namespace, task: DemoTask) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def on_task(options: argparse.Namespace, task: DemoTask) -> dict[str, Any]:
             own = [train(task, method, lr=lr, seed=seed, steps=steps) for seed in seeds]
             runs += [{"asked": size, **run} for run in own]
             losses = [[run["curve"][look]["loss"] for run in own] for look in range(len(own[0]["curve"]))]
-            row = {"asked": size, "lr": lr, "method": method.name, "size": spread([run["size"] for run in own])}
+            row = {"asked": size, "lr": lr, "way": method.name, "size": spread([run["size"] for run in own])}
             rows.append({**row, "losses": [spread(values) for values in losses]})
             cells = "".join(f"{at['median']:9.4f} [{at['min']:.4f} - {at['max']:.4f}]" for at in rows[-1]["losses"])
             print(f"{size:.0e}, lr {lr:g}, was {rows[-1]['size']['median']:.1e}  {method.name:26s}{cells}", flush=True)

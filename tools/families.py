@@ -101,7 +101,7 @@ ALSO: Mapping[str, Mapping[str, Any]] = {
             "mamba",
             "hybrid",
             "hybrid",
-        ],  # hybrid layers share one transformer, which two of them need
+        ],  # two hybrid layers share one transformer
         "layer_types": ["hybrid", "mamba", "hybrid", "hybrid"],
         "attention_hidden_size": 32,
         "attention_head_dim": 8,
