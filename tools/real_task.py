@@ -110,7 +110,7 @@ class Series:
         learner = variant.learner(self.task.model, lr=lr, seed=seed, journal=journal, rows=self.batch_size)
         try:
             if learner.taken < run.steps:  # the learner could not be restored
-                run = asked
+                run = new
             run.made_by.append(provenance())
             self._steps(learner, run, variant, looks)
         except NonFiniteLossError as error:
