@@ -152,7 +152,7 @@ class Evaluate(AtStep):
         shares = []
         for by_length in (False, True):
             chosen = scored.choices(by_length=by_length)
-            right = sum(choice.is_right(place) for place, choice in zip(chosen, choices, strict=True))
+            right = sum(choice.is_right(index) for index, choice in zip(chosen, choices, strict=True))
             shares.append(right / len(choices))
         _print_result(
             f"accuracy {shares[0]:.1%}, by mean log-likelihood {shares[1]:.1%}, "

@@ -83,8 +83,8 @@ class Plan:
                 raise OptionError(
                     option,
                     found=f"{getattr(self, option)} without the rows",
-                    expected="--data and --evaluation beside it",
-                    remedy="name both files, or leave it out",
+                    expected="--data and --evaluation",
+                    remedy="pass both files, or leave it out",
                 )
         require_at_least("steps", self.steps, 1)
         optimization = Optimization(**vars(self.directions))

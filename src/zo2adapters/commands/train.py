@@ -254,9 +254,9 @@ class Train(RunOptions):
             except KeyboardInterrupt:
                 print(f"\n{trainer.ways_on()}", file=sys.stderr)
                 raise
-            for line in (trainer.divergence(), trainer.best_evaluation()):
-                if line is not None:
-                    print(line, file=sys.stderr)
+            for notice in (trainer.divergence(), trainer.best_evaluation()):
+                if notice is not None:
+                    print(notice, file=sys.stderr)
         print(f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: {options.output / JOURNAL}")
 
 
