@@ -52,7 +52,7 @@ class AtStep:
             raise OptionError(
                 "model",
                 found="neither or both of --model and --run",
-                expected="--model, perhaps with --journal, or --run",
+                expected="either --model or --run",
                 remedy="pass one of the two",
             )
         model_options = self.model_options
