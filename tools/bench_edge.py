@@ -51,7 +51,7 @@ def save_llama(directory: Path, options: argparse.Namespace) -> Path:
 
 
 def lora(rank: int) -> Any:
-    """The adapter's config; B is not zero."""
+    """The adapter's config, with matrices B that are not zero."""
     return peft.LoraConfig(r=rank, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
 
@@ -69,7 +69,7 @@ def in_turn(base: Path, rank: int) -> MonolithicMeZO:
 
 
 def bench(base: Path, options: argparse.Namespace, rows: int, tokens: int) -> dict[str, Any]:
-    """One shape of batches."""
+    """Measure one shape of batches."""
     batch = dict(random_batch(options.vocabulary, rows, tokens, seed=0))
     model = open_checkpoint(base, adapter=Adapter(config=lora(options.rank), frozen=("lora_A",)))
     lowering: dict[str, float] = {}
@@ -104,15 +104,15 @@ def bench(base: Path, options: argparse.Namespace, rows: int, tokens: int) -> di
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--vocabulary", type=int, default=4000)
     parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--shapes", default="1x16,1x64", help="rows x tokens")
+    parser.add_argument("--shapes", default="1x16,1x64", help="shapes of batches, as rows x tokens")
     parser.add_argument("--steps", type=int, default=9)
-    parser.add_argument("--output", type=Path, help="write JSON here")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
     described = {key: getattr(options, key) for key in ("layers", "hidden", "vocabulary", "rank", "steps")}

@@ -1,10 +1,10 @@
-"""Measure the one-pass kernel and the bus on a GPU: bytes a second beside those of a plain copy.
+"""Measure the one-pass kernel and the bus on a GPU: bytes a second, compared with a plain copy.
 
     python tools/bench_gpu.py --output gpu.json
 
-Weights are larger than any cache. Bytes are those that a kernel has to move: weights read and written, and the perturbed
-copy written where there is one. *MeZO in torch* is what MeZO's own loop does to perturb: z drawn into memory of its own,
-then multiplied and added. Times are between CUDA events, medians over the rounds. Prints a table and JSON.
+Weights are larger than any cache. Bytes are those that a kernel has to move: weights read and written and, if there is one,
+the perturbed copy written. *MeZO in torch* is the perturbation of MeZO's own loop: z is drawn into a new tensor, then
+multiplied and added. Times are between CUDA events, medians over the rounds. Prints a table and JSON.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ WARM_UP, ROUNDS = 3, 20
 
 
 def seconds(work: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
-    """Of each round, by the GPU's clock."""
+    """The seconds of each round, by the GPU's clock."""
     spans: list[float] = []
     for number in range(WARM_UP + rounds):
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begun.record()
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        started.record()
         work()
         ended.record()
         ended.synchronize()
         if number >= WARM_UP:
-            spans.append(begun.elapsed_time(ended) / 1e3)
+            spans.append(started.elapsed_time(ended) / 1e3)
     return spans
 
 
 def rates(nbytes: int, spans: list[float]) -> dict[str, float]:
-    """Bytes a second: median and range."""
+    """Bytes a second: the median and range."""
     per_second = [nbytes / span for span in spans]
     return {"median": statistics.median(per_second), "min": min(per_second), "max": max(per_second)}
 
 
 def kernels(dtype: torch.dtype, elements: int) -> dict[str, dict[str, float]]:
-    """Ways to go over weights once."""
+    """Measure copies, perturbations and replays of one tensor of weights."""
     theta = torch.empty(elements, dtype=dtype, device="cuda").normal_(0.0, 0.02)
     out = torch.empty_like(theta)
     size = theta.nbytes
-    walk: tuple[Perturb | Descend, ...] = tuple(Perturb(0, shift, 1e-3) for shift in (1.0, -2.0, 1.0))
-    update = (*walk, Descend(0, 0.5, lr=1e-6, weight_decay=0.0))
+    perturbations: tuple[Perturb | Descend, ...] = tuple(Perturb(0, shift, 1e-3) for shift in (1.0, -2.0, 1.0))
+    update = (*perturbations, Descend(0, 0.5, lr=1e-6, weight_decay=0.0))
     measured = {"copy": rates(2 * size, seconds(lambda: out.copy_(theta)))}
 
     def mezo() -> None:
@@ -80,25 +80,25 @@ def kernels(dtype: torch.dtype, elements: int) -> dict[str, dict[str, float]]:
 
 
 def bus(nbytes: int) -> dict[str, dict[str, float]]:
-    """Copies between page-locked memory and the GPU, each way alone and both at once."""
+    """Measure copies between page-locked memory and the GPU, in each direction and in both at once."""
     device = CudaDevice()
     host = [device.host_memory(nbytes) for _ in range(2)]
-    there = [device.empty(nbytes) for _ in range(2)]
+    on_device = [device.empty(nbytes) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def both() -> None:
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(streams[0]):
-            there[0].copy_(host[0], non_blocking=True)
+            on_device[0].copy_(host[0], non_blocking=True)
         with torch.cuda.stream(streams[1]):
-            host[1].copy_(there[1], non_blocking=True)
+            host[1].copy_(on_device[1], non_blocking=True)
         for stream in streams:
             torch.cuda.current_stream().wait_stream(stream)
 
     measured = {
-        "up": rates(nbytes, seconds(lambda: there[0].copy_(host[0], non_blocking=True))),
-        "back": rates(nbytes, seconds(lambda: host[1].copy_(there[1], non_blocking=True))),
+        "up": rates(nbytes, seconds(lambda: on_device[0].copy_(host[0], non_blocking=True))),
+        "back": rates(nbytes, seconds(lambda: host[1].copy_(on_device[1], non_blocking=True))),
         "each way, both at once": rates(nbytes, seconds(both)),
     }
     device.close()
@@ -106,10 +106,10 @@ def bus(nbytes: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=1 << 29)
-    parser.add_argument("--output", type=Path, help="write JSON here")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     measured: dict[str, Any] = {
         "machine": {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "cuda": torch.version.cuda},
@@ -118,9 +118,9 @@ def main() -> None:
         "bytes_per_second": {str(dtype): kernels(dtype, options.elements) for dtype in DTYPES} | {"bus": bus(1 << 30)},
     }
     print(f"{'GB/s':50s} {'median':>8s} {'min':>8s} {'max':>8s}")
-    for where, ways in measured["bytes_per_second"].items():
-        for name, values in ways.items():
-            print(f"{where + ': ' + name:50s} " + " ".join(f"{values[key] / 1e9:8.1f}" for key in ("median", "min", "max")))
+    for group, results in measured["bytes_per_second"].items():
+        for name, values in results.items():
+            print(f"{group + ': ' + name:50s} " + " ".join(f"{values[key] / 1e9:8.1f}" for key in ("median", "min", "max")))
     keep(measured, options.output)
 
 

@@ -1,9 +1,10 @@
-"""Time steps with freed memory kept by the allocator against steps with freed memory given back, in processes by turns.
+"""Time steps whose freed memory stays with the allocator against steps whose freed memory returns to the system.
 
     python tools/bench_malloc.py --rounds 3 --steps 10
 
-A Llama of 135 million parameters in bfloat16, 16 rows of 40 tokens, all blocks in memory. Prints a table and JSON: seconds a
-step, processor seconds in the kernel and page faults a step, resident memory after the last step and its peak.
+A Llama of 135 million parameters in bfloat16, 16 rows of 40 tokens, all blocks in memory. Both sides alternate, in processes
+of their own. Prints a table and JSON: seconds, CPU seconds in the kernel and page faults a step, resident memory after the
+last step and its peak.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def side(directory: Path, *, keep: bool, rows: int, tokens: int, steps: int) -> 
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=40)

@@ -1,13 +1,12 @@
-"""Figure 3 of the ZO2 paper: what a device holds while AdamW, SGD, MeZO and this engine train, by one counter of bytes.
+"""Figure 3 of the ZO2 paper: the peak device memory of AdamW, SGD, MeZO and this engine, counted in the same manner.
 
     python tools/bench_memory.py
     python tools/bench_memory.py --geometries opt-6.7b opt-13b --dtype float32 --tokens 1024 --output memory.json
 
-Every operation's results are counted as long as they live, with the weights and buffers they start from. The whole-model
-sides run in torch's ``meta`` device, which has shapes and no bytes, so that they are counted at true size wherever this
-runs. The engine runs in earnest, behind a bus played by threads, at the true width of its blocks but with few of them
-(``--blocks``): its device holds slots, embedding, head and activations, whatever the number of blocks, and the count is
-made with two numbers of blocks to show it.
+The results of every operation are counted while they exist, together with weights and buffers. Whole models run on torch's
+``meta`` device, which has shapes without memory, so that they are counted at full size on any machine. The engine computes,
+with a bus simulated by threads, and at the true width of its blocks but with few of them (``--blocks``): its device holds
+slots, embedding, head and activations for any number of blocks, which two counts with different numbers of blocks confirm.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ EPS = 1e-3
 
 
 def first_order(optimizer: Callable[..., torch.optim.Optimizer]) -> Callable[[PreTrainedModel, Batch], Callable[[], None]]:
-    """A trainer with gradients, kept between steps as torch's examples do."""
+    """A first-order trainer that keeps gradients between steps, as torch's examples do."""
 
     def trainer(model: PreTrainedModel, batch: Batch) -> Callable[[], None]:
         rule = optimizer(model.parameters(), lr=LR)
@@ -76,7 +75,7 @@ WHOLE = {"AdamW": first_order(torch.optim.AdamW), "SGD": first_order(torch.optim
 
 
 def whole(config: PretrainedConfig, dtype: torch.dtype, tokens: int, trainer: Any) -> int:
-    """Most bytes of the second step of a whole model, in which all of an optimizer's state is there."""
+    """The peak bytes of a whole model's second step, when all of the optimizer's state exists."""
     usage = Usage()
     with torch.device("meta"):
         make: Any = AutoModelForCausalLM.from_config
@@ -95,7 +94,7 @@ def whole(config: PretrainedConfig, dtype: torch.dtype, tokens: int, trainer: An
 
 
 def engine(config: PretrainedConfig, dtype: torch.dtype, tokens: int, blocks: int) -> int:
-    """Most bytes of the engine's device in a step with updates to replay."""
+    """The peak bytes of the engine's device in a step that replays updates."""
     few = deepcopy(config)
     few.num_hidden_layers = blocks
     place = Bus(HOST_MEMORY, DEVICE_MEMORY, BUS)
@@ -109,7 +108,7 @@ def engine(config: PretrainedConfig, dtype: torch.dtype, tokens: int, blocks: in
 
 
 def measured(name: str, dtype: torch.dtype, tokens: int, blocks: int) -> dict[str, Any]:
-    """One group of bars."""
+    """Measure one model: a group of bars in the figure."""
     config = scaled(geometries()[name], 1, tokens)
     sides: dict[str, Any] = {side: whole(config, dtype, tokens, trainer) for side, trainer in WHOLE.items()}
     gc.collect()
@@ -118,12 +117,12 @@ def measured(name: str, dtype: torch.dtype, tokens: int, blocks: int) -> dict[st
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometries", nargs="+", choices=list(geometries()), default=["opt-6.7b", "opt-13b"])
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
-    parser.add_argument("--tokens", type=int, default=2048, help="of the one row")
-    parser.add_argument("--blocks", type=int, default=5, help="of the engine's model")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of the batch's one row")
+    parser.add_argument("--blocks", type=int, default=5, help="blocks of the engine's model")
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args()
     rows = [measured(name, DTYPES[options.dtype], options.tokens, options.blocks) for name in options.geometries]

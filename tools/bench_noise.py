@@ -1,10 +1,10 @@
-"""Measure noise and one-pass arithmetic on this CPU: numbers a second, and bytes a second beside memcpy's.
+"""Measure noise and one-pass arithmetic on this CPU: numbers a second, and bytes a second compared with memcpy.
 
     python tools/bench_noise.py
     python tools/bench_noise.py --dtype bfloat16
 
-Prints a table and JSON: medians over the rounds with their range. The ways alternate, each on one thread and then on two
-that share the work. Noise is drawn into a buffer that stays in the cache; weights are larger than any cache.
+Prints a table and JSON: medians over the rounds with their range. The programs alternate, each on one thread and then on two
+that share the work. Noise is drawn into a buffer that fits the cache; weights are larger than any cache.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from zo2core import Distribution
 from zo2core.kernels import apply_drawing, native, philox
 from zo2core.types import Descend, Perturb, Program
 
-PIECE = 32768  # elements drawn at once
-SHARE = 1 << 18  # weights worked on at once
+PIECE = 32768  # elements of noise drawn at once
+SHARE = 1 << 18  # elements of weights processed at once
 THREADS = 2
 
 Work = Callable[[int, int], None]  # (thread, which piece)
 
 
 def drawing(dtype: torch.dtype) -> dict[str, Work]:
-    """Ways to draw a piece."""
+    """The programs that draw ``PIECE`` elements of noise, by name."""
     outs = [torch.empty(PIECE, dtype=dtype) for _ in range(THREADS)]
     generators = [torch.Generator().manual_seed(i) for i in range(THREADS)]
 
@@ -52,7 +52,7 @@ def drawing(dtype: torch.dtype) -> dict[str, Work]:
 
 
 def passes(dtype: torch.dtype, elements: int) -> dict[str, Work]:
-    """Ways to go over weights once: copy them, perturb them into a work buffer, or replay MeZO's walk and update before.
+    """The programs that process weights once: copy, perturb into a work buffer, or replay MeZO's last step before that.
 
     Mixed precision keeps float32, and rounds what it perturbs to the dtype.
     """
@@ -89,7 +89,7 @@ def passes(dtype: torch.dtype, elements: int) -> dict[str, Work]:
 
 
 def rate(work: Work, pieces: int, size: int, threads: int) -> float:
-    """Units a second of one run."""
+    """The units a second of one run."""
 
     def share(thread: int) -> None:
         for piece in range(thread, pieces, threads):
@@ -103,13 +103,13 @@ def rate(work: Work, pieces: int, size: int, threads: int) -> float:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and range."""
+    """The median and range of values."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def bench(dtype: torch.dtype, elements: int, rounds: int) -> dict[str, Any]:
-    """Run all ways; return everything measured."""
-    torch.set_num_threads(1)  # threads are this program's own
+    """Run all programs; return all measurements."""
+    torch.set_num_threads(1)  # this program starts its own threads
     measured: dict[str, list[float]] = {}
     for _ in range(rounds):
         for threads in range(1, THREADS + 1):
@@ -119,7 +119,7 @@ def bench(dtype: torch.dtype, elements: int, rounds: int) -> dict[str, Any]:
                 measured.setdefault(f"{name}, {suffix}: numbers", []).append(rate(work, pieces, PIECE, threads))
             for name, work in passes(dtype, elements).items():
                 read = 4 if "float32" in name else dtype.itemsize
-                nbytes = SHARE * (read + dtype.itemsize)  # and written: of a replay, once more
+                nbytes = SHARE * (read + dtype.itemsize)  # read and written; a replay writes once more
                 nbytes += SHARE * dtype.itemsize if "replay" in name else 0
                 measured.setdefault(f"{name}, {suffix}: bytes", []).append(rate(work, elements // SHARE, nbytes, threads))
     return {
@@ -134,7 +134,7 @@ def bench(dtype: torch.dtype, elements: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument("--elements", type=int, default=1 << 26)

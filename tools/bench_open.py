@@ -1,8 +1,8 @@
-"""Peak resident memory of opening a checkpoint and loading every block of it into a PinnedSource.
+"""Measure the peak resident memory of opening a checkpoint and loading all of its blocks into a PinnedSource.
 
     python tools/bench_open.py --geometry opt-1.3b --dtype float16
 
-Runs in a process of its own on a checkpoint with random weights; prints a table and JSON. The kernel counts the peak.
+The measured process loads a checkpoint with random weights, and the kernel counts its peak. Prints a table and JSON.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from zo2core import MeZOSGD, ZOEngine
 
 
 def peak() -> int:
-    """Peak resident bytes of this process so far."""
+    """The peak of this process's resident bytes so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def measure(directory: Path) -> dict[str, Any]:
-    """Open and load; bytes and seconds after each stage."""
+    """Open and load; return bytes and seconds after each stage."""
     imported = peak()
     began = time.perf_counter()
     model = open_checkpoint(directory)
@@ -53,11 +53,11 @@ def measure(directory: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", choices=list(geometries()), default="opt-1.3b")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float16")
-    parser.add_argument("--directory", type=Path, help="an existing checkpoint instead")
+    parser.add_argument("--directory", type=Path, help="an existing checkpoint to load instead of one with random weights")
     options = parser.parse_args()
     if options.directory is not None:
         measured = measure(options.directory)
@@ -70,7 +70,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(geometries()[options.geometry], Path(folder, "base"), dtype=DTYPES[options.dtype])
-        # A fresh process: making the checkpoint would count into the peak.
+        # A new process, because making the checkpoint would count towards the peak.
         subprocess.run([sys.executable, __file__, "--directory", os.path.join(folder, "base")], check=True)
 
 

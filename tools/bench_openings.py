@@ -1,12 +1,12 @@
-"""Two ways to open checkpoints, a step of each in turn: files' dtypes, precisions, encodings, or logits for labels only.
+"""Compare steps of two checkpoints or options of opening: dtypes, precisions, encodings, or logits for labels only.
 
     python tools/bench_openings.py opt-1.3b opt-1.3b-bf16 --precision mixed mixed
     python tools/bench_openings.py opt-1.3b opt-1.3b-bf16 --precision mixed mixed --buckets 3
     python tools/bench_openings.py task/model task/model --loss-chunk auto none --rows 16 --tokens 40 --labelled 2
     python tools/bench_openings.py opt-1.3b-bf16 opt-1.3b-nf4 --precision exact exact --rank 2 --buckets 3 --rate 1GB
 
-``--rate`` slows both sides' reads down to what a slower disk gives. Prints a table and JSON: seconds a step, the ratio
-between neighbours, the bytes read, and the most bytes that a step's operations hold at a time beside weights and buffers.
+Both sides alternate; ``--rate`` slows their reads to the rate of a slower disk. Prints a table and JSON: seconds a step, the
+ratio of consecutive steps, bytes read, and the peak bytes of a step's operations without weights and buffers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WARM_UP = 2
 
 
 def peak_bytes(engine: ZOEngine, batch: Batch) -> int:
-    """What one step's operations hold at a time, beside what is still there when a step is over."""
+    """The peak bytes of a step's operations, without those that remain after the step."""
     usage = Usage()
     with usage:
         engine.step(batch)
@@ -52,9 +52,11 @@ def peak_bytes(engine: ZOEngine, batch: Batch) -> int:
 
 
 def bench(sides: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """Both sides in turn."""
+    """Measure both sides in turn."""
     seconds: list[list[float]] = [[] for _ in sides]
-    moved: list[tuple[list[int], list[int]]] = [([], []) for _ in sides]  # bytes of steps: read, written
+    moved: list[tuple[list[int], list[int]]] = [
+        ([], []) for _ in sides
+    ]  # for each side, the bytes that each step read and wrote
     host = HostPlan((), 1 << 40, buckets=options.buckets, keep_noise=False)
     with ExitStack() as opened:
         engines = []
@@ -94,20 +96,27 @@ def bench(sides: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directories", type=Path, nargs=2)
     parser.add_argument("--precision", choices=["exact", "mixed"], nargs=2, default=["mixed", "mixed"])
     parser.add_argument("--dtype", nargs=2, default=None)
-    parser.add_argument("--loss-chunk", nargs=2, default=["auto", "auto"], help="auto, none or a number")
-    parser.add_argument("--buckets", type=int, default=None, help="blocks in host memory; by default all stay there")
-    parser.add_argument("--rank", type=int, default=None, help="of directions beside the activations")
-    parser.add_argument("--rate", default=None, help="bytes a second that a slower disk would read, such as 1GB")
+    parser.add_argument(
+        "--loss-chunk",
+        nargs=2,
+        default=["auto", "auto"],
+        help="labelled tokens at a time of either side: auto, none or a number",
+    )
+    parser.add_argument("--buckets", type=int, default=None, help="number of blocks in host memory; by default all")
+    parser.add_argument("--rank", type=int, default=None, help="rank of the directions; by default full-rank directions")
+    parser.add_argument("--rate", default=None, help="bytes a second of a simulated slower disk, such as 1GB")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--labelled", type=int, default=None, help="tokens at each row's end; by default all")
+    parser.add_argument(
+        "--labelled", type=int, default=None, help="number of labelled tokens at each row's end; by default all"
+    )
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="write JSON here")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     chunks = {"auto": "auto", "none": None}
     sides: list[dict[str, Any]] = [

@@ -1,14 +1,14 @@
-"""What overlap is worth: a sweep against the slowest of its lanes, and against their sum.
+"""Measure what overlap saves: a sweep against the slowest of its lanes, and against their sum.
 
     python tools/bench_overlap.py --bus            # transfers over a simulated bus, as long as compute takes
     python tools/bench_overlap.py --disk DIR       # blocks read from a checkpoint, written back every step
-    python tools/bench_overlap.py --gpu            # blocks in page-locked memory, a GPU behind its own bus
+    python tools/bench_overlap.py --gpu            # blocks in page-locked memory, and a GPU with its own bus
 
-*Bus*: copies run in threads that keep to a rate (``threaded_device.py``); the rate is chosen so that all uploads of a sweep
-take about as long as its compute. *Disk*: blocks come from the disk and go back to a scratch file; tokens are chosen so that
-disk and compute take about equally long. The serial side of the disk has one bucket, so nothing is read ahead. *GPU*: no
-block stays there; tokens decide whether the bus or compute is slower. Sides take turns in one process. Prints a table and
-JSON; times are of whole steps, the bound is the slowest lane's busy time.
+*Bus*: copies run in threads at a rate (``threaded_device.py``) at which all uploads of a sweep take about as long as its
+compute. *Disk*: blocks are read from a checkpoint and written back to a scratch file; with the chosen tokens disk and
+compute take about equally long. The serial side has one bucket, so nothing is read ahead. *GPU*: no block stays on the
+device; the number of tokens decides whether the bus or compute is slower. Both sides alternate in one process. Prints a
+table and JSON; times are of whole steps, and the bound is the slowest lane's busy time.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ WARM_UP = 2  # steps
 
 
 def machine() -> dict[str, Any]:
-    """Where this runs."""
+    """The machine that this runs on, as JSON values."""
     return {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__}
 
 
 def estimator() -> MeZOSGD:
-    """Of both sides."""
+    """The estimator of both sides."""
     return MeZOSGD(lr=1e-6, zo_eps=1e-3, perturb_in_place=False)
 
 
 @contextmanager
 def on_a_bus(directory: Path, rate: float, *, overlap: bool) -> Iterator[ZOEngine]:
-    """An engine whose device is behind a simulated bus of so many bytes a second, each way."""
+    """An engine with a simulated bus of ``rate`` bytes a second in each direction."""
     device = ThreadedDevice(ThreadedStreams(lambda lane, nbytes: nbytes / rate, poison=False))
     noise = PhiloxNoise(Distribution.RADEMACHER)
     with (
@@ -61,7 +61,7 @@ def on_a_bus(directory: Path, rate: float, *, overlap: bool) -> Iterator[ZOEngin
 
 
 def from_disk(directory: Path, run: Path, *, overlap: bool) -> ZOEngine:
-    """An engine whose blocks come from the disk and go back to it at every step."""
+    """An engine whose blocks are read from disk and written back in every step."""
     buckets = 4 if overlap else 1
     return ZOEngine(
         open_checkpoint(directory),
@@ -75,7 +75,7 @@ def from_disk(directory: Path, run: Path, *, overlap: bool) -> ZOEngine:
 
 
 def lanes_of(step: StepResult) -> dict[str, float]:
-    """Busy seconds; replay and forwards are one lane, and reads and writes share the disk."""
+    """The busy seconds of lanes; replay and forwards are one lane, as are reads and writes of the disk."""
     busy = {lane: use.busy_seconds for lane, use in step.lanes.items()}
     return {
         "compute": busy[Lane.REPLAY] + busy[Lane.EVALUATE],
@@ -87,12 +87,12 @@ def lanes_of(step: StepResult) -> dict[str, float]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and range."""
+    """The median and range of values."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def keep(measured: dict[str, Any], output: Path | None, *, indent: int | None = None) -> None:
-    """Write what was measured as JSON, or print it where no file was named."""
+    """Write the measurements as JSON, or print them if there is no file."""
     text = json.dumps(measured, indent=indent, default=str)
     if output is None:
         print(text)
@@ -101,7 +101,7 @@ def keep(measured: dict[str, Any], output: Path | None, *, indent: int | None = 
 
 
 def compare(serial: ZOEngine, overlapped: ZOEngine, batch: Batch, steps: int) -> dict[str, Any]:
-    """Take steps on both in turn; their losses must be equal."""
+    """Take steps on both sides in turn; their losses must be equal."""
     measured: dict[str, list[StepResult]] = {"serial": [], "overlapped": []}
     for number in range(WARM_UP + steps):
         for name, engine in (("serial", serial), ("overlapped", overlapped)):
@@ -127,7 +127,7 @@ def compare(serial: ZOEngine, overlapped: ZOEngine, batch: Batch, steps: int) ->
 
 
 def bench_bus(geometry: str, rows: int, tokens: int, steps: int) -> dict[str, Any]:
-    """Transfers about as long as compute."""
+    """Measure a bus whose transfers take about as long as compute."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "model"
         make_checkpoint(geometries()[geometry], directory, dtype=torch.float32)
@@ -153,7 +153,7 @@ def bench_bus(geometry: str, rows: int, tokens: int, steps: int) -> dict[str, An
 
 
 def bench_disk(directory: Path, rows: int, tokens: int, steps: int, folder: Path | None) -> dict[str, Any]:
-    """Blocks from a checkpoint, and back to scratch."""
+    """Measure blocks that are read from a checkpoint and written back to scratch."""
     with (
         tempfile.TemporaryDirectory(dir=folder) as runs,
         from_disk(directory, Path(runs) / "serial", overlap=False) as serial,
@@ -165,7 +165,7 @@ def bench_disk(directory: Path, rows: int, tokens: int, steps: int, folder: Path
 
 
 def bench_gpu(geometry: str, rows: int, tokens: int, steps: int, dtype: torch.dtype) -> dict[str, Any]:
-    """All blocks travel to a GPU and back in each step."""
+    """Measure a GPU to which all blocks are copied, and back, in each step."""
     config = scaled(geometries()[geometry], 1, tokens)
 
     def engine(*, overlap: bool) -> ZOEngine:
@@ -186,7 +186,7 @@ def bench_gpu(geometry: str, rows: int, tokens: int, steps: int, dtype: torch.dt
 
 
 def table(measured: dict[str, Any]) -> str:
-    """For people."""
+    """Format the results as a table."""
     lines = [
         f"{'':12s}{'step':>8s}"
         + "".join(f"{lane:>10s}" for lane in measured["serial"]["lanes"])
@@ -201,18 +201,18 @@ def table(measured: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--bus", action="store_true")
     which.add_argument("--disk", type=Path, metavar="DIR")
     which.add_argument("--gpu", action="store_true")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="with --gpu")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="dtype of the weights, with --gpu")
     parser.add_argument("--geometry", choices=list(geometries()), default="opt-125m")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--folder", type=Path, default=None, help="for the runs' files; a temporary one by default")
+    parser.add_argument("--folder", type=Path, default=None, help="folder for the runs' files; a temporary one by default")
     options = parser.parse_args()
     if options.bus:
         measured = bench_bus(options.geometry, options.rows, options.tokens, options.steps)

@@ -1,9 +1,9 @@
-"""A step on rows of different lengths: packed one behind the other, against padded to one length.
+"""Time a step on rows of different lengths: packed (concatenated) against padded to one length.
 
     python tools/bench_packing.py task/model task/train.jsonl --rows 16
 
-Both sides are steps of one engine, batch by batch in turns, on the same rows, in the precision and with the noise that `zo2
-train` takes by default. Prints a table and JSON: seconds a step, tokens that run, and the ratio between neighbours.
+Both sides are steps of one engine on the same rows, alternating batch by batch, with the default precision and noise of `zo2
+train`. Prints a table and JSON: seconds a step, tokens that run, and the ratio of consecutive steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WARM_UP = 1
 
 
 def bench(options: argparse.Namespace) -> dict[str, Any]:
-    """Take steps on both sides."""
+    """Measure steps of both sides."""
     tokenizer = load_tokenizer(options.model)
     dataset = read_dataset(options.data, tokenizer, sequence_length=1 << 20)
     batches = training_batches(dataset, batch_size=options.rows, seed=0)
@@ -58,7 +58,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(measured: dict[str, Any]) -> str:
-    """For people."""
+    """Format the results as a table."""
     seconds, tokens, ratio = (measured[name] for name in ("seconds", "tokens", "packed_to_padded"))
     lines = [f"{side:8s}{seconds[side]['median']:9.3f}s{tokens[side]['median']:8.0f}" for side in seconds]
     lines.append(f"packed to padded {ratio['median']:.2f} [{ratio['min']:.2f} - {ratio['max']:.2f}]")
@@ -66,12 +66,12 @@ def table(measured: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--rank", type=int, default=None, help="of directions beside the activations")
+    parser.add_argument("--rank", type=int, default=None, help="rank of the directions; by default full-rank directions")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args(arguments)

@@ -1,20 +1,20 @@
-"""The tables of the ZO2 paper, measured here: this engine against monolithic MeZO with its weights on the device.
+"""Measure the tables of the ZO2 paper: this engine against monolithic MeZO with its weights on the device.
 
-    python tools/bench_paper.py                                       on a GPU, what fits there and in the host's memory
-    python tools/bench_paper.py --on bus --scale 16 --bus 1e9         without one: everything smaller, a simulated bus
+    python tools/bench_paper.py                                       on a GPU, models that fit it and the host's memory
+    python tools/bench_paper.py --on bus --scale 16 --bus 1e9         without a GPU: smaller models, a simulated bus
     python tools/bench_paper.py --on disk --scale 16 --tables ablation
 
-Prints the tables, with the paper's ratios beside the measured ones, and JSON.
+Prints the tables, with the paper's ratios next to the measured ones, and JSON.
 
 Both sides of a row run in this process, one after the other, with the same weights, batches and seeds; with MeZO's own noise
-their losses have to be equal, and the JSON says whether they are. The first step loads, the second warms up, then steps are
-timed one by one, and a last one, untimed, is watched for the memory it takes. '-' is what did not fit or failed; the JSON
-says why. Weights are made up (see ``paper_models.py``). The blocks of a model beyond the host's memory share host buckets,
-which is said where it happens.
+their losses have to be equal, and the JSON tells whether they are. The first step loads, the second warms up, then steps are
+timed one by one, and a last, untimed step measures memory. '-' marks what did not fit or failed; the JSON has the reason.
+Weights are synthetic (see ``paper_models.py``). The blocks of a model that exceeds the host's memory share buckets, which
+the output then says.
 
 Without a GPU width, heads, vocabulary and tokens are divided by ``--scale``; depth stays. Blocks, embedding, activations and
-logits all shrink by its square then, and so does the A100's memory, by default: ratios of memory, and what does not fit, can
-be held against the paper's. Speed cannot: work shrinks by the third power, and a CPU with such a bus is no GPU behind PCIe.
+logits then shrink by its square, and so does the A100's memory by default: ratios of memory, and what does not fit, compare
+with the paper's. Speed does not: work shrinks by the third power, and a CPU with a simulated bus differs from a GPU.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ from zo2core.planning.device_plan import plan_device_memory
 from zo2core.planning.host_budget import free_memory, parse_size
 from zo2core.types import Batch, BlockLayout
 
-A100_MEMORY = 80e9  # bytes, of the paper's GPU
-HOST_SHARE = 0.8  # of the free host memory: blocks may take it, page-locked
+A100_MEMORY = 80e9  # bytes of the paper's GPU
+HOST_SHARE = 0.8  # share of the free host memory that blocks may take, page-locked
 WARM_UP = 2  # steps
-MEZO_TEMPORARIES = 4  # of the largest parameter's size: z, products, the new weights
+MEZO_TEMPORARIES = 4  # tensors of the largest parameter's size: z, products, the new weights
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One side of a row."""
+    """The measurements of one side of a row."""
 
-    seconds: tuple[float, ...]  # each step's
-    tokens_per_second: float  # at the median step
+    seconds: tuple[float, ...]  # seconds of each step
+    tokens_per_second: float  # rate of the median step
     memory_bytes: int
-    moved_bytes: Mapping[str, float]  # by lane, a step
-    shared_buckets: int | None  # that all blocks share; None: each has its own bytes
+    moved_bytes: Mapping[str, float]  # bytes a step, by lane
+    shared_buckets: int | None  # number of buckets that all blocks share; None: each block has its own bytes
     losses: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Why there is nothing."""
+    """The reason why there is no measurement."""
 
     reason: str
 
@@ -76,7 +76,7 @@ Outcome = Measured | Missing
 
 
 def batch_of(vocab_size: int, rows: int, tokens: int, device: torch.device) -> Batch:
-    """Random tokens without padding."""
+    """A batch of random tokens without padding."""
     ids = torch.randint(vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0)).to(device)
     return {"input_ids": ids, "labels": ids}
 
@@ -89,13 +89,13 @@ def timed(place: Place, step: Callable[[int], tuple[float, ...]], steps: int) ->
 
 
 class Bench:
-    """Measures settings, each once.
+    """Measures settings, and each setting once.
 
     Args:
-        place: Where.
+        place: The place to measure in.
         scale: Divisor of geometries and lengths.
-        steps: To time.
-        noise: The engine's.
+        steps: Number of timed steps.
+        noise: The engine's noise.
     """
 
     def __init__(self, place: Place, *, scale: int, steps: int, noise: Noise) -> None:
@@ -106,11 +106,11 @@ class Bench:
         self._found: dict[tuple[Any, ...], Outcome] = {}
 
     def config(self, row: Row) -> PretrainedConfig:
-        """The geometry that stands for a row's."""
+        """The scaled geometry of a row."""
         return scaled(geometries()[row.model], self._scale, self.tokens(row))
 
     def tokens(self, row: Row) -> int:
-        """The length that stands for a row's."""
+        """The scaled length of a row."""
         return row.tokens // self._scale
 
     def side(self, row: Row, dtype: torch.dtype, variant: Variant | None) -> Outcome:
@@ -138,7 +138,7 @@ class Bench:
             cut.weights.close()
         batch = batch_of(config.vocab_size, row.batch, tokens, place.torch_device)
         seconds, losses = timed(place, lambda seed: mezo.step(batch, seed).losses, WARM_UP + self._steps)
-        # Parameters one by one: whoever had them all in hand would keep the old weights alive beside the new ones.
+        # Parameters are converted one by one: a list of them would keep the old weights alive with the new ones.
         held = (parameter.data for parameter in mezo.model.parameters())
         peak = place.peak_bytes(lambda: mezo.step(batch, len(losses)), held)
         return self._measured(row, seconds, losses, peak, {}, None)
@@ -158,7 +158,7 @@ class Bench:
         def step(seed: int) -> tuple[float, ...]:
             losses = engine.step(batch, seed=seed).losses
             if variant is Variant.EAGER:
-                engine.flush()  # a sweep of its own for the update
+                engine.flush()  # an own sweep for the update
             return losses
 
         with parts, engine:
@@ -170,7 +170,7 @@ class Bench:
         return self._measured(row, seconds + more, losses + others, peak, moved, shared)
 
     def _room(self, layouts: Sequence[BlockLayout], activations: int) -> tuple[int, int]:
-        """How many blocks could stay on the device, and its free bytes. Raises if not even the two slots fit."""
+        """The number of blocks that could stay on the device, and its free bytes. Raises if the two slots do not fit."""
         free = self._place.free_memory()
         noise = self._noise(layouts, self._place.torch_device)
         return plan_device_memory(layouts, noise, memory=free, free=free, activation_bytes=activations).kept, free
@@ -190,12 +190,12 @@ class Bench:
 
 
 def ratio(a: float | None, b: float | None) -> float | None:
-    """Of two numbers, if both are there."""
+    """The ratio of two numbers; None if one is missing."""
     return None if a is None or b is None else a / b
 
 
 def ratios(ours: Outcome | Figures, theirs: Outcome | Figures) -> dict[str, float | None]:
-    """Ours to theirs in memory and speed; of what is printed, or of what was measured."""
+    """The engine's memory and speed relative to MeZO's, as printed in the paper or as measured."""
     return {what: ratio(*(_value(side, what) for side in (ours, theirs))) for what in ("memory", "speed")}
 
 
@@ -208,7 +208,7 @@ def _value(side: Outcome | Figures, what: str) -> float | None:
 
 
 def report(bench: Bench, row: Row, dtype: torch.dtype) -> dict[str, Any]:
-    """Measure one row; everything about it as JSON values."""
+    """Measure one row; return all its results as JSON values."""
     config = bench.config(row)
     theirs = bench.side(row, dtype, None)
     measured: dict[str, Any] = {
@@ -248,7 +248,7 @@ def report(bench: Bench, row: Row, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def table(name: str, rows: list[dict[str, Any]]) -> Iterator[str]:
-    """A table's lines."""
+    """Format a table as lines."""
     number, subject, _ = TABLES[name]
     ablation = name == "ablation"
     quantities = ["tokens/s"] if ablation else ["MB", "tokens/s"]
@@ -287,7 +287,7 @@ def _cell(value: str | float | None) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What this ran on."""
+    """The machine that this runs on, as JSON values."""
     return {
         "processor": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -298,20 +298,24 @@ def machine() -> dict[str, Any]:
 
 
 def parse() -> argparse.Namespace:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     gpu = torch.cuda.is_available()
     parser.add_argument("--on", choices=["cuda", "bus", "disk"], default="cuda" if gpu else "bus")
-    parser.add_argument("--tables", default=",".join(TABLES), help="of main, ablation, batch, length, qwen3")
-    parser.add_argument("--sizes", help="models, such as opt-1.3b,qwen3-4b; all by default")
-    parser.add_argument("--dtype", help="such as float32,float16; a row in 16 bits takes any dtype of 16 bits")
-    parser.add_argument("--steps", type=int, default=5, help="to time, after two that warm up")
+    parser.add_argument(
+        "--tables", default=",".join(TABLES), help="tables to measure, from main, ablation, batch, length, qwen3"
+    )
+    parser.add_argument("--sizes", help="models to measure, such as opt-1.3b,qwen3-4b; all by default")
+    parser.add_argument(
+        "--dtype", help="dtypes to measure, such as float32,float16; a row in 16 bits takes any 16-bit dtype"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="number of timed steps, after two that warm up")
     parser.add_argument("--noise", choices=list(NOISES), default="sequential")
-    parser.add_argument("--scale", type=int, help="divisor of sizes; by default 1 on a GPU, 16 elsewhere")
+    parser.add_argument("--scale", type=int, help="divisor of sizes; by default 1 on a GPU, otherwise 16")
     parser.add_argument("--bus", type=float, default=1e9, help="bytes a second of the simulated bus")
-    parser.add_argument("--host-memory", type=parse_size, help="bytes for blocks; by default most of what is free")
-    parser.add_argument("--device-memory", type=parse_size, help="bytes that count as the device's, without a GPU")
-    parser.add_argument("--folder", type=Path, help="for checkpoints on disk; a temporary one by default")
+    parser.add_argument("--host-memory", type=parse_size, help="host memory for blocks; by default most of the free memory")
+    parser.add_argument("--device-memory", type=parse_size, help="memory of the simulated device, without a GPU")
+    parser.add_argument("--folder", type=Path, help="folder for checkpoints on disk; a temporary one by default")
     options = parser.parse_args()
     for option, known in (("tables", list(TABLES)), ("sizes", list(geometries())), ("dtype", list(DTYPES))):
         chosen = (getattr(options, option) or "").split(",") if getattr(options, option) else []
@@ -325,7 +329,7 @@ def parse() -> argparse.Namespace:
 
 
 def choose_place(options: argparse.Namespace) -> Place:
-    """Where to measure."""
+    """Make the place to measure in."""
     host = int(HOST_SHARE * free_memory()) if options.host_memory is None else options.host_memory
     device = int(A100_MEMORY / options.scale**2) if options.device_memory is None else options.device_memory
     if options.on == "cuda":
@@ -334,7 +338,7 @@ def choose_place(options: argparse.Namespace) -> Place:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     options = parse()
     place = choose_place(options)
     try:

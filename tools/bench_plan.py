@@ -1,11 +1,11 @@
-"""Hold what `zo2 plan` says of a run against a short run: seconds a step, and the peak of its memory.
+"""Compare the plan of `zo2 plan` with a short run: seconds a step, and peak memory.
 
     python tools/bench_plan.py smollm2-135m train.jsonl --steps 12 --output plan.json
     python tools/bench_plan.py smollm2-135m train.jsonl --runs "rank 2" exact
 
-Each configuration is planned with ``--data`` and then taken for a few steps, each in a process of its own, one after the
-other. The first two steps do not count: they read the base, and ask the system for memory. ``streamed`` gets a ``--memory``
-in which about half of the blocks have no room. Prints a table and JSON: planned, measured, and measured over planned.
+Each configuration is planned with ``--data`` and then run for a few steps, each in a process of its own. The first two steps
+do not count: they read the base and allocate memory. ``streamed`` gets a ``--memory`` that holds about half of the blocks.
+Prints a table and JSON: planned, measured, and measured over planned.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ RUNS: dict[str, list[str]] = {
     "streamed": [],
     "streamed, rank 2": ["--rank", "2"],
 }
-_SETTLES = 2  # steps
+_SETTLES = 2  # steps that do not count
 
 
 def zo2(*arguments: object) -> str:
-    """Run a command in a process of its own; returns what it prints."""
+    """Run a command in a process of its own; return its output."""
     command = [sys.executable, "-m", "zo2adapters.cli", *map(str, arguments)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
@@ -44,19 +44,19 @@ def zo2(*arguments: object) -> str:
 
 
 def planned(options: argparse.Namespace, folder: Path, given: list[str]) -> dict[str, Any]:
-    """What the plan says."""
+    """The plan's numbers."""
     where = ["--model", options.directory, "--data", options.data, "--scratch", folder]
     plan: dict[str, Any] = json.loads(zo2("plan", *where, *shape(options), "--steps", options.steps, "--json", *given))
     return plan
 
 
 def shape(options: argparse.Namespace) -> list[object]:
-    """Options that plan and run share."""
+    """The options that plan and run share."""
     return ["--batch-size", options.rows]
 
 
 def bench(options: argparse.Namespace, name: str, folder: Path) -> dict[str, Any]:
-    """One configuration: its plan, and its run."""
+    """Plan and run one configuration."""
     given = RUNS[name]
     if name.startswith("streamed"):
         parts = planned(options, folder, given)["host_plan"]["parts"]
@@ -83,14 +83,14 @@ def bench(options: argparse.Namespace, name: str, folder: Path) -> dict[str, Any
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
-    parser.add_argument("--folder", type=Path, default=None, help="for the runs' files; a temporary one by default")
+    parser.add_argument("--folder", type=Path, default=None, help="folder for the runs' files; a temporary one by default")
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args()
     if options.steps <= _SETTLES:

@@ -1,25 +1,26 @@
-"""The tables of the P-RGE paper (arXiv 2409.15520): parallel queries and signs against forwards in turn, time and memory.
+"""Measure the tables of the P-RGE paper (arXiv 2409.15520): time and memory of parallel queries and signs.
 
     python tools/bench_prge.py --queries 1,4,16 --effective 16 --tokens 32,64,128
     python tools/bench_prge.py --queries 1 --effective 1 --tokens 32,64,128 --bases bfloat16 int8 nf4
 
-A step with q queries on a batch of B rows has 2 q evaluations; E = q B, its effective batch size, stays. Directions are of
-LoRA-FA's B in all queries and values, and the same in all ways. The paper's four ways, each a forward of the whole model:
+A step with q queries on a batch of B rows has 2 q evaluations; its effective batch size E = q B is constant. LoRA-FA trains
+the matrices B of all query and value projections, along the same directions in all variants. The paper's variants differ in
+their forwards of the whole model:
 
     in turn   2 q forwards of B rows: each query's two signs, one after the other
     inner     q forwards of 2 B rows: both signs of a query together
     outer     2 forwards of q B rows: all queries together, the signs one after the other
     both      one forward of 2 q B rows
 
-The engine's ``stack`` is another thing: a step visits each block once, and ``stack`` is how many evaluations run together at
-that visit, in the order + - + -. All of them, its default, is *both*; 1 is *one visit*: the 2 q forwards of B rows take
-turns block by block, so that a block is read, and decoded, once for all. To have the paper's ways a step is begun with
-``ask``, runs a sweep for each of the forwards above, and ends with ``tell``. Without this engine, in torch, are *plain*, two
-forwards of peft's own model with B perturbed in place, the paper's 'vanilla', and *first order*, its gradient and SGD.
+The engine's ``stack`` differs from these: a step visits each block once, and ``stack`` evaluations run together at that
+visit, in the order + - + -. The default, all of them, is *both*; 1 is *one visit*: the 2 q forwards of B rows alternate
+block by block, so that a block is read and decoded once for all. For the paper's variants a step starts with ``ask``, runs a
+sweep for each of the forwards above, and ends with ``tell``. Two variants use torch alone: *plain*, the paper's 'vanilla',
+is two forwards of peft's model with B perturbed in place, and *first order* is its gradient and SGD.
 
-All ways take turns in one process, with all numbers of queries; ways that are the same at q = 1 run once. Prints tables and
-JSON: seconds, medians and ranges of ratios of neighbours, the most bytes that a step's operations hold beside weights and
-what stays between steps, and the bytes of the weights of this model and of the paper's two.
+All variants alternate in one process, with all numbers of queries; those that are the same at q = 1 run once. Prints tables
+and JSON: seconds, medians and ranges of the ratios of consecutive steps, the peak bytes of a step's operations without
+weights and what stays between steps, and the bytes of the weights of this model and of the paper's two.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ WARM_UP = 1
 RANK = 16
 LR, ZO_EPS = 1e-6, 1e-2
 ENCODINGS: Mapping[str, Encoding] = {"int8": Int8Rows(), "nf4": NF4Blocks()}
-AGREE = {"float32": 1e-5}  # losses of one evaluation, relatively; of others 2e-2
-PAPER_GIB = {"TinyLlama-1.1B": (4.10, 2.05, 1.15, 0.70), "Llama2-7B": (25.10, 12.56, 6.52, 3.50)}  # its Table 9
+AGREE = {"float32": 1e-5}  # relative tolerance of an evaluation's losses, by dtype; 2e-2 for other dtypes
+PAPER_GIB = {"TinyLlama-1.1B": (4.10, 2.05, 1.15, 0.70), "Llama2-7B": (25.10, 12.56, 6.52, 3.50)}  # Table 9 of the paper
 
 
 def paper_configs() -> dict[str, LlamaConfig]:
@@ -75,7 +76,7 @@ def lora() -> Any:
 
 
 def forwards_of(queries: int) -> dict[str, list[list[int]]]:
-    """Which evaluations, + - + -, each forward of a way runs; of ways that are the same, the first."""
+    """The evaluations, in the order + - + -, of each forward of a variant; equal variants are listed once."""
     places = range(2 * queries)
     ways = {
         "in turn": [[place] for place in places],
@@ -90,7 +91,7 @@ class Forwards(ZOEngine):
     """An engine whose steps can take several sweeps, each with some of the evaluations as one batch."""
 
     def losses(self, batch: Batch, forwards: Sequence[Sequence[int]], *, seed: int | None = None) -> list[torch.Tensor]:
-        """Begin a step and make its losses; ``tell`` ends it.
+        """Start a step and compute its losses; ``tell`` ends it.
 
         Args:
             batch: Of every evaluation.
@@ -106,7 +107,7 @@ class Forwards(ZOEngine):
 
 
 def without_engine(base: Path, batch: Batch) -> dict[str, Callable[[], object]]:
-    """Steps of peft's model in torch: two forwards and their update, and a gradient."""
+    """Steps of peft's model in torch: two forwards with their update, and a gradient."""
     whole = AutoModelForCausalLM.from_pretrained(base)
     peft.inject_adapter_in_model(lora(), whole)
     for name, parameter in whole.named_parameters():
@@ -127,7 +128,7 @@ def without_engine(base: Path, batch: Batch) -> dict[str, Callable[[], object]]:
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Most bytes that the results of a step's operations take at a time, beside what is still there when it is over."""
+    """The peak bytes of a step's results, without those that remain after the step."""
     usage = Usage()
     with usage:
         work()
@@ -139,7 +140,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 def works_of(
     base: Path, opened: ExitStack, queries: Sequence[int], effective: int, tokens: int
 ) -> dict[tuple[int, str], Callable[[], object]]:
-    """A step of every way, by its number of queries and its name."""
+    """The steps of all variants, by number of queries and name."""
     works: dict[tuple[int, str], Callable[[], object]] = {}
     for q in queries:
         estimator = MultiQueryRGE(lr=LR, zo_eps=ZO_EPS, perturb_in_place=False, q=q)
@@ -164,7 +165,7 @@ def works_of(
 
 
 def agree(engine: Forwards, batch: Batch, queries: int, *, rel_tol: float) -> None:
-    """Refuse to measure ways that do not make the same losses."""
+    """Refuse to measure variants whose losses differ."""
     found = [engine.losses(batch, way, seed=7) for way in forwards_of(queries).values()]
     for other in found:
         for one, same in zip(found[0], other, strict=True):
@@ -172,7 +173,7 @@ def agree(engine: Forwards, batch: Batch, queries: int, *, rel_tol: float) -> No
 
 
 def bench(base: Path, queries: Sequence[int], effective: int, tokens: int, steps: int) -> list[dict[str, Any]]:
-    """All ways in turn: a row for each."""
+    """Measure all variants in turn; return a row for each."""
     with ExitStack() as opened:
         works = works_of(base, opened, queries, effective, tokens)
         spans: dict[tuple[int, str], list[float]] = {key: [] for key in works}
@@ -201,7 +202,7 @@ def bench(base: Path, queries: Sequence[int], effective: int, tokens: int, steps
 
 
 def weight_bytes(config: PretrainedConfig, base: str) -> int:
-    """What a source reads of a model's weights, each once; encoded are the matrices of the layers."""
+    """The bytes that a source reads to load all weights once; only matrices of the layers are encoded."""
     dtype, encoding = DTYPES.get(base, torch.bfloat16), ENCODINGS.get(base)
     config.dtype = dtype
     layouts = segment_layouts(build_skeleton(config, dtype), ARCHITECTURES[config.model_type])
@@ -214,7 +215,7 @@ def weight_bytes(config: PretrainedConfig, base: str) -> int:
 
 
 def write_bases(config: PretrainedConfig, folder: Path, names: Sequence[str]) -> dict[str, int]:
-    """Checkpoints of a model, encoded ones of the one in bfloat16; the bytes of each one's weights, as they were read."""
+    """Write the checkpoints of a model; return the bytes that are read from each. Encoded ones are made from bfloat16."""
     for name in sorted({"bfloat16", *names}, key=lambda name: name in ENCODINGS):
         if name in DTYPES:
             make_checkpoint(config, folder / name, dtype=DTYPES[name])
@@ -229,7 +230,7 @@ def write_bases(config: PretrainedConfig, folder: Path, names: Sequence[str]) ->
 
 
 def told(row: Mapping[str, Any]) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     shape = f"{row['base']:>10s}{row['queries']:4d} x {row['effective'] // row['queries']:<3d}x{row['tokens']:4d}"
     cells = [shape, f"{row['way']:>12s}{row['seconds']['median']:9.3f} s"]
     cells += ["{median:7.2f} [{min:.2f} - {max:.2f}]".format(**ratio) for ratio in row["times_faster_than"].values()]
@@ -237,17 +238,17 @@ def told(row: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", type=int, default=4, help="TinyLlama's width, heads and vocabulary are divided by this")
-    parser.add_argument("--layers", type=int, default=8, help="of its 22")
+    parser.add_argument("--layers", type=int, default=8, help="number of TinyLlama's 22 layers to keep")
     parser.add_argument("--bases", nargs="+", choices=["float32", "bfloat16", "float16", *ENCODINGS], default=["bfloat16"])
-    parser.add_argument("--queries", default="1,4,16", help="the first is what all are held against")
+    parser.add_argument("--queries", default="1,4,16", help="numbers of queries; all are compared with the first")
     parser.add_argument("--effective", default="16", help="effective batch sizes: rows times queries")
     parser.add_argument("--tokens", default="32,64")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="of torch; by default all cores")
-    parser.add_argument("--output", type=Path, help="write JSON here")
+    parser.add_argument("--threads", type=int, help="number of torch threads; by default all cores")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -259,7 +260,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         sizes = write_bases(config, Path(folder), options.bases)
-        print("base, queries x rows x tokens, way, a step; times faster than in turn, than the first row, than plain; peak")
+        print("base, queries x rows x tokens, variant, a step; times faster than in turn, the first row and plain; peak")
         for effective in effectives:
             for tokens in lengths:
                 for base in options.bases:

@@ -1,12 +1,12 @@
-"""Time steps that get more from a sweep, against as many sweeps: q queries, and a batch in q micro-batches.
+"""Time steps that do more work in a sweep, against as many sweeps: q queries, and a batch in q micro-batches.
 
     python tools/bench_queries.py DIR --queries 4 --rows 1 --tokens 64
     python tools/bench_queries.py DIR --rate 20MB
 
 Blocks stream from the checkpoint in every step. Each measured step is the second one of a new engine: it replays one update
-and reads every block, so that all settings stand alike; nothing is written. Settings take turns, round by round. ``--rate``
-slows reading down to that of a slower disk, for a machine on which noise and arithmetic would hide what is measured.
-Prints a table and JSON: seconds a step, and what a step costs in steps of one query and one micro-batch.
+and reads every block, so that all settings are comparable; nothing is written. Settings alternate, round by round.
+``--rate`` slows reads to the rate of a slower disk, where noise and arithmetic would hide the difference. Prints a table and
+JSON: seconds a step, and a step's time in steps of one query and one micro-batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SlowReader:
     def __init__(self, inner: TensorReader, rate: float) -> None:
         self._inner = inner
         self._rate = rate
-        self._free = 0.0  # when the disk has done what it was asked for
+        self._free = 0.0  # time at which the disk is free again
         self._lock = threading.Lock()
         self.fingerprint = inner.fingerprint
         self.close = inner.close
@@ -63,7 +63,7 @@ class SlowReader:
 
 
 def step_seconds(options: argparse.Namespace, queries: int, batch: Batch, micro_rows: int | None) -> float:
-    """Seconds of a new engine's second step."""
+    """The seconds of a new engine's second step."""
     model = open_checkpoint(options.directory)
     device = CudaDevice() if options.device == "cuda" else HostDevice()
     weights = model.weights if options.rate is None else SlowReader(model.weights, parse_size(options.rate))
@@ -84,12 +84,12 @@ def step_seconds(options: argparse.Namespace, queries: int, batch: Batch, micro_
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and range."""
+    """The median and range of values."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def bench(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all settings in turn, round by round."""
+    """Measure all settings in turn, round by round."""
     q = options.queries
     vocabulary = open_checkpoint(options.directory).config.vocab_size
     one = random_batch(vocabulary, options.rows, options.tokens, seed=0)
@@ -122,16 +122,18 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--queries", type=int, default=4, help="also the number of micro-batches")
-    parser.add_argument("--rows", type=int, default=1, help="of a micro-batch")
+    parser.add_argument("--queries", type=int, default=4, help="number of queries, and of micro-batches")
+    parser.add_argument("--rows", type=int, default=1, help="rows of a micro-batch")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rate", default=None, help="bytes a second that a slower disk would read, such as 20MB")
-    parser.add_argument("--exact-mezo", action="store_true", help="MeZO's noise and walk, as of `zo2 train`")
+    parser.add_argument("--rate", default=None, help="bytes a second of a simulated slower disk, such as 20MB")
+    parser.add_argument(
+        "--exact-mezo", action="store_true", help="MeZO's noise and in-place perturbations, as in `zo2 train`"
+    )
     options = parser.parse_args()
     measured = bench(options)
     print(f"{'':24s} {'seconds':>8s} {'min':>8s} {'max':>8s} {'single steps':>13s}")

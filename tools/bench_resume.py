@@ -1,15 +1,15 @@
-"""The first step of a run that is resumed from a long journal, against a step of a run without one.
+"""Time the first step of a run that is resumed from a long journal against a step of a run without a journal.
 
     python tools/bench_resume.py --rank 2 --output resume.json
     python tools/bench_resume.py --rank 8 --tokens 256
     python tools/bench_resume.py --directory opt-1.3b-bf16 --buckets 3 --rank 2 --tokens 64
     python tools/bench_resume.py --rank 2 --journal-alone
 
-The journal has updates beside the activations, made of told losses, and one step by which its ended periods are kept. Both
-sides take turns in one process: an engine is opened with a copy of the run, or without, and takes two steps; with
-``--journal-alone`` the copy has no periods, and all updates are replayed. A sweep is the second step of the side without,
-whose memory has been touched. Weights are made up (``paper_models.py``) unless a checkpoint is named. Prints a table and
-JSON: medians, and ranges of ratios between neighbours.
+The journal has updates of low-rank directions, made from synthetic losses, and one step that saves its ended periods. Both
+sides alternate in one process: an engine is opened with or without a copy of the run and takes two steps; with
+``--journal-alone`` the copy has no saved periods, and all updates are replayed. The second step of the side without a
+journal is the time of a sweep. Weights are synthetic (``paper_models.py``) unless ``--directory`` is given. Prints a table
+and JSON: medians, and ranges of the ratios of consecutive measurements.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ JOURNAL = "journal.jsonl"
 
 
 class Begin(NamedTuple):
-    """How a run begins, in seconds."""
+    """The seconds of a run's start."""
 
-    open: float  # the engine, with its journal
-    first: float  # step
+    open: float  # opening the engine with its journal
+    first: float  # first step
     second: float
-    replay: float  # of the first step, busy
+    replay: float  # busy replaying in the first step
 
 
 def opened_model(options: argparse.Namespace) -> HFBlockModel:
-    """Of the checkpoint, or made up."""
+    """The model of the checkpoint, or one with synthetic weights."""
     if options.directory is not None:
         return open_checkpoint(options.directory)
     return block_model(scaled(geometries()[options.geometry], options.scale, options.tokens), DTYPES[options.dtype])
 
 
 def opened_engine(model: HFBlockModel, options: argparse.Namespace, run: Path | None) -> ZOEngine:
-    """Beside the activations, with the options that both sides share."""
+    """An engine with low-rank directions and the options that both sides share."""
     few = MemoryPolicy(host=HostPlan((), 1 << 40, buckets=options.buckets, keep_noise=False))
     return ZOEngine(
         model,
@@ -79,7 +79,7 @@ def opened_engine(model: HFBlockModel, options: argparse.Namespace, run: Path | 
 
 
 def write_run(run: Path, options: argparse.Namespace, batch: Batch) -> None:
-    """Updates of losses that nothing measured, of which none costs a sweep; then a step, by which the periods end."""
+    """Add updates with synthetic losses, without a sweep, and then a step that ends the periods."""
     losses, model = random.Random(0), opened_model(options)
     with closing(model.weights), opened_engine(model, options, run) as engine:
         for _ in range(options.updates - 1):
@@ -103,7 +103,7 @@ def begin(options: argparse.Namespace, run: Path | None, batch: Batch) -> Begin:
 
 
 def columns(options: argparse.Namespace) -> dict[str, int]:
-    """Of past periods when the run is resumed, and how many matrices are formed for them."""
+    """The number of past periods when the run is resumed, and of the matrices that are formed for them."""
     past = options.updates // options.period * options.rank
     model = opened_model(options)
     with closing(model.weights):
@@ -113,7 +113,7 @@ def columns(options: argparse.Namespace) -> dict[str, int]:
 
 
 def bench(options: argparse.Namespace) -> dict[str, Any]:
-    """Both sides in turn."""
+    """Measure both sides in turn."""
     resumed: list[Begin] = []
     fresh: list[Begin] = []
     model = opened_model(options)
@@ -148,24 +148,24 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", choices=list(geometries()), default="opt-125m")
     parser.add_argument("--scale", type=int, default=1, help="divides width, heads and vocabulary")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of made-up weights")
-    parser.add_argument("--directory", type=Path, help="a checkpoint instead of made-up weights")
-    parser.add_argument("--buckets", type=int, help="blocks in host memory; by default all stay there")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="dtype of synthetic weights")
+    parser.add_argument("--directory", type=Path, help="checkpoint to use instead of synthetic weights")
+    parser.add_argument("--buckets", type=int, help="number of blocks in host memory; by default all")
     parser.add_argument("--noise", choices=[kind.value for kind in Distribution], default=Distribution.GAUSSIAN.value)
     parser.add_argument("--rank", type=int, default=2)
     parser.add_argument("--period", type=int, default=100)
-    parser.add_argument("--updates", type=int, default=1000, help="in the journal")
-    parser.add_argument("--journal-alone", action="store_true", help="without the periods that were kept")
+    parser.add_argument("--updates", type=int, default=1000, help="updates in the journal")
+    parser.add_argument("--journal-alone", action="store_true", help="resume without the saved periods")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, help="of torch; by default all cores")
-    parser.add_argument("--folder", type=Path, help="for the journals; a temporary one by default")
-    parser.add_argument("--output", type=Path, help="write JSON here")
+    parser.add_argument("--threads", type=int, help="number of torch threads; by default all cores")
+    parser.add_argument("--folder", type=Path, help="folder for the journals; a temporary one by default")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     keep_freed_memory()  # as zo2 train does
     if options.threads is not None:

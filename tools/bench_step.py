@@ -1,4 +1,4 @@
-"""Time a step of this engine against monolithic MeZO, alternating in one process, and divide the time.
+"""Time a step of this engine against monolithic MeZO, alternating in one process, and break the time down.
 
     python tools/bench_step.py --tokens 256
     python tools/bench_step.py --batch 4 --tokens 512
@@ -6,12 +6,12 @@
     python tools/bench_step.py --noise philox-gaussian
     python tools/bench_step.py --dtype bfloat16 --precision mixed --against autocast --loss-chunk none
 
-Prints a table and JSON: medians over the pairs with their range, the ratio pair by pair, and how the engine's step divides
-into forwards, noise on the main thread (the noise that a second thread draws beside it is listed apart) and the rest,
-arithmetic. Counter-based noise is drawn in the same pass as its arithmetic, and counts with it.
+Prints a table and JSON: medians over the pairs with their range, the ratio pair by pair, and the engine's time in forwards,
+in noise on the main thread (the noise of a second thread is listed separately) and in arithmetic, the rest. Counter-based
+noise is drawn in the same pass as its arithmetic, and counts as arithmetic.
 
-Both sides run the same seeds. With MeZO's own noise their losses are bitwise equal, which is checked at every pair; with
-other noise monolithic MeZO stays as it is.
+Both sides run the same seeds. With MeZO's own noise their losses are bitwise equal, which is checked for every pair; with
+other noise monolithic MeZO keeps its own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NOISES: dict[str, Callable[[Sequence[BlockLayout]], NoiseGenerator]] = {
 
 
 class TimedNoise:
-    """A noise generator that adds up the seconds it takes, on the main thread and on others."""
+    """A noise generator that sums its seconds, separately for the main thread and others."""
 
     def __init__(self, inner: NoiseGenerator) -> None:
         self.inner = inner
@@ -56,7 +56,7 @@ class TimedNoise:
         self.main, self.beside = 0.0, 0.0
 
     def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:
-        """Fill, timed."""
+        """Fill a tensor, timed."""
         began = time.perf_counter()
         self.inner.fill(out, seed, parameter, start)
         seconds = time.perf_counter() - began
@@ -66,12 +66,12 @@ class TimedNoise:
             self.beside += seconds
 
     def retain(self, seeds: Collection[int]) -> None:
-        """Pass on."""
+        """Call the generator's own method."""
         self.inner.retain(seeds)
 
 
 class TimedCounterNoise(TimedNoise):
-    """The same for counter-based noise, whose passes are drawing and arithmetic in one: their time is not taken apart."""
+    """The same for counter-based noise, whose drawing and arithmetic are one pass and are not timed separately."""
 
     def __init__(self, inner: PhiloxNoise) -> None:
         super().__init__(inner)
@@ -79,7 +79,7 @@ class TimedCounterNoise(TimedNoise):
 
 
 class TimedForward:
-    """Adds up the seconds in a model's forwards."""
+    """Sums the seconds of a model's forwards."""
 
     def __init__(self, model: Any) -> None:
         self.seconds = 0.0
@@ -97,7 +97,7 @@ class TimedForward:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and range."""
+    """The median and range of values."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
@@ -114,7 +114,7 @@ def bench(
     against: str,
     loss_chunk: int | Literal["auto"] | None,
 ) -> dict[str, Any]:
-    """Run the pairs; return everything measured."""
+    """Run the pairs; return all measurements."""
     config = geometries()[geometry]
     make_checkpoint(config, folder / "base", dtype=dtype)
     model = open_checkpoint(folder / "base", precision=precision, loss_chunk=loss_chunk)
@@ -169,7 +169,7 @@ def bench(
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", choices=list(geometries()), default="opt-125m")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
@@ -177,11 +177,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--noise", choices=list(NOISES), default="sequential")
-    parser.add_argument("--precision", choices=["exact", "mixed"], default="exact", help="of the engine")
+    parser.add_argument("--precision", choices=["exact", "mixed"], default="exact", help="precision of the engine")
     parser.add_argument(
-        "--against", choices=["plain", "autocast"], default="plain", help="monolithic MeZO: of mixed precision in float32"
+        "--against",
+        choices=["plain", "autocast"],
+        default="plain",
+        help="precision of monolithic MeZO: as its weights, or float32 weights under autocast",
     )
-    parser.add_argument("--loss-chunk", default="auto", help="labelled tokens at a time, none or auto")
+    parser.add_argument(
+        "--loss-chunk", default="auto", help="labelled tokens whose logits are in memory at a time, none or auto"
+    )
     options = parser.parse_args()
     chunk: int | Literal["auto"] | None = "auto"
     if options.loss_chunk != "auto":

@@ -1,11 +1,12 @@
-"""Stream every block of a checkpoint through a few buckets, against the raw rate of the disk, alternating in one process.
+"""Measure the rate of streaming all blocks of a checkpoint through a few buckets against the raw rate of the disk.
 
     python tools/bench_stream.py DIR --buckets 3
     python tools/bench_stream.py DIR --check
 
-The raw side reads the same files in order with O_DIRECT into page-aligned buffers, with as many threads as the source.
-The source's side is a sweep that acquires and releases every segment and does nothing with it. With ``--check`` both sides
-are the source's, and one digests every byte, as a run does at its first sweep only. Prints a table and JSON.
+Both sides alternate in one process. The raw side reads the same files in order with O_DIRECT into page-aligned buffers, with
+as many threads as the source. The other side is a sweep that acquires and releases every segment without using it. With
+``--check`` both sides are sweeps, and one computes digests of all bytes, as a run does in its first sweep only. Prints a
+table and JSON.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ SETTLE = 2.0  # seconds
 
 
 class AlwaysNew(BaseDigests):
-    """Digests every read, where a run digests a segment's first one."""
+    """Computes a digest at every read; a run computes one at a segment's first read."""
 
     def wants(self, layout: BlockLayout) -> bool:
-        """Whatever was read before."""
+        """Whether a digest is due: always."""
         return True
 
 
@@ -59,12 +60,12 @@ def raw_read(paths: list[Path], limit: int) -> tuple[int, float]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and range."""
+    """The median and range of values."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def bench(directory: Path, buckets: int, rounds: int, portion: int) -> dict[str, Any]:
-    """Run both sides in turn, each time over the next blocks; rates in bytes a second."""
+    """Measure both sides in turn, each time on the next blocks; return rates in bytes a second."""
     model = open_checkpoint(directory)
     layouts = laid_out_as_on_disk(model.layouts, model.weights)
     source = StreamedSource(model.weights, layouts, HostDevice().host_memory, buckets=buckets)
@@ -83,7 +84,7 @@ def bench(directory: Path, buckets: int, rounds: int, portion: int) -> dict[str,
     raw: list[float] = []
     streamed: list[float] = []
     for turn in range(rounds):
-        # A gap between the parts, so that none begins with what was read ahead; and time for that to end.
+        # A gap between the parts, so that none starts with blocks that were read ahead, and a pause for such reads to end.
         at = turn * (portion + buckets) % (len(blocks) - portion)
         time.sleep(SETTLE)
         part = blocks[at : at + portion]
@@ -107,7 +108,7 @@ def bench(directory: Path, buckets: int, rounds: int, portion: int) -> dict[str,
 
 
 def bench_check(directory: Path, buckets: int, rounds: int, portion: int) -> dict[str, Any]:
-    """Read with and without digests in turn, each over the same blocks; which one comes first alternates."""
+    """Measure reading with and without digests in turn, on the same blocks; their order alternates."""
     model = open_checkpoint(directory)
     layouts = laid_out_as_on_disk(model.layouts, model.weights)
     sources = {
@@ -147,12 +148,12 @@ def bench_check(directory: Path, buckets: int, rounds: int, portion: int) -> dic
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--buckets", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--blocks", type=int, default=10, help="a round")
+    parser.add_argument("--blocks", type=int, default=10, help="blocks of a round")
     parser.add_argument("--check", action="store_true", help="compare reading with and without digests")
     options = parser.parse_args()
     run = bench_check if options.check else bench

@@ -1,12 +1,11 @@
-"""Take training steps, or one evaluation sweep, on a checkpoint of any size; hold time and peak memory against `zo2 plan`.
+"""Take training steps, or one evaluation sweep, on a checkpoint of any size; compare time and peak memory with `zo2 plan`.
 
     python tools/bench_train.py /tmp/opt-13b --memory auto --rows 1 --tokens 64 --steps 2
     python tools/bench_train.py /tmp/opt-175b --evaluate-only --rows 1 --tokens 16
     python tools/bench_train.py /tmp/opt-13b --rank 2 --queries 4 --tokens 64 --steps 20
 
-With ``--rank`` directions are beside the activations, and blocks are only read. Prints a table and JSON: steps, what was
-read and written, and how each step stands to its slowest lane. The peak is the kernel's count of this process's resident
-memory.
+With ``--rank`` directions are low-rank, and blocks are only read. Prints a table and JSON: the time of steps, bytes read and
+written, and the ratio of each step to its slowest lane. The peak is the kernel's count of this process's resident memory.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from zo2core.types import Lane
 
 
 def peak() -> int:
-    """Peak resident bytes so far."""
+    """The peak of this process's resident bytes so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def planned(options: argparse.Namespace, run: Path) -> dict[str, Any]:
-    """What ``zo2 plan`` says, in a process of its own: what it takes does not count here."""
+    """The plan of ``zo2 plan``, in a process of its own, whose memory does not count."""
     batching = ["--batch-size", str(options.rows), "--sequence-length", str(options.tokens), "--noise", options.noise]
     batching += ["--precision", options.precision, "--queries", str(options.queries)]
     batching += [] if options.rank is None else ["--rank", str(options.rank)]
@@ -62,7 +61,7 @@ def planned(options: argparse.Namespace, run: Path) -> dict[str, Any]:
 
 
 def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
-    """Plan, open, run; bytes and seconds."""
+    """Plan, open and run; return bytes and seconds."""
     imported = resident_memory()
     plan = planned(options, run)
     began = time.perf_counter()
@@ -107,7 +106,7 @@ def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     ) as engine:
         assert engine.host_plan is not None
         measured["arranged"] = {"buckets": engine.host_plan.buckets, "keep_noise": engine.host_plan.keep_noise}
-        measured["arranged_bytes"] = engine.host_plan.nbytes  # beside this process `zo2 plan` finds less to be free
+        measured["arranged_bytes"] = engine.host_plan.nbytes  # `zo2 plan` finds less free memory while this process runs
         if options.evaluate_only:
             result = engine.evaluate([batch])
             measured |= {"evaluation_seconds": result.seconds, "loss": result.loss}
@@ -132,20 +131,25 @@ def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--memory", default="auto")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--noise", choices=[noise.value for noise in Noise], default="rademacher", help="mezo is exact MeZO")
-    parser.add_argument("--rank", type=int, default=None, help="of directions beside the activations")
+    parser.add_argument(
+        "--noise",
+        choices=[noise.value for noise in Noise],
+        default="rademacher",
+        help="noise of the directions; mezo is exact MeZO",
+    )
+    parser.add_argument("--rank", type=int, default=None, help="rank of the directions; by default they are full-rank")
     parser.add_argument("--queries", type=int, default=1)
     parser.add_argument("--precision", choices=["exact", "mixed"], default="exact")
     parser.add_argument("--evaluate-only", action="store_true")
     parser.add_argument("--no-scratch", action="store_true", help="never write back")
-    parser.add_argument("--folder", type=Path, default=None, help="for the run's files; a temporary one by default")
+    parser.add_argument("--folder", type=Path, default=None, help="folder for the run's files; a temporary one by default")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         measured = bench(options, Path(folder))

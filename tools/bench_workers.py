@@ -1,13 +1,13 @@
-"""Measure workers on one host: speed of two against one, memory of several, and a late one's first step.
+"""Measure workers on one host: the speed of two against one, the memory of several, and the first step of a late one.
 
     python tools/bench_workers.py speed DIR --rows 4 --tokens 64
     python tools/bench_workers.py memory DIR --workers 4
     python tools/bench_workers.py late DIR --steps 1000
 
-``speed`` pins each worker to a core of its own and lets one worker and two take the same steps in turns, with a step's
-directions shared out; their losses must be equal. ``memory`` reads the proportional count of each process (smaps_rollup): a
-page that four processes have counts a quarter in each. ``late`` writes a journal of so many steps and times how long it
-takes a second worker, without one, from its start to its first step's end. Each prints a table and JSON.
+``speed`` pins each worker to a core of its own; one worker and two alternate with the same steps, and two shard a step's
+directions. Their losses must be equal. ``memory`` reads the proportional set size of each process (smaps_rollup), in which a
+page of four processes counts a quarter in each. ``late`` writes a journal of ``--steps`` steps and measures the time from
+the start of a second worker without a journal to the end of its first step. Each prints a table and JSON.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ KEY = b"a benchmark guards no secret"
 
 
 class Member:
-    """A worker in a process of its own, which does what it is told.
+    """A worker in a process of its own, which runs the functions sent to it.
 
     Args:
-        options: Of the benchmark.
-        rank: Of the worker.
-        size: Workers.
-        port: Of rank 0's store, which this process opens; 0: there are no others.
-        core: To compute on; None leaves it to the system.
+        options: The benchmark's options.
+        rank: Rank of the worker, from 0.
+        size: Number of workers.
+        port: Port of the store, which rank 0 opens; 0 if there is one worker.
+        core: CPU core to compute on; None leaves the choice to the system.
     """
 
     def __init__(self, options: argparse.Namespace, rank: int, size: int, port: int, core: int | None) -> None:
@@ -58,16 +58,16 @@ class Member:
         self.process.start()
 
     def send(self, *words: object) -> None:
-        """Tell it what to do."""
+        """Send it a request."""
         self._pipe.send(words)
 
     def answer(self) -> Any:
-        """Wait for what it says."""
+        """Wait for its answer."""
         return self._pipe.recv()
 
 
 def serve(pipe: Connection, options: argparse.Namespace, rank: int, size: int, port: int, core: int | None) -> None:
-    """A worker's process."""
+    """The program of a worker's process."""
     if core is not None:
         os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
@@ -98,7 +98,7 @@ def serve(pipe: Connection, options: argparse.Namespace, rank: int, size: int, p
 
 
 def proportional_bytes() -> dict[str, int]:
-    """The kernel's proportional count of this process, in all and of memory that is neither a file's nor its own."""
+    """This process's proportional set size: total, and of shared memory that is not a file's."""
     counted = dict.fromkeys(("Pss", "Pss_Anon", "Pss_File", "Pss_Shmem"), 0)
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
         name, value, *_ = line.split()
@@ -108,12 +108,12 @@ def proportional_bytes() -> dict[str, int]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free port."""
     return int(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).port)
 
 
 def speed(options: argparse.Namespace) -> dict[str, Any]:
-    """One worker and two take the same steps in turns."""
+    """Measure one worker and two on the same steps, in turn."""
     port = free_port()
     cores = sorted(os.sched_getaffinity(0))[:2]
     alone = [Member(options, 0, 1, 0, cores[0])]
@@ -139,7 +139,7 @@ def speed(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
-    """Several workers take two steps; then each says what it has."""
+    """Measure the memory of several workers after two steps."""
     port = free_port()
     members = [Member(options, rank, options.workers, port, None) for rank in range(options.workers)]
     work, *_ = [member.answer() for member in members]
@@ -165,7 +165,7 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def late(options: argparse.Namespace) -> dict[str, Any]:
-    """A worker has a journal of many steps; another one comes without, and takes the next step with it."""
+    """Measure a second worker that joins, without a journal, a worker with a journal of many steps."""
     seconds = []
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory() as folder:
@@ -174,7 +174,7 @@ def late(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def late_seconds(options: argparse.Namespace, folder: Path) -> float:
-    """Seconds from the second worker's beginning to its first step's end, its program's start not counted."""
+    """The seconds from the second worker's start to the end of its first step, without the start of its program."""
     estimator = MultiQueryRGE(lr=1e-6, zo_eps=1e-3, q=options.queries, perturb_in_place=False)
     first, model = folder / "first.jsonl", open_checkpoint(options.directory, dtype=options.dtype)
     batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
@@ -224,12 +224,12 @@ def come_late(pipe: Connection, options: argparse.Namespace, port: int, journal:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median and range."""
+    """The median and range of values."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def table(measured: dict[str, Any]) -> str:
-    """What was measured, a line each."""
+    """Format the measurements, one on each line."""
     lines = []
     for name, value in measured.items():
         if isinstance(value, dict) and "median" in value:
@@ -242,10 +242,10 @@ def table(measured: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Read the command line, measure, print."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["speed", "memory", "late"])
-    parser.add_argument("directory", type=Path, help="of a checkpoint")
+    parser.add_argument("directory", type=Path, help="directory of a checkpoint")
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--queries", type=int, default=4)

@@ -1,15 +1,15 @@
-"""What becomes of small updates: kept in float32, added to bfloat16 in place, or to float32 factors beside a bfloat16 base.
+"""Compare how small updates accumulate: in float32, in bfloat16 weights, or in float32 factors with a bfloat16 base.
 
     python tools/compare_accumulation.py weights --output accumulation.json
     python tools/compare_accumulation.py task --forwards 800 --output accumulation-task.json
 
-*Weights*: one matrix takes the same updates, of rank-R directions, in three ways: float32 weights, bfloat16 weights in
-place, and the factors of a run beside the activations (``FactorStore``). An update's size is its root mean square; projected
-gradients are drawn from N(0, 1), as where directions are right as often as wrong. The change so far is held against a sum in
-float64. Of factors there are three readings: as they are kept, as a forward sees them, and exported, rounded to bfloat16.
+*Weights*: one matrix takes the same updates of rank-R directions as float32 weights, as bfloat16 weights in place, and as
+the factors of a low-rank run (``FactorStore``). An update's size is its root mean square; projected gradients are drawn from
+N(0, 1), as if directions were right as often as wrong. The change is compared with a sum in float64. Factors are read in
+three forms: as they are stored, as a forward uses them, and exported, rounded to bfloat16.
 
 *Task*: the demo's task, at constant learning rates that give about those sizes: a size is divided by the root mean square of
-the first projected gradients. Every run reports the size that its own updates had. Prints a table and JSON.
+the first projected gradients. Every run reports the actual size of its updates. Prints a table and JSON.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ from zo2core.types import Evaluation, ParameterSpec, Update
 
 ZO_EPS = RECIPE.optimization.zo_eps
 GAUSSIAN = Distribution.GAUSSIAN
-SCALE = 0.02  # of made-up weights, as of a freshly initialised model
+SCALE = 0.02  # standard deviation of synthetic weights, as in a newly initialised model
 PROBED = 20  # steps whose projected gradients decide the learning rates
-LOOKS = 4  # evaluations of a run, the one before the first step included
+LOOKS = 4  # evaluations of a run, including the one before the first step
 
 
 def rms(values: Sequence[float]) -> float:
-    """Root mean square."""
+    """The root mean square of values."""
     return math.sqrt(statistics.fmean(value * value for value in values))
 
 
 class Sides:
-    """One matrix under updates of one size, accumulated in every way.
+    """One matrix with updates of one size, accumulated by all methods.
 
     Args:
-        base: (outputs, inputs), bfloat16.
-        rank: Of the directions.
-        lr: The updates' size, since projected gradients and directions have a variance of 1.
+        base: The matrix before the updates, (outputs, inputs), bfloat16.
+        rank: Rank of the directions.
+        lr: Size of the updates, because projected gradients and directions have a variance of 1.
     """
 
     def __init__(self, base: torch.Tensor, rank: int, lr: float) -> None:
         self.spec = ParameterSpec("matrix", tuple(base.shape), base.dtype, 0, decays=True)
         self.store = FactorStore(LowRankPerturbation(rank=rank), GAUSSIAN, 0, base.device)
         self.base, self.rank, self.lr = base, rank, lr
-        self.exact = torch.zeros(base.shape, dtype=torch.float64)  # the change so far
+        self.exact = torch.zeros(base.shape, dtype=torch.float64)  # sum of the updates
         self.updates: list[Update] = []
         self.in_place = {"float32": base.float(), "bfloat16 in place": base.clone()}
 
     def advance(self) -> torch.Tensor:
-        """Bring the factors to the present version; return V of the period (inputs, rank) that goes on or begins."""
+        """Bring the factors to the current version; return V of the current period, (inputs, rank)."""
         self.store.begin_sweep()
         self.store.advance(self.spec, self.base.view(-1), self.updates, len(self.updates))
         columns = self.store.learned(self.spec, self.base.view(-1)).columns
@@ -76,7 +76,7 @@ class Sides:
         return columns.shared[:, -self.rank :]
 
     def take(self, seed: int, grad: float, z: torch.Tensor) -> None:
-        """One update, by MeZO's arithmetic in the weights."""
+        """Take one update, with MeZO's arithmetic in the weights."""
         sides = (Evaluation(seed, 1.0), Evaluation(seed, -1.0))
         self.updates.append(
             Update(
@@ -87,21 +87,21 @@ class Sides:
             weights.sub_(z.to(weights.dtype, copy=True).mul_(grad).mul_(self.lr))
 
     def changes(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What every way has made of the updates: the weights, in float64. What is kept as factors, to float32."""
+        """Yield each method's name and weights after the updates, in float64."""
         yield from ((name, weights.double()) for name, weights in self.in_place.items())
         flat = self.base.view(-1)
         learned = self.store.learned(self.spec, flat)
         assert learned.columns is not None, "a matrix has columns"
         yield "virtual float32", self.base.double() + learned.columns.own.double() @ learned.columns.shared.double().t()
-        shown, factors = self.base.clone(), self.store.moved(self.spec, flat, self.store.moves([None], ZO_EPS))
+        formed, factors = self.base.clone(), self.store.moved(self.spec, flat, self.store.moves([None], ZO_EPS))
         if self.store.forms(self.spec):
-            self.store.form(self.spec, flat, shown)
+            self.store.form(self.spec, flat, formed)
         assert isinstance(factors, Factors), "a matrix has factors"
-        yield "the same, as a forward sees it", shown.double() + factors.own[0].double() @ factors.shared.double().t()
+        yield "the same, as a forward sees it", formed.double() + factors.own[0].double() @ factors.shared.double().t()
         yield "the same, exported in bfloat16", learned.present().double()
 
     def report(self) -> dict[str, dict[str, float]]:
-        """Share of weights that moved, as they are in float32, and the change's error relative to the exact one's size."""
+        """The share of weights that changed in float32, and the error of the change relative to the exact change's size."""
         base, size = self.base.double(), self.exact.norm()
         return {
             name: {
@@ -113,7 +113,7 @@ class Sides:
 
 
 def in_weights(options: argparse.Namespace) -> dict[str, Any]:
-    """Every size at the same directions, looked at after some numbers of steps."""
+    """Measure all sizes with the same directions, after several numbers of steps."""
     generator, told = torch.Generator().manual_seed(0), random.Random(0)
     base = torch.empty(options.side, options.side).normal_(0.0, SCALE, generator=generator).bfloat16()
     sides = {size: Sides(base, options.rank, size) for size in options.sizes}
@@ -140,32 +140,32 @@ def in_weights(options: argparse.Namespace) -> dict[str, Any]:
     return {"side": options.side, "rank": options.rank, "looks": looks}
 
 
-class Way(NamedTuple):
-    """How a run accumulates."""
+class Method(NamedTuple):
+    """A method of accumulating a run's updates."""
 
     name: str
     dtype: str
-    rank: int | None  # None: in the weights
+    rank: int | None  # rank of the directions; None: full-rank updates of the weights
 
 
-WAYS = [
-    Way("virtual float32, rank 8", "bfloat16", 8),
-    Way("float32, rank 8", "float32", 8),
-    Way("bfloat16 in place, dense", "bfloat16", None),
-    Way("float32 in place, dense", "float32", None),
+METHODS = [
+    Method("virtual float32, rank 8", "bfloat16", 8),
+    Method("float32, rank 8", "float32", 8),
+    Method("bfloat16 in place, dense", "bfloat16", None),
+    Method("float32 in place, dense", "float32", None),
 ]
 
 
-def train(task: DemoTask, way: Way, *, lr: float, seed: int, steps: int, looks: int = LOOKS) -> dict[str, Any]:
-    """The curve of one run, and the size of its updates."""
+def train(task: DemoTask, method: Method, *, lr: float, seed: int, steps: int, looks: int = LOOKS) -> dict[str, Any]:
+    """Train once; return the curve of the run, and the size of its updates."""
     tokenizer, rows = load_tokenizer(task.model), read_rows(task.evaluation)
     batches = training_batches(
         read_dataset(task.train, tokenizer, sequence_length=256), batch_size=RECIPE.batching.batch_size, seed=seed
     )
     pad, curve = pad_token_id(tokenizer), []
     grads: list[float] = []
-    model = open_checkpoint(task.model, dtype=way.dtype)
-    perturbation = DensePerturbation() if way.rank is None else LowRankPerturbation(rank=way.rank)
+    model = open_checkpoint(task.model, dtype=method.dtype)
+    perturbation = DensePerturbation() if method.rank is None else LowRankPerturbation(rank=method.rank)
     estimator = MeZOSGD(lr=lr, zo_eps=ZO_EPS, perturb_in_place=False)
     with ZOEngine(model, estimator, noise=PhiloxNoise(GAUSSIAN), seed=seed, perturbation=perturbation) as engine:
         for step in range(steps + 1):
@@ -174,39 +174,41 @@ def train(task: DemoTask, way: Way, *, lr: float, seed: int, steps: int, looks: 
                 curve.append({"forwards": 2 * step, "accuracy": score.accuracy, "loss": score.loss})
             if step < steps:
                 grads += engine.step(collate(next(batches), pad_token_id=pad)).projected_grads
-    return {"way": way.name, "seed": seed, "lr": lr, "grad": rms(grads), "size": lr * rms(grads), "curve": curve}
+    return {"way": method.name, "seed": seed, "lr": lr, "grad": rms(grads), "size": lr * rms(grads), "curve": curve}
 
 
 def on_task(options: argparse.Namespace, task: DemoTask) -> dict[str, Any]:
-    """All runs, one after the other, and their medians with ranges."""
+    """Train all runs; return medians with ranges."""
     steps, seeds = options.forwards // 2, range(options.seeds)
-    probes = [train(task, WAYS[1], lr=1e-12, seed=seed, steps=min(PROBED, steps), looks=0)["grad"] for seed in seeds]
+    probes = [train(task, METHODS[1], lr=1e-12, seed=seed, steps=min(PROBED, steps), looks=0)["grad"] for seed in seeds]
     runs, rows = [], []
     for size in options.sizes:
         lr = float(f"{size / rms(probes):.1e}")
-        for way in WAYS:
-            own = [train(task, way, lr=lr, seed=seed, steps=steps) for seed in seeds]
+        for method in METHODS:
+            own = [train(task, method, lr=lr, seed=seed, steps=steps) for seed in seeds]
             runs += [{"asked": size, **run} for run in own]
             losses = [[run["curve"][look]["loss"] for run in own] for look in range(len(own[0]["curve"]))]
-            row = {"asked": size, "lr": lr, "way": way.name, "size": spread([run["size"] for run in own])}
+            row = {"asked": size, "lr": lr, "way": method.name, "size": spread([run["size"] for run in own])}
             rows.append({**row, "losses": [spread(values) for values in losses]})
             cells = "".join(f"{at['median']:9.4f} [{at['min']:.4f} - {at['max']:.4f}]" for at in rows[-1]["losses"])
-            print(f"{size:.0e}, lr {lr:g}, was {rows[-1]['size']['median']:.1e}  {way.name:26s}{cells}", flush=True)
+            print(f"{size:.0e}, lr {lr:g}, was {rows[-1]['size']['median']:.1e}  {method.name:26s}{cells}", flush=True)
     return {"forwards": options.forwards, "seeds": options.seeds, "summary": rows, "runs": runs}
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["weights", "task"])
-    parser.add_argument("--sizes", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4], help="of updates")
-    parser.add_argument("--steps", type=int, nargs="+", default=[100, 1000, 10000], help="weights: looked at after these")
-    parser.add_argument("--side", type=int, default=768, help="weights: of the square matrix")
-    parser.add_argument("--rank", type=int, default=8, help="weights: of the directions")
-    parser.add_argument("--forwards", type=int, default=800, help="task: of a batch, in a run")
-    parser.add_argument("--seeds", type=int, default=3, help="task")
-    parser.add_argument("--threads", type=int, help="of torch; by default all cores")
-    parser.add_argument("--output", type=Path, help="write JSON here")
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1e-6, 1e-5, 1e-4], help="sizes of updates")
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=[100, 1000, 10000], help="weights: numbers of steps to measure after"
+    )
+    parser.add_argument("--side", type=int, default=768, help="weights: rows and columns of the matrix")
+    parser.add_argument("--rank", type=int, default=8, help="weights: rank of the directions")
+    parser.add_argument("--forwards", type=int, default=800, help="task: forwards of a batch in a run")
+    parser.add_argument("--seeds", type=int, default=3, help="task: number of seeds")
+    parser.add_argument("--threads", type=int, help="number of torch threads; by default all cores")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     if options.threads is not None:
         torch.set_num_threads(options.threads)

@@ -1,12 +1,12 @@
-"""Estimators and noises on the demo's task, at equal numbers of forwards: what each learns, and how fast.
+"""Compare estimators and noises on the demo's task at equal numbers of forwards.
 
     python tools/compare_estimators.py --output tools/results/compare_estimators
     python tools/compare_estimators.py --precisions --output tools/results/compare_precisions
 
-One base model and one task for all (the demo's); each variant runs with several seeds, which decide the directions and the
-order of rows. A variant of MeZO with q directions a step takes a q-th of the steps, at q times the learning rate: every
-direction counts for as much. Estimators whose step is divided have learning rates of their own. Prints a table and JSON;
-with ``--output`` both are kept, with a plot.
+All variants have the demo's base model and task; each runs with several seeds, which determine the directions and the order
+of rows. A variant of MeZO with q directions a step takes 1 / q of the steps at q times the learning rate, so that every
+direction has the same weight. Estimators that normalise their step have other learning rates. Prints a table and JSON;
+``--output`` writes the JSON and a plot.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ from zo2core.estimators import EstimatorName
 from zo2core.protocols import NoiseGenerator, ZOEstimator
 
 LR = RECIPE.optimization.lr
-LOOKS = 4  # evaluations of a run, the one before the first step included
+LOOKS = 4  # evaluations of a run, including the one before the first step
 
 
 @dataclass(frozen=True)
 class EstimatorVariant:
-    """A way to train."""
+    """A variant of training."""
 
     name: str
-    noise: Callable[[], NoiseGenerator | None]  # None: MeZO's
+    noise: Callable[[], NoiseGenerator | None]  # None is MeZO's noise
     perturb_in_place: bool
     queries: int = 1
     name_of_estimator: EstimatorName = EstimatorName.MEZO
-    lr: float | None = None  # the demo's, times the queries
-    rank: int | None = None  # of directions beside the activations; None: in the weights
-    per_row: bool = False  # a direction for each row, or group of rows where there are several queries
-    opening: Mapping[str, Any] = field(default_factory=dict)  # what ``open_checkpoint`` is asked for
+    lr: float | None = None  # learning rate; None: the demo's times the number of queries
+    rank: int | None = None  # rank of the directions; None: full-rank directions, in the weights
+    per_row: bool = False  # whether each row, or with several queries each group of rows, has a direction of its own
+    opening: Mapping[str, Any] = field(default_factory=dict)  # arguments of ``open_checkpoint``
 
     @property
     def forwards(self) -> int:
-        """Of a batch, in a step."""
+        """Forwards of a batch in a step."""
         return 2 if self.per_row else self.name_of_estimator.evaluations(self.queries)
 
     def estimator(self, steps: int) -> ZOEstimator:
-        """With the demo's schedule."""
+        """Make the estimator, with the demo's schedule."""
         recipe = RECIPE.optimization
         peak = recipe.lr * self.queries if self.lr is None else self.lr
         lr = LearningRate(peak=peak, decay=recipe.decay, warmup_steps=0, steps=steps)
@@ -98,16 +98,16 @@ def rademacher() -> NoiseGenerator:
 
 
 def in_precision(name: str, lr: float, **opening: Any) -> EstimatorVariant:
-    """The default's estimator with other dtypes."""
+    """The default estimator with other dtypes."""
     return EstimatorVariant(f"{name}, lr {lr:g}", rademacher, perturb_in_place=False, lr=lr, opening=opening)
 
 
 def mixed(transfer_dtype: torch.dtype | None = None, *, back: bool = False) -> Precision:
-    """Stored in float32, computed in bfloat16."""
+    """Mixed precision: weights in float32, computing in bfloat16."""
     return Precision(stored=torch.float32, computed=torch.bfloat16, transfer_dtype=transfer_dtype, transfer_back=back)
 
 
-SMALL_LR = 1e-5  # at which most updates are lost in bfloat16
+SMALL_LR = 1e-5  # learning rate at which most updates are lost in bfloat16
 PRECISIONS = [
     *(
         in_precision(name, lr, **opening)
@@ -146,7 +146,7 @@ ALL = [*VARIANTS, *PRECISIONS]
 
 
 def run(task: DemoTask, place: int, *, seed: int, forwards: int) -> dict[str, Any]:
-    """Train once with the variant of a place in the list; return the curve over forwards, and the speed."""
+    """Train once with a variant, given by its index; return the curve over forwards, and the speed."""
     variant = ALL[place]
     tokenizer, rows = load_tokenizer(task.model), read_rows(task.evaluation)
     data = read_dataset(task.train, tokenizer, sequence_length=256)
@@ -173,7 +173,7 @@ def run(task: DemoTask, place: int, *, seed: int, forwards: int) -> dict[str, An
 
 
 def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Median and range over seeds, a row for each variant."""
+    """The medians and ranges over seeds, in a row for each variant."""
     rows = []
     for name in dict.fromkeys(run["variant"] for run in runs):
         own = [run for run in runs if run["variant"] == name]
@@ -189,7 +189,7 @@ def summary(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """For people."""
+    """Format the results as a table."""
     lines = [f"{'':26s}{'steps':>6s} {'accuracy':>26s} {'loss':>24s} {'seconds':>22s}"]
     for row in rows:
         accuracy_, loss, seconds = (row[key] for key in ("accuracy", "loss", "seconds"))
@@ -203,7 +203,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Loss and accuracy over forwards: a line for each variant's median, a band for its seeds."""
+    """Plot loss and accuracy over forwards: a line for each variant's median, a band for its seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -223,13 +223,13 @@ def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forwards", type=int, default=2 * RECIPE.steps)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--variants", help="names, separated by semicolons; by default all estimators")
+    parser.add_argument("--variants", help="names of variants, separated by semicolons; by default all estimators")
     parser.add_argument("--precisions", action="store_true", help="compare dtypes instead")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, a thread each")
+    parser.add_argument("--jobs", type=int, default=2, help="number of runs at a time, with one thread each")
     parser.add_argument("--output", type=Path, default=None, help="path without suffix, for .json and .png")
     options = parser.parse_args()
     names = [variant.name for variant in ALL]

@@ -1,14 +1,14 @@
-"""Which of the decoder families in the installed transformers work as they are: a tiny model of each, against the whole one.
+"""Test the decoder families of the installed transformers: a tiny model of each, against the resident model.
 
     python tools/families.py --output families.json
 
-For every model type of ``AutoModelForCausalLM`` a config with small sizes is made from its defaults; what cannot be built so
-is listed with the reason. A checkpoint with random weights is saved, opened without a declaration, and steps are compared
-with monolithic MeZO over the model that ``from_pretrained`` loads, without a cache of keys and values, in float32 and in
-bfloat16: every loss has to be equal. So has the loss with logits in chunks, but for the order of its sum; scores of
-candidates; and the tokens that ``generate`` continues one prompt and two of different lengths with, as transformers'
-``generate`` does, where generation is not refused. What is exported has to load with ``from_pretrained``, to the
-same loss. Prints a table and JSON.
+For every model type of ``AutoModelForCausalLM`` a config with small sizes is made from its defaults; families that cannot be
+built are listed with the reason. A checkpoint with random weights is saved and opened without a declaration, and steps are
+compared with monolithic MeZO on the model that ``from_pretrained`` loads, without a cache of keys and values, in float32 and
+bfloat16: every loss has to be equal. The loss with logits in chunks has to be equal up to the order of its sum, as have the
+scores of candidates. Unless generation is refused, the tokens of ``generate`` for one prompt and for two of different
+lengths have to be those of transformers. An exported model has to load with ``from_pretrained`` and give the same loss.
+Prints a table and JSON.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from zo2adapters.tasks.scoring import score
 from zo2adapters.trainers.verification import random_batch
 from zo2core import MeZOSGD, Replayer, Runner, UnsupportedModelError, ZO2Error, ZOEngine
 
-MOST_PARAMETERS = 3_000_000  # of a model that counts as tiny
+MOST_PARAMETERS = 3_000_000  # parameters of a tiny model, at most
 VOCABULARY, STEPS, NUMBERS = 40, 2, {"lr": 1e-2, "zo_eps": 1e-2}
 PROMPTS = [[7, 3, 11, 20], [5, 9]]
 PROMPTED = [PROMPTS[:1], PROMPTS]  # prompts of one length, and of two: the shorter one is padded
 CANDIDATES = [[[4], [6, 8]], [[10, 12, 13], [14]]]
 NEW_TOKENS = 12  # more than the sliding windows of these models
 DTYPES = (torch.float32, torch.bfloat16)
-SUMMED = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # by how much a sum in another order may differ
+SUMMED = {torch.float32: 1e-5, torch.bfloat16: 0.03}  # relative tolerance of a sum in another order
 
-MLA = {"num_key_value_heads": 4}  # latent attention has as many of one as of the other
+MLA = {"num_key_value_heads": 4}  # latent attention has equally many heads of keys and of queries
 
-# What sizes are called in configs.
+# Names of sizes in configs, and small values.
 SMALL: Mapping[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "embed_dim", "word_embed_proj_dim"), 16),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "decoder_ffn_dim"), 32),
@@ -73,7 +73,7 @@ SMALL: Mapping[str, Any] = {
 }
 
 
-# What else a family wants, to be built small.
+# Further values that a small model of a family needs.
 ALSO: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "youtu"), MLA),
     **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "longcat_flash", "bailing_hybrid"), MLA),
@@ -96,7 +96,12 @@ ALSO: Mapping[str, Mapping[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "zamba2": {
         "num_hidden_layers": 4,
-        "layers_block_type": ["hybrid", "mamba", "hybrid", "hybrid"],  # of which two have one transformer
+        "layers_block_type": [
+            "hybrid",
+            "mamba",
+            "hybrid",
+            "hybrid",
+        ],  # two hybrid layers share one transformer
         "layer_types": ["hybrid", "mamba", "hybrid", "hybrid"],
         "attention_hidden_size": 32,
         "attention_head_dim": 8,
@@ -113,7 +118,7 @@ ALSO: Mapping[str, Mapping[str, Any]] = {
 
 
 def small_config(model_type: str) -> PretrainedConfig:
-    """The defaults of a family, with small sizes."""
+    """The default config of a family, with small sizes."""
     kind = CONFIG_MAPPING[model_type]
     default = kind()
     sizes = {name: size for name, size in SMALL.items() if _takes_size(default, name)}
@@ -127,7 +132,7 @@ def small_config(model_type: str) -> PretrainedConfig:
 def _takes_size(config: PretrainedConfig, name: str) -> bool:
     try:
         value = getattr(config, name)
-    except Exception:  # it has none, or one for each layer: no common class
+    except Exception:  # there is no such config, or one for each layer
         return False
     return not isinstance(value, (list, dict)) and not _is_computed(type(config), name)
 
@@ -137,7 +142,7 @@ def _is_computed(kind: type, name: str) -> bool:
 
 
 def small_model(config: PretrainedConfig) -> PreTrainedModel:
-    """A model with random weights, that takes the test's batch.
+    """Make a model with random weights that takes the test's batch.
 
     Raises:
         ValueError: if it is not tiny.
@@ -162,7 +167,7 @@ def _built(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict[str, Any]:
-    """Open a model's checkpoint without a declaration, and take steps beside the whole model.
+    """Open a model's checkpoint without a declaration, and compare its steps with the resident model's.
 
     Returns:
         ``outcome``: equal, different, refused or failed; the error of the last two, what differs, the seconds that opening
@@ -190,7 +195,7 @@ def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict
             engine.export(directory / "exported")
     except ZO2Error as error:
         return {"outcome": "refused", "error": str(error).replace(f"{directory}/", "").replace(str(directory), "base")}
-    except Exception as error:  # any: a table of what fails is what this program is for
+    except Exception as error:  # this program lists all failures
         return {"outcome": "failed", "error": f"{type(error).__name__}: {error}"}
     monolithic = MonolithicMeZO(whole, lr=NUMBERS["lr"], zo_eps=NUMBERS["zo_eps"])
     agree = {
@@ -217,7 +222,7 @@ def compare(model: PreTrainedModel, dtype: torch.dtype, directory: Path) -> dict
 
 
 def generated_tokens(replayer: Runner, model: HFBlockModel, prompts: list[list[int]]) -> list[list[int | None]] | str:
-    """What greedy generation continues prompts with, a list for each, or why it is refused."""
+    """The tokens with which greedy generation continues each prompt, or the reason why it is refused."""
     try:
         steps = list(generate(replayer, model, prompts, max_new_tokens=NEW_TOKENS))
     except UnsupportedModelError as error:
@@ -226,7 +231,7 @@ def generated_tokens(replayer: Runner, model: HFBlockModel, prompts: list[list[i
 
 
 def stock_tokens(whole: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers continues the same prompts with, padded on the left to one length."""
+    """The tokens with which transformers continues the same prompts, padded on the left to one length."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -240,7 +245,7 @@ def stock_tokens(whole: PreTrainedModel, prompts: list[list[int]]) -> list[list[
 
 @torch.inference_mode()
 def stock_scores(whole: PreTrainedModel) -> list[float]:
-    """The candidates' log-likelihoods by the whole model."""
+    """The candidates' log-likelihoods under the resident model."""
     scores = []
     for prompt, answers in zip(PROMPTS, CANDIDATES, strict=True):
         for answer in answers:
@@ -253,7 +258,7 @@ def stock_scores(whole: PreTrainedModel) -> list[float]:
 
 @torch.inference_mode()
 def stock_loss(directory: Path, dtype: torch.dtype, batch: Mapping[str, torch.Tensor]) -> float:
-    """The loss of an exported model, as transformers loads it; every tensor has to be there, and none to be left over."""
+    """The loss of an exported model, loaded by transformers without missing or unexpected tensors."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
     whole, loading = loaded
     if loading["missing_keys"] or loading["unexpected_keys"] or loading["mismatched_keys"]:
@@ -262,7 +267,7 @@ def stock_loss(directory: Path, dtype: torch.dtype, batch: Mapping[str, torch.Te
 
 
 def try_family(model_type: str) -> dict[str, Any]:
-    """What becomes of a family."""
+    """Test one family in both dtypes."""
     try:
         model = small_model(small_config(model_type))
     except Exception as error:  # any: what a family's own code makes of small sizes
@@ -272,7 +277,7 @@ def try_family(model_type: str) -> dict[str, Any]:
 
 
 def table(families: Mapping[str, dict[str, Any]]) -> str:
-    """For people."""
+    """Format the results as a table."""
     lines = []
     for name, family in families.items():
         if "not_built" not in family:
@@ -284,7 +289,7 @@ def table(families: Mapping[str, dict[str, Any]]) -> str:
 
 
 def counts(families: Mapping[str, dict[str, Any]]) -> dict[str, int]:
-    """How many families came to what, in both dtypes or in one of them."""
+    """The number of families with each outcome, in both dtypes or in one of them."""
     built = [family for family in families.values() if "not_built" not in family]
     outcomes = [{outcome["outcome"] for outcome in family.values()} for family in built]
     counted = {"families": len(families), "built": len(built), "equal": sum(found == {"equal"} for found in outcomes)}
@@ -292,10 +297,10 @@ def counts(families: Mapping[str, dict[str, Any]]) -> dict[str, int]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-    parser.add_argument("--output", type=Path, help="write JSON here")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]

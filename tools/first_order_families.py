@@ -1,10 +1,10 @@
-"""In which decoder families first-order steps equal the resident model's: LoRA on tiny models, against peft.
+"""Test in which decoder families first-order steps equal the resident model's: LoRA on tiny models, against peft.
 
     python tools/first_order_families.py --output first-order-families.json
 
-Every family of the installed transformers that `tools/families.py` can build gets a LoRA on all its linear layers, in
-float32, a padded batch and three steps of SGD. What cannot be opened or differentiated segment by segment is listed with its
-refusal.
+Every family of the installed transformers that `tools/families.py` can build is trained with LoRA on all linear layers, in
+float32, for three steps of SGD on a padded batch. Families that cannot be opened or differentiated block by block are listed
+with the error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS = 3
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Two rows of six tokens, one of them padded on the right."""
+    """A batch of two rows of six tokens, one of them padded on the right."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCABULARY, (2, 6), generator=generator)
     mask = torch.ones_like(ids)
@@ -41,7 +41,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def compare(model_type: str, directory: Path) -> dict[str, Any]:
-    """One family: ``outcome`` is equal, different, refused, or not built."""
+    """Test one family; its ``outcome`` is equal, different, refused, or not built."""
     try:
         small_model(small_config(model_type)).save_pretrained(directory)
         whole: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -51,7 +51,7 @@ def compare(model_type: str, directory: Path) -> dict[str, Any]:
         model = open_checkpoint(directory, adapter=Adapter(config=config, seed=1))
     except ZO2Error as error:
         return {"outcome": "refused", "error": str(error)[:300]}
-    except Exception as error:  # whatever transformers or peft say of such a tiny model
+    except Exception as error:  # transformers or peft may fail on such a tiny model
         return {"outcome": "not built", "error": f"{type(error).__name__}: {str(error)[:200]}"}
     try:
         with BackpropEngine(model, optimizer) as engine:
@@ -63,7 +63,7 @@ def compare(model_type: str, directory: Path) -> dict[str, Any]:
     peft.inject_adapter_in_model(config, whole)
     for name, parameter in whole.named_parameters():
         parameter.requires_grad = name in first
-        # What was mapped from a file lies where no allocator puts it, and products round otherwise there.
+        # Memory mapped from a file has another alignment than allocated memory, with which products round differently.
         parameter.data = first.get(name, parameter.data).clone()
     trained = {name: parameter for name, parameter in whole.named_parameters() if name in first}
     resident, expected = optimizer(list(trained.values())), []
@@ -79,7 +79,7 @@ def compare(model_type: str, directory: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     parser.add_argument("--output", type=Path, default=None)
@@ -91,7 +91,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as directory:
             try:
                 families[model_type] = compare(model_type, Path(directory))
-            except Exception as error:  # a defect, which the table shows
+            except Exception as error:  # a defect, which the table lists
                 families[model_type] = {"outcome": "failed", "error": f"{type(error).__name__}: {str(error)[:300]}"}
         found = families[model_type]
         print(f"{model_type:28s} {found['outcome']:10s} {found.get('error', '')[:120]}", flush=True)

@@ -2,9 +2,9 @@
 
     python tools/make_checkpoint.py opt-125m /tmp/opt-125m --dtype float16
 
-Weights are drawn from N(0, 0.02), norms are ones, biases zeros: numerically like a freshly initialised model. With
-``--sparse`` the files have their true names, headers and sizes, but their data is a hole: it reads as zeros and takes no
-disk. That is enough for all that goes by layout and size, and OPT-175B is there in a second.
+Weights are drawn from N(0, 0.02), norms are ones, biases zeros, as in a newly initialised model. With ``--sparse`` the files
+have their full names, headers and sizes, but their data is a hole, which reads as zeros and takes no disk space. That is
+enough to measure layout, size and reads, and OPT-175B is written in a second.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zo2core.types import ParameterSpec
 
 
 def opt(hidden: int, layers: int, heads: int, **other: Any) -> OPTConfig:
-    """An OPT config; the family shares vocabulary, positions and the ratio of the feed-forward layer."""
+    """An OPT config; all sizes have the same vocabulary, positions and ratio of the feed-forward layer."""
     shape: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
     return OPTConfig(**{**shape, "ffn_dim": 4 * hidden, "word_embed_proj_dim": hidden, **other})
 
@@ -54,7 +54,7 @@ def llama(hidden: int, layers: int, heads: int, feed_forward: int) -> LlamaConfi
 
 
 def qwen3(hidden: int, layers: int, heads: int, feed_forward: int, *, tied: bool) -> Qwen3Config:
-    """A Qwen3 config, dense."""
+    """A dense Qwen3 config."""
     return Qwen3Config(
         vocab_size=151936,
         hidden_size=hidden,
@@ -69,7 +69,7 @@ def qwen3(hidden: int, layers: int, heads: int, feed_forward: int, *, tied: bool
 
 
 def geometries() -> dict[str, PretrainedConfig]:
-    """Every geometry by name, with the numbers of the published configs."""
+    """All geometries by name, with the sizes of the published configs."""
     return {
         "opt-125m": opt(768, 12, 12),
         "opt-350m": opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
@@ -119,7 +119,7 @@ def make_checkpoint(
     sparse: bool = False,
     max_shard: int = MAX_SHARD,
 ) -> int:
-    """Write config and shards, with holes for data if sparse; return the bytes of the weights."""
+    """Write config and shards, whose data is a hole if ``sparse``; return the bytes of the weights."""
     config.dtype = dtype
     layouts = segment_layouts(build_skeleton(config, dtype), ARCHITECTURES[config.model_type])
     specs = [spec for layout in layouts for spec in layout.parameters]
@@ -148,13 +148,15 @@ def random_tensors(specs: Sequence[ParameterSpec], seed: int) -> Iterator[tuple[
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("geometry", choices=list(geometries()))
     parser.add_argument("directory", type=Path)
     parser.add_argument("--dtype", choices=list(DTYPES), default="float16")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sparse", action="store_true", help="holes for data: no disk, no time, weights of zero")
+    parser.add_argument(
+        "--sparse", action="store_true", help="write holes instead of data: weights are zero and take no disk space"
+    )
     options = parser.parse_args()
     written = make_checkpoint(
         geometries()[options.geometry],

@@ -1,8 +1,8 @@
-"""Models of any geometry without files: block by block and whole, with the same made-up weights.
+"""Models of any geometry without files, block by block and whole, with the same synthetic weights.
 
-Matrices repeat a table of numbers drawn from N(0, 0.02), norms are ones, biases zeros: losses are finite, as those of a
-freshly initialised model, and filling a bucket costs a copy. A model that is larger than the host's memory can let its
-blocks share a few buckets: sizes, transfers and arithmetic are then the true ones, its weights and losses are not.
+Matrices repeat a table of numbers drawn from N(0, 0.02), norms are ones, biases zeros: losses are finite, as for a newly
+initialised model, and filling a bucket costs a copy. The blocks of a model that exceeds the host's memory can share a few
+buckets: sizes, transfers and arithmetic are then real, weights and losses are not.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _STAGING = 1 << 24  # elements on their way to a whole model's device
 
 
 class PatternReader:
-    """The base checkpoint of a model that has none.
+    """The checkpoint of a model with synthetic weights.
 
     Args:
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
         vectors: Names of the parameters of one dimension: norms and biases.
     """
 
@@ -45,15 +45,15 @@ class PatternReader:
         self._vectors = frozenset(vectors)
 
     def page_offset(self, spec: ParameterSpec) -> int | None:
-        """Nothing is on disk."""
+        """None, because nothing is on disk."""
         return None
 
     def itemsize(self, parameter: str) -> int:
-        """As in the table."""
+        """Bytes of an element."""
         return self._table.itemsize
 
     def origin(self, parameter: str) -> str:
-        """Nothing is in a file."""
+        """The name of the synthetic weights in place of a file."""
         return self.fingerprint
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
@@ -68,11 +68,11 @@ class PatternReader:
             at, done = 0, done + part.numel()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because no file is open."""
 
 
 class SharedSource:
-    """A few buckets that all blocks take in turns, whatever block's bytes were in them before.
+    """A few buckets that all blocks share, whichever block's bytes were in them before.
 
     Each segment has a version of its own, as if its bytes were: a visit replays what it would replay.
 
@@ -114,7 +114,7 @@ class SharedSource:
         return self._layouts
 
     def prefetch(self, order: Sequence[int]) -> int:
-        """Nothing has to be fetched: all segments are there."""
+        """Do nothing, because all segments are in memory."""
         return len(order)
 
     def acquire(self, index: int) -> Bucket:
@@ -125,7 +125,7 @@ class SharedSource:
         return Bucket(index, data, layout.views(data), self._versions[index])
 
     def release(self, bucket: Bucket, version: int | None) -> None:
-        """Take a bucket back. Bytes that are lost are as good as any others here."""
+        """Take a bucket back. Its bytes may be lost, because all weights are synthetic."""
         index = bucket.segment
         memory = self._out.pop(index)
         if index not in self._own:
@@ -134,18 +134,18 @@ class SharedSource:
             self._versions[index] = version
 
     def close(self) -> None:
-        """Nothing runs here."""
+        """Do nothing, because no thread runs."""
 
 
 def scaled(config: PretrainedConfig, by: int, tokens: int) -> PretrainedConfig:
-    """A geometry with width, heads and vocabulary divided, for sequences of so many tokens at least.
+    """Divide width, heads and vocabulary of a geometry, for sequences of at least ``tokens`` tokens.
 
     Depth stays: blocks, embedding, activations and logits then keep their shares of the memory.
 
     Args:
-        config: Of the model in its true size; stays as it is.
+        config: Config of the model in its full size; it is not changed.
         by: Divisor.
-        tokens: Of a row.
+        tokens: Number of tokens of a row.
     """
     small = deepcopy(config)
     small.max_position_embeddings = max(config.max_position_embeddings // by, tokens)
@@ -179,7 +179,7 @@ def block_model(config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
 def whole_model(
     config: PretrainedConfig, dtype: torch.dtype, device: torch.device, weights: TensorReader
 ) -> PreTrainedModel:
-    """The whole model on a device with a checkpoint's weights, which are never whole in the host's memory on the way."""
+    """The whole model on a device with a checkpoint's weights, which are copied without being whole in host memory."""
     config.dtype = dtype
     model = build_skeleton(config, dtype)
     modules = dict(model.named_modules())

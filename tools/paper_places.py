@@ -1,10 +1,10 @@
-"""Where the paper's tables are measured: on a GPU behind its bus, or on a CPU with two tiers of memory in these roles.
+"""The places in which the paper's tables are measured: a GPU, or a CPU with two tiers of memory in place of host and GPU.
 
     Cuda    host memory and a GPU
-    Bus     host memory behind a bus, played by threads that copy as slowly as it would, and host memory
+    Bus     host memory behind a bus, simulated by threads that copy at its rate, and host memory
     Disk    a checkpoint on disk, and host memory
 
-Each builds the engine with a variant's parts and counts what the device holds.
+Each builds the engine with a variant's parts and counts the memory of the device.
 """
 
 from __future__ import annotations
@@ -42,34 +42,34 @@ SHARED_BUCKETS = 4
 
 
 class Traffic(Trace):
-    """Adds up what every sweep moved, instead of writing it down."""
+    """Sums the bytes that sweeps move, instead of writing a trace."""
 
     def __init__(self) -> None:
         self.nbytes = dict.fromkeys((Lane.READ, Lane.UPLOAD, Lane.OFFLOAD, Lane.WRITE), 0)
 
     def add(self, spans: Iterable[Span], sweep: Sweep | None = None) -> None:
-        """Count."""
+        """Add the bytes of spans."""
         for span in spans:
             if span.lane in self.nbytes:
                 self.nbytes[span.lane] += span.nbytes
 
     def close(self) -> None:
-        """There is no file."""
+        """Do nothing, because there is no file."""
 
 
 class Offloaded(NamedTuple):
     """An engine, ready to run."""
 
     engine: ZOEngine
-    parts: ExitStack  # what the engine is made of; to be closed after it
+    parts: ExitStack  # the engine's parts, to be closed after it
     traffic: Traffic
-    shared_buckets: int | None  # that all blocks share; None: each has its own bytes
+    shared_buckets: int | None  # number of buckets that all blocks share; None: each block has its own bytes
 
 
 class Place(Protocol):
-    """Where both sides are measured."""
+    """A place in which both sides are measured."""
 
-    note: str  # to be said beside every result
+    note: str  # printed with every result
     torch_device: torch.device
 
     def free_memory(self) -> int:
@@ -79,20 +79,20 @@ class Place(Protocol):
         """A model of this geometry."""
 
     def offload(self, model: HFBlockModel, variant: Variant, noise: Noise) -> Offloaded | None:
-        """An engine with a variant's parts; None where the variant makes no sense."""
+        """An engine with a variant's parts; None if the variant does not exist here."""
 
     def settle(self) -> None:
         """Wait for all work of the device."""
 
     def peak_bytes(self, run: Callable[[], object], held: Iterable[torch.Tensor]) -> int:
-        """Most bytes that the device holds while something runs, with tensors that are there already."""
+        """The peak bytes of the device while ``run`` runs, including the tensors in ``held``."""
 
     def close(self) -> None:
-        """Remove files. May be called twice."""
+        """Remove files. It may be called twice."""
 
 
 def _from_host(device: Device, model: HFBlockModel, variant: Variant, noise: Noise, host_memory: int) -> Offloaded:
-    """Blocks in host memory, as far as they fit."""
+    """An engine with blocks in host memory, as far as they fit."""
     size = sum(whole_pages(layout.nbytes) for layout in model.layouts)
     source: BlockSource
     timeline = Timeline()
@@ -132,7 +132,7 @@ class Cuda:
         self.note = f"{name}, {nbytes / 1e9:.1f} GB; memory is torch.cuda.max_memory_allocated over a step"
 
     def free_memory(self) -> int:
-        """What the driver has, with torch's cache emptied."""
+        """The driver's free bytes, after torch's cache was emptied."""
         gc.collect()
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
@@ -142,7 +142,7 @@ class Cuda:
         return block_model(config, dtype)
 
     def offload(self, model: HFBlockModel, variant: Variant, noise: Noise) -> Offloaded | None:
-        """From page-locked memory."""
+        """An engine with blocks in page-locked memory."""
         return _from_host(CudaDevice(0), model, variant, noise, self._host_memory)
 
     def settle(self) -> None:
@@ -150,7 +150,7 @@ class Cuda:
         torch.cuda.synchronize(self.torch_device)
 
     def peak_bytes(self, run: Callable[[], object], held: Iterable[torch.Tensor]) -> int:
-        """By torch's allocator, which knows what is held."""
+        """The peak of torch's allocator."""
         self.settle()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         run()
@@ -158,11 +158,11 @@ class Cuda:
         return int(torch.cuda.max_memory_allocated(self.torch_device))
 
     def close(self) -> None:
-        """There are no files."""
+        """Do nothing, because there are no files."""
 
 
 class Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages in the device's role: buffers it is told of and, while active, results of operations."""
+    """Counts the bytes of the simulated device: registered buffers and, while active, results of operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -185,7 +185,7 @@ class Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now -= self._known.pop(address)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, or those that it is made of, which inference mode hands over whole, and count results."""
+        """Run an operation and count its results; inference mode passes composite operations whole."""
         with self:
             out = func.decompose(*args, **(kwargs or {}))
         if out is not NotImplemented:
@@ -198,10 +198,10 @@ class Usage(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _OnHost:
-    """What both CPU places share.
+    """The common base of the CPU places.
 
     Args:
-        device_memory: Bytes that the device is said to have.
+        device_memory: Bytes of the simulated device.
     """
 
     torch_device = torch.device("cpu")
@@ -211,15 +211,15 @@ class _OnHost:
         self._usage = Usage()
 
     def free_memory(self) -> int:
-        """What the device has beside what is counted."""
+        """The simulated device's bytes without those that are counted."""
         gc.collect()
         return self._device_memory - self._usage.now
 
     def settle(self) -> None:
-        """Nothing is in flight that a step would not wait for."""
+        """Do nothing, because a step waits for all of its work."""
 
     def peak_bytes(self, run: Callable[[], object], held: Iterable[torch.Tensor]) -> int:
-        """By counting every operation's results."""
+        """The peak of the counted results of operations."""
         for tensor in held:
             self._usage.hold(tensor)
             del tensor
@@ -229,11 +229,11 @@ class _OnHost:
         return self._usage.peak
 
     def close(self) -> None:
-        """There are no files."""
+        """Do nothing, because there are no files."""
 
 
 class _BusDevice(ThreadedDevice):
-    """Counts its memory; the host's does not count."""
+    """A device that counts its memory, without the host's."""
 
     def __init__(self, streams: ThreadedStreams, usage: Usage) -> None:
         super().__init__(streams)
@@ -253,20 +253,20 @@ class _BusDevice(ThreadedDevice):
 
 
 class Bus(_OnHost):
-    """Host memory behind a bus, and host memory.
+    """Host memory behind a simulated bus, and host memory in place of the device's.
 
     Args:
-        host_memory: Bytes of the tier behind the bus.
-        device_memory: Bytes of the tier before it.
-        rate: Of the bus, bytes a second each way.
+        host_memory: Bytes of the memory behind the bus.
+        device_memory: Bytes of the simulated device.
+        rate: Bytes a second of the bus in each direction.
     """
 
     def __init__(self, host_memory: int, device_memory: int, rate: float) -> None:
         super().__init__(device_memory)
         self._host_memory, self._rate = host_memory, rate
         self.note = (
-            f"no GPU: the CPU in its place, behind a simulated bus of {rate / 1e9:g} GB/s each way; "
-            f"{device_memory / 1e6:.0f} MB count as the device's; memory is buffers and tensors, counted"
+            f"no GPU: the CPU takes its place, behind a simulated bus of {rate / 1e9:g} GB/s in each direction; "
+            f"the simulated device has {device_memory / 1e6:.0f} MB, of which buffers and tensors are counted"
         )
 
     def model(self, config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
@@ -274,13 +274,13 @@ class Bus(_OnHost):
         return block_model(config, dtype)
 
     def offload(self, model: HFBlockModel, variant: Variant, noise: Noise) -> Offloaded | None:
-        """Copies take as long as on the bus, beside the copying itself."""
+        """An engine whose copies take as long as on the bus, in addition to the copying itself."""
         streams = ThreadedStreams(lambda lane, nbytes: nbytes / self._rate, poison=False)
         return _from_host(_BusDevice(streams, self._usage), model, variant, noise, self._host_memory)
 
 
 class _CountedHost(HostDevice):
-    """Counts all its memory: here the host is the device."""
+    """A host that counts all its memory, because it is the device."""
 
     def __init__(self, usage: Usage) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ class Disk(_OnHost):
         )
 
     def model(self, config: PretrainedConfig, dtype: torch.dtype) -> HFBlockModel:
-        """A model with files; the last one's are removed."""
+        """A model with files; those of the previous model are removed."""
         parent = Path(self._folder.name).parent
         self._folder.cleanup()
         self._folder = tempfile.TemporaryDirectory(dir=parent)
@@ -320,7 +320,7 @@ class Disk(_OnHost):
         return open_checkpoint(Path(self._folder.name) / "base")
 
     def offload(self, model: HFBlockModel, variant: Variant, noise: Noise) -> Offloaded | None:
-        """One bucket leaves no room to read ahead: nothing overlaps."""
+        """An engine with blocks on disk; with one bucket it does not read ahead, so nothing overlaps."""
         if variant in (Variant.ALLOCATING, Variant.RESIDENT):
             return None
         self._made += 1
@@ -355,12 +355,12 @@ class Disk(_OnHost):
         return Offloaded(engine, parts, traffic, None)
 
     def close(self) -> None:
-        """Remove the checkpoint and what was written back."""
+        """Remove the checkpoint and the scratch file."""
         self._folder.cleanup()
 
 
 def wall_seconds(place: Place, run: Callable[[], object]) -> float:
-    """Of something, with all work of the device that it leaves behind."""
+    """The seconds that a function takes, including the work that it leaves on the device."""
     place.settle()
     began = time.perf_counter()
     run()

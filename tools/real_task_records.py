@@ -1,4 +1,4 @@
-"""What is kept of the real task's runs: a JSON file each, which an interrupted series goes on from."""
+"""The records of the real task's runs: a JSON file for each, from which an interrupted series continues."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ EVALUATION, DEVELOPMENT = "evaluation", "development"
 
 
 class Point(NamedTuple):
-    """A look at a model in training."""
+    """An evaluation of a model in training."""
 
     steps: int
-    forwards: int  # of a batch, those of evaluations like this one not counted
-    seconds: float  # of steps
-    cpu_seconds: float  # of this process during steps, all threads
+    forwards: int  # forwards of a batch in steps, without evaluations
+    seconds: float  # seconds of steps
+    cpu_seconds: float  # CPU seconds of this process's threads in steps
     accuracy: float  # 0 to 1
-    loss: float  # of the right label word, in nats
+    loss: float  # mean loss of the right label word, in nats
 
 
 @dataclass
@@ -37,59 +37,59 @@ class Run:
     variant: str
     lr: float
     seed: int
-    rows: str  # what its points were measured on: EVALUATION or DEVELOPMENT
-    rows_sha256: str  # of the task
+    rows: str  # rows of its points: EVALUATION or DEVELOPMENT
+    rows_sha256: str  # SHA-256 of the task's rows
     batch_size: int
     steps: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     points: list[Point] = field(default_factory=list)
-    stopped: str | None = None  # why it cannot go on
+    stopped: str | None = None  # reason why it cannot continue
     made_by: list[dict[str, Any]] = field(default_factory=list)  # command, machine and versions of each process
 
     @property
     def file_stem(self) -> str:
-        """Name of its files, without suffixes."""
+        """The name of the run's files, without suffixes."""
         use = "tuning-" if self.rows == DEVELOPMENT else ""
         return f"{self.variant}-{use}lr{self.lr:g}-seed{self.seed}"
 
-    def begun(self) -> Run:
-        """The same run at its beginning."""
+    def without_steps(self) -> Run:
+        """The same run before its first step."""
         return Run(self.variant, self.lr, self.seed, self.rows, self.rows_sha256, self.batch_size)
 
     def kept_in(self, folder: Path) -> Run:
-        """What a folder has of this run already; the run itself, if that is nothing.
+        """Read this run from a folder, or return it unchanged if the folder does not have it.
 
         Raises:
-            OptionError: if the folder has it on other rows or in other batches.
+            OptionError: if the folder has the run with other rows or batches.
         """
         path = folder / (self.file_stem + SUFFIX)
         if not path.exists():
             return self
         kept = read_run(path)
-        if kept.begun() != self.begun():
+        if kept.without_steps() != self.without_steps():
             found = f"a run on rows {kept.rows_sha256[:8]} in batches of {kept.batch_size}"
             expected = f"rows {self.rows_sha256[:8]} in batches of {self.batch_size}"
-            raise OptionError(path, found=found, expected=expected, remedy="choose another folder")
+            raise OptionError(path, found=found, expected=expected, remedy="pass another folder")
         return kept
 
     def values(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The run as JSON values."""
         return asdict(self) | {"points": [point._asdict() for point in self.points]}
 
     def write(self, folder: Path) -> None:
-        """Replace the run's file, whole or not at all."""
+        """Replace the run's file atomically."""
         path = folder / (self.file_stem + SUFFIX)
-        beside = path.with_suffix(".partial")
-        beside.write_text(json.dumps(self.values()) + "\n", encoding="utf-8")
-        beside.replace(path)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(self.values()) + "\n", encoding="utf-8")
+        partial.replace(path)
 
 
 def read_run(path: Path) -> Run:
     """Read a run's file.
 
     Raises:
-        DataError: if it is none.
+        DataError: if the file is not one.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -99,13 +99,13 @@ def read_run(path: Path) -> Run:
 
 
 def read_runs(folder: Path, rows: str) -> list[Run]:
-    """All runs in a folder that were measured on these rows, by name."""
+    """Read all runs of a folder that were measured on these rows, ordered by name."""
     runs = [read_run(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
     return [run for run in runs if run.rows == rows]
 
 
 def provenance() -> dict[str, Any]:
-    """How the present process was called, where, and with what versions."""
+    """The command, machine and versions of this process."""
     return {
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "processor": _processor(),

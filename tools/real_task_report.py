@@ -11,36 +11,36 @@ from real_task_records import Point, Run
 
 
 def groups(runs: Sequence[Run]) -> dict[tuple[str, float], list[Run]]:
-    """Runs that differ by their seed only."""
-    found: dict[tuple[str, float], list[Run]] = {}
+    """Group runs that differ in their seed only."""
+    by_variant: dict[tuple[str, float], list[Run]] = {}
     for run in runs:
         if run.points:
-            found.setdefault((run.variant, run.lr), []).append(run)
-    return found
+            by_variant.setdefault((run.variant, run.lr), []).append(run)
+    return by_variant
 
 
 def common_points(runs: Sequence[Run]) -> list[list[Point]]:
-    """The looks that all of the runs took, in order, each with a point a run."""
+    """The evaluations that all runs have in common, in order, each with a point for each run."""
     steps = set.intersection(*({point.steps for point in run.points} for run in runs))
     return [[next(point for point in run.points if point.steps == step) for run in runs] for step in sorted(steps)]
 
 
 def summary(runs: Sequence[Run], tuning: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row for each variant and learning rate: where its runs began, and where the last look that all took found them.
+    """Summarise each variant and learning rate in a row: its runs before training, and at their last common evaluation.
 
     Args:
-        runs: Measured on the rows to evaluate on.
-        tuning: Measured on those to tune with; a row says what they took.
+        runs: Runs that were measured on the rows to evaluate on.
+        tuning: Runs that were measured on the rows to tune with; their forwards are part of a row.
     """
     rows = []
-    for (variant, lr), own in groups(runs).items():
-        points = common_points(own)
+    for (variant, lr), members in groups(runs).items():
+        points = common_points(members)
         if not points:
             continue
         first, last = points[0], points[-1]
-        row: dict[str, Any] = {"variant": variant, "lr": lr, "seeds": [run.seed for run in own]}
+        row: dict[str, Any] = {"variant": variant, "lr": lr, "seeds": [run.seed for run in members]}
         row |= {"steps": last[0].steps, "forwards": last[0].forwards}
-        row |= {"stopped": [run.stopped for run in own if run.stopped is not None]}
+        row |= {"stopped": [run.stopped for run in members if run.stopped is not None]}
         row["tuning forwards"] = sum(run.points[-1].forwards for run in tuning if run.variant == variant and run.points)
         for key, values in {
             "accuracy before": [point.accuracy for point in first],
@@ -55,7 +55,7 @@ def summary(runs: Sequence[Run], tuning: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """For people: medians over seeds, with their range."""
+    """Format the rows as a table of medians over seeds, with their range."""
     lines = [
         f"{'':24s}{'lr':>7s} {'seeds':>5s} {'forwards':>8s} {'before':>7s} {'accuracy':>24s} {'loss':>22s} "
         f"{'minutes':>8s} {'of CPU':>7s}"
@@ -74,7 +74,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
-    """Accuracy over forwards and over seconds: a line for the seeds' median, a band for their range."""
+    """Plot accuracy over forwards and over seconds: a line for the seeds' median, a band for their range."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")

@@ -1,8 +1,9 @@
-"""Run a command inside a memory control group of a given size, swap off, and report its peak.
+"""Run a command in a memory control group of a given size, without swap, and report its peak.
 
     python tools/run_within.py 6GiB -- python tools/bench_train.py /tmp/opt-13b --steps 1
 
-Version 1 control groups, as root. The peak counts resident memory and page cache; the kernel kills what goes beyond.
+It needs version 1 control groups and root. The peak counts resident memory and page cache; the kernel kills processes that
+exceed the size.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from zo2core.planning.host_budget import parse_size
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     if len(sys.argv) < 4 or sys.argv[2] != "--":
         sys.exit(__doc__)
     limit, command = parse_size(sys.argv[1]), sys.argv[3:]
@@ -42,7 +43,7 @@ def main() -> None:
                 group.rmdir()
                 break
             except OSError:
-                time.sleep(0.1)  # the kernel is still letting go of the processes
+                time.sleep(0.1)  # the kernel has not yet removed the processes
     report = {
         "limit_bytes": limit,
         "peak_bytes_with_cache": peak,

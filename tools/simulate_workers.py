@@ -1,16 +1,15 @@
-"""Simulate workers behind home connections, on a scripted clock, with the real rounds, seals, reports and records.
+"""Simulate workers behind home connections, on a virtual clock, with the library's own messages and records.
 
     python tools/simulate_workers.py far --workers 10 100 1000 10000 100000
     python tools/simulate_workers.py near --workers 4 16
 
-``far`` draws each worker's speed, latency, bandwidth and time of leaving, and lets a run of so many workers take steps.
-Reports go up a tree of relays, which pass on what came before the step's deadline; the record comes down the same tree. The
-tree and its relays are only simulated: the library has one collector. What is collected, checked, combined and written are
-the library's own messages and records. A worker that leaves is replaced at once by one that first takes over all records so
-far and replays them.
+``far`` draws each worker's speed, latency, bandwidth and time of leaving, and lets a run of ``--workers`` workers take
+steps. Reports go up a tree of relays, which forward those that arrive before the step's deadline; the record goes down the
+same tree. Tree and relays are simulated: the library has one collector. Messages and records are the library's own. A worker
+that leaves is replaced at once by one that first fetches all records and replays them.
 
-``near`` runs real workers over a real store on this machine, threads that sleep as long as their drawn compute takes, and
-sets the time a step beside what the simulation says of the same draws, with no relays and no latency.
+``near`` runs real workers with a real store on this machine, as threads that sleep for their drawn seconds of compute, and
+compares the time of a step with that of the simulation for the same draws, without relays and latency.
 
 Prints a table and JSON.
 """
@@ -44,43 +43,43 @@ from zo2core.workers.rendezvous import open_store
 from zo2core.workers.report import Report, combined
 from zo2core.workers.seal import Seal
 
-MOST_DIRECTIONS = 64  # a step: each is replayed by every worker
-STORE_BYTES = 49  # that the store adds to a message and its answer (measured at the socket)
+MOST_DIRECTIONS = 64  # directions of a step; each is replayed by every worker
+STORE_BYTES = 49  # bytes that the store adds to a message and its answer, measured at the socket
 KEY = b"a simulation guards no secret"
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What is drawn for each worker; medians of lognormal distributions, and their spread."""
+    """The distributions of workers: medians and spreads (sigma) of lognormal distributions."""
 
-    evaluation_seconds: float = 1.0  # of one row
+    evaluation_seconds: float = 1.0  # seconds of evaluating one row
     evaluation_sigma: float = 0.5
-    latency_seconds: float = 0.025  # one way
+    latency_seconds: float = 0.025  # latency in one direction
     latency_sigma: float = 0.6
-    up_bits: float = 10e6  # a second
-    down_bits: float = 50e6
+    up_bits: float = 10e6  # bits a second from a worker
+    down_bits: float = 50e6  # bits a second to a worker
     bandwidth_sigma: float = 0.7
-    relay_bits: float = 1e9  # a second, of a relay
-    session_seconds: float = 3600.0  # until a worker leaves, exponentially distributed
-    replay_seconds: float = 0.02  # of one direction
-    fan_out: int = 32  # children of a relay
-    deadline: float = 3.0  # seconds that a step waits, in medians of what a worker's share takes
+    relay_bits: float = 1e9  # bits a second of a relay
+    session_seconds: float = 3600.0  # mean time until a worker leaves, exponentially distributed
+    replay_seconds: float = 0.02  # seconds of replaying one direction
+    fan_out: int = 32  # number of children of a relay
+    deadline: float = 3.0  # time that a step waits, in units of a worker's median time for its shard
 
 
 @dataclass
 class Member:
     """A virtual worker."""
 
-    speed: float  # of its computing: 2 takes twice as long
-    up: float  # seconds to its relay, for a message of no size
+    speed: float  # factor of its computing time: 2 takes twice as long
+    up: float  # latency to its relay in seconds
     up_bits: float
     down_bits: float
-    leaves: float  # moment
-    free: float = 0.0  # moment from which it can compute
+    leaves: float  # time at which it leaves
+    free: float = 0.0  # time from which it can compute
 
     @classmethod
     def drawn(cls, rng: random.Random, world: World, now: float) -> Member:
-        """One that comes now."""
+        """Draw a worker that joins now."""
         return cls(
             speed=rng.lognormvariate(0.0, world.evaluation_sigma),
             up=world.latency_seconds * rng.lognormvariate(0.0, world.latency_sigma),
@@ -92,25 +91,32 @@ class Member:
 
 @dataclass
 class Tally:
-    """What became of a run."""
+    """The counts of a run."""
 
-    clock: float = 0.0
-    sent: int = 0  # bytes of all workers
-    received: int = 0
-    made: int = 0  # shares that were computed
-    counted: int = 0
-    left: int = 0  # workers
-    record_bytes: int = 0  # of all steps
+    clock: float = 0.0  # virtual seconds
+    sent: int = 0  # bytes that all workers sent
+    received: int = 0  # bytes that all workers received
+    made: int = 0  # shards that were computed
+    counted: int = 0  # shards that arrived before their deadline
+    left: int = 0  # workers that left
+    record_bytes: int = 0  # bytes of all steps' records
 
 
 def split_of(size: int) -> Split:
-    """As many groups for directions as there may be; the workers of a group share the rows."""
+    """The split with the most groups of directions; the workers of a group share the rows."""
     groups = math.gcd(size, MOST_DIRECTIONS) if size >= MOST_DIRECTIONS else size
     return Split(groups, size // groups)
 
 
 def simulated(size: int, steps: int, world: World, seed: int) -> dict[str, Any]:
-    """A run of so many workers; each has one row of both sides of its directions."""
+    """Simulate a run; each worker evaluates one row on both sides of its group's directions.
+
+    Args:
+        size: Number of workers.
+        steps: Number of steps.
+        world: The distributions of workers.
+        seed: Seed of the draws.
+    """
     rng, split, seal = random.Random(seed), split_of(size), Seal(KEY)
     directions = split.groups
     estimator = MultiQueryRGE(lr=1e-6, zo_eps=1e-3, q=directions, perturb_in_place=False)
@@ -118,20 +124,20 @@ def simulated(size: int, steps: int, world: World, seed: int) -> dict[str, Any]:
     share_seconds = 2 * world.evaluation_seconds
     deadline = world.deadline * share_seconds
     tally, lines = Tally(), 0
-    useful: list[float] = []  # seconds from coming to the first share
+    useful: list[float] = []  # seconds from a worker's joining to its first shard
     for step in range(steps):
         evaluations = estimator.evaluations(step, iter(range(step * directions, (step + 1) * directions)))
         name = f"losses {step}"
-        begun, collected = tally.clock, Round(name, size, seal)
+        start, collected = tally.clock, Round(name, size, seal)
         arrivals: list[tuple[float, int, bytes]] = []
         for rank, member in enumerate(members):
-            ready = max(begun, member.free) + share_seconds * member.speed
+            ready = max(start, member.free) + share_seconds * member.speed
             if ready > member.leaves:
-                came = max(member.leaves, begun)
-                members[rank] = newcomer = Member.drawn(rng, world, came)
-                newcomer.free = came + 8 * lines / newcomer.down_bits
+                joined = max(member.leaves, start)
+                members[rank] = newcomer = Member.drawn(rng, world, joined)
+                newcomer.free = joined + 8 * lines / newcomer.down_bits
                 newcomer.free += step * directions * world.replay_seconds * newcomer.speed
-                useful.append(newcomer.free - came)
+                useful.append(newcomer.free - joined)
                 tally.left += 1
                 continue
             tally.made += 1
@@ -141,7 +147,7 @@ def simulated(size: int, steps: int, world: World, seed: int) -> dict[str, Any]:
             tally.sent += len(message) + STORE_BYTES
             arrivals.append((ready + member.up + 8 * (len(message) + STORE_BYTES) / member.up_bits, rank, message))
             member.free = ready
-        decided = relayed(arrivals, collected, begun + deadline, world, size)
+        decided = relayed(arrivals, collected, start + deadline, world, size)
         payloads = unbundled(collected.bundle(), name, seal)
         assert payloads is not None, "a bundle of this round and this run"
         reports = {rank: Report.unpacked(payload, rank) for rank, payload in payloads.items()}
@@ -173,14 +179,17 @@ def simulated(size: int, steps: int, world: World, seed: int) -> dict[str, Any]:
 
 
 def relay_levels(size: int, world: World) -> int:
-    """Relays between a worker and the root."""
+    """The number of relays between a worker and the root."""
     return max(1, math.ceil(math.log(size, world.fan_out)))
 
 
 def relayed(arrivals: Sequence[tuple[float, int, bytes]], collected: Round, end: float, world: World, size: int) -> float:
-    """Pass messages up the tree: each level waits for its children, at most until the deadline. Returns when all is known.
+    """Pass messages up the tree, in which each level waits for its children until the deadline at most.
 
-    Every message is opened at its first relay and again at the root, as the library's collector does.
+    Every message is opened at its first relay and again at the root, as in the library's collector.
+
+    Returns:
+        The time at which the root has all messages.
     """
     levels, queue = relay_levels(size, world), list(arrivals)
     heapq.heapify(queue)
@@ -189,22 +198,22 @@ def relayed(arrivals: Sequence[tuple[float, int, bytes]], collected: Round, end:
         at, rank, message = heapq.heappop(queue)
         assert collected.offer(rank, message), "a message of this round and this run"
         bytes_up, last = bytes_up + len(message) + 8, at
-    all_came = not queue and not collected.missing
-    hop = world.latency_seconds + 8 * bytes_up / world.relay_bits  # the last one, into the root, is the fullest
-    return (last if all_came else end) + levels * world.latency_seconds + hop
+    all_arrived = not queue and not collected.missing
+    hop = world.latency_seconds + 8 * bytes_up / world.relay_bits  # the last hop, to the root, carries the most bytes
+    return (last if all_arrived else end) + levels * world.latency_seconds + hop
 
 
 def update_of(
     estimator: MultiQueryRGE, step: int, evaluations: Sequence[Evaluation], reports: dict[int, Report], split: Split
 ) -> Update:
-    """The record's update, as an engine makes it."""
+    """Make the update of a step as an engine does."""
     losses = combined(reports, split, len(evaluations), 2)
     made = [evaluations[place] for place in losses]
     return replace(estimator.update(step, made, list(losses.values()), 1e-6, []), workers=tuple(sorted(reports)))
 
 
 def near(size: int, steps: int, seed: int, seconds: float) -> dict[str, Any]:
-    """Real workers that sleep as long as a drawn share takes, and the time a step that the draws alone make."""
+    """Run real workers that sleep for drawn times; return the time of a step, and that of the draws alone."""
     rng = random.Random(seed)
     shares = [[seconds * rng.lognormvariate(0.0, 0.5) for _ in range(steps)] for _ in range(size)]
     predicted = statistics.fmean(max(own[step] for own in shares) for step in range(steps))
@@ -214,7 +223,7 @@ def near(size: int, steps: int, seed: int, seconds: float) -> dict[str, Any]:
 
     def work(rank: int) -> None:
         with Workers.joined(rank=rank, size=size, store=clients[rank], key=KEY) as workers:
-            workers.all_gather(None)  # all are there
+            workers.all_gather(None)  # waits until all workers have started
             began = time.perf_counter()
             for step in range(steps):
                 time.sleep(shares[rank][step])
@@ -231,7 +240,7 @@ def near(size: int, steps: int, seed: int, seconds: float) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line a run."""
+    """Format the results, one line for each run."""
     names = list(rows[0])
     shown = [[f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in names] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(names, *shown, strict=True)]
@@ -240,13 +249,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Read the command line, run, print."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["far", "near"])
     parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 1000, 10_000, 100_000])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=0.05, help="near: median of a share")
+    parser.add_argument("--seconds", type=float, default=0.05, help="near: median seconds of a worker's shard")
     for name, value in vars(World()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--output", type=Path, default=None, help="file for the JSON")

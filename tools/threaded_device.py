@@ -1,8 +1,8 @@
-"""A device without a GPU: copies run in threads of their own, as slowly as asked for, into poisoned memory.
+"""A simulated device: copies run in threads of their own, with a given delay, into poisoned memory.
 
-What a missing wait would break on a GPU, once in a while, breaks here each time. Memory that a copy is about to fill is full
-of 255 (NaN in every floating-point dtype) until it is done. Compute is the caller's own, or goes to a third thread as
-kernels do.
+A missing wait, which fails on a GPU once in a while, fails here every time. The memory that a copy fills is set to 255 (NaN
+in every floating-point dtype) until the copy is done. Compute runs in the caller's thread, or in a further thread in the
+order of its launch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from zo2core import HostDevice
 from zo2core.protocols import Transfer, Wait
 from zo2core.types import Event, Lane
 
-TIMEOUT = 30.0  # seconds: nothing waits longer unless it waits for ever
+TIMEOUT = 30.0  # seconds after which a wait counts as a deadlock
 
 
 class ThreadEvent:
-    """An event that a thread lets pass."""
+    """An event that a thread sets."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -31,12 +31,12 @@ class ThreadEvent:
 
     @property
     def passed(self) -> bool:
-        """Whether it has passed."""
+        """Whether the event has passed."""
         return self._event.is_set()
 
     @property
     def seconds(self) -> float:
-        """When it passed."""
+        """The time at which the event passed."""
         return self._seconds
 
     def set(self) -> None:
@@ -47,17 +47,17 @@ class ThreadEvent:
     def block(self) -> None:
         """Wait until the event has passed."""
         if not self._event.wait(TIMEOUT):
-            raise TimeoutError("an event that never passes")
+            raise TimeoutError(f"an event has not passed within {TIMEOUT} seconds")
 
 
 class ThreadedStreams:
-    """Queues of work as threads.
+    """Streams as threads, one for each lane.
 
     Args:
-        delay: Gives the seconds that a copy of so many bytes takes in a lane, beside the copying itself.
-        asynchronous: Whether compute goes to a thread, too; see ``compute``.
+        delay: Returns the seconds that a copy takes in addition to the copying itself, from its lane and bytes.
+        asynchronous: Whether compute runs in a thread, too; see ``compute``.
         without: Waits that are left out.
-        poison: Whether a copy's target is full of 255 until the copy is done.
+        poison: Whether a copy's target is set to 255 until the copy is done.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class ThreadedStreams:
         copies = [Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT]
         lanes = [*copies, *([Lane.REPLAY] if asynchronous else [])]
         self._lanes = {lane: ThreadPoolExecutor(1, thread_name_prefix=f"zo2-{lane.value}") for lane in lanes}
-        self.errors: list[BaseException] = []  # of compute
+        self.errors: list[BaseException] = []  # errors of compute
 
     def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]) -> Transfer:
         """Start a copy. See the contract."""
-        begun, done = ThreadEvent(), ThreadEvent()
+        started, done = ThreadEvent(), ThreadEvent()
 
         def run() -> None:
             for why, event in after.items():
                 if why not in self._without:
                     _block(event)
-            begun.set()
+            started.set()
             if self._poison:
                 target.fill_(255)
             time.sleep(self._delay(lane, target.numel()))
@@ -92,10 +92,10 @@ class ThreadedStreams:
             done.set()
 
         self._lanes[lane].submit(run)
-        return Transfer(target, source, begun, done)
+        return Transfer(target, source, started, done)
 
     def compute(self, work: Callable[[], None]) -> None:
-        """Issue compute, as a kernel is launched."""
+        """Queue compute, as a kernel launch does."""
 
         def run() -> None:
             try:
@@ -135,10 +135,10 @@ class ThreadedStreams:
 
 
 class ThreadedDevice:
-    """The CPU, as if it were behind a bus.
+    """The CPU as a device behind a bus.
 
     Args:
-        streams: Its queues of work.
+        streams: The streams that run copies and compute.
     """
 
     in_place = False
@@ -146,7 +146,7 @@ class ThreadedDevice:
 
     def __init__(self, streams: ThreadedStreams) -> None:
         self.streams = streams
-        self.allocated: list[int] = []  # bytes of device memory, one an allocation
+        self.allocated: list[int] = []  # bytes of each allocation of device memory
         self._host = HostDevice()
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
@@ -159,7 +159,7 @@ class ThreadedDevice:
         return self._host.host_memory(nbytes)
 
     def free_memory(self) -> int:
-        """Return what the system has."""
+        """Return the system's free memory in bytes."""
         return psutil.virtual_memory().available
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The command ``zo2``: each subcommand is a dataclass whose fields are its options.
 
-Nothing slow is imported here: a command imports what it uses, and the signal handlers stand before that.
+Nothing slow is imported here: the signal handlers are installed first, then a command imports what it uses.
 """
 
 from __future__ import annotations
@@ -25,131 +25,131 @@ if TYPE_CHECKING:
 
 REFUSED = 2  # exit status
 _PLAIN_FORMAT = warnings.formatwarning
-_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
-_NO_MEMORY = "zo2: host memory: found no more of it; expected room to start. What to do: free memory."
-_TELLING_BYTES = 8 << 20  # of address space, held until an error is told: telling it takes memory, too
+_BROKEN_PIPE = 141  # exit status that shells give to SIGPIPE
+_NO_MEMORY = "zo2: host memory: found none left; expected enough to start. What to do: free memory."
+_RESERVE_BYTES = 8 << 20  # address space that is freed when an error has to be printed: printing takes memory, too
 
 
 class Command(Protocol):
     """A dataclass whose fields are a subcommand's options."""
 
     def run(self) -> None:
-        """Do it."""
+        """Run the command."""
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A command that may go on with a run, whose options are then its defaults."""
+    """A command that may continue a run, whose options are then its defaults."""
 
-    def begun(self) -> Command | None:
-        """The command with the options of the run to go on with; None if there is none."""
+    def saved_command(self) -> Command | None:
+        """The command with the options of the run to continue; None for a new run."""
 
 
 @runtime_checkable
 class Interruptible(Protocol):
-    """A command that says how to go on once a signal has stopped it."""
+    """A command that says how to continue once a signal has stopped it."""
 
     def after_interruption(self) -> str:
-        """What there is now, or how to go on, in a line."""
+        """One line: what was written so far, or how to continue."""
 
 
-class Place(NamedTuple):
-    """Where a command is, and what is said of it before it is imported."""
+class CommandEntry(NamedTuple):
+    """Where a command is defined, and its summary, which is printed without importing it."""
 
     module: str
-    name: str  # of the dataclass
-    summary: str  # the first line of its docstring
-    needs: tuple[str, ...] = ()  # slow modules, imported once the command line is understood and before anything is begun
+    name: str  # name of the dataclass
+    summary: str  # first line of the dataclass's docstring
+    needs: tuple[str, ...] = ()  # slow modules, imported after the command line is parsed and before the command starts
 
 
 _MODEL = "zo2adapters.models.checkpoint"
 _TRAINER = "zo2adapters.trainers.trainer"
 
-COMMANDS: dict[str, Place] = {
-    "demo": Place(
+COMMANDS: dict[str, CommandEntry] = {
+    "demo": CommandEntry(
         "zo2adapters.commands.demo",
         "Demo",
-        "Make a small model on the spot, fine-tune it with zeroth-order steps alone, and show what it learned.",
+        "Pre-train a small model, fine-tune it with zeroth-order steps alone, and print what it learned.",
     ),
-    "train": Place(
+    "train": CommandEntry(
         "zo2adapters.commands.train",
         "Train",
         "Fine-tune all parameters of a checkpoint with zeroth-order steps, one block at a time.",
         (_TRAINER,),
     ),
-    "tune": Place(
+    "tune": CommandEntry(
         "zo2adapters.commands.tune",
         "Tune",
-        "Find the learning rate for a model and its data by short runs, of which the better half goes on for longer.",
+        "Find the learning rate for a model and its data by short runs; the better half of them runs for longer.",
         (_TRAINER, "zo2adapters.trainers.tuning"),
     ),
-    "evaluate": Place(
+    "evaluate": CommandEntry(
         "zo2adapters.commands.evaluate",
         "Evaluate",
         "Evaluate a model, or a run at any of its steps, on a JSONL file.",
         (_TRAINER, "zo2adapters.tasks.scoring"),
     ),
-    "generate": Place(
+    "generate": CommandEntry(
         "zo2adapters.commands.generate",
         "Generate",
         "Continue prompts with a model, or a run at any of its steps. Slow: each token takes a pass over all blocks.",
         (_MODEL, "zo2adapters.tasks.generation", "zo2adapters.trainers.base_check"),
     ),
-    "export": Place(
+    "export": CommandEntry(
         "zo2adapters.commands.export",
         "Export",
         "Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout.",
         (_MODEL,),
     ),
-    "verify": Place(
+    "verify": CommandEntry(
         "zo2adapters.commands.verify",
         "Verify",
         "Run a few steps block by block and as monolithic MeZO on your checkpoint, and compare every bit.",
         ("zo2adapters.trainers.verification",),
     ),
-    "journal": Place("zo2adapters.commands.journal", "ShowJournal", "Print what happened in a run, step by step."),
-    "report": Place(
+    "journal": CommandEntry("zo2adapters.commands.journal", "ShowJournal", "Print what happened in a run, step by step."),
+    "report": CommandEntry(
         "zo2adapters.commands.report",
         "Report",
         "Write a page with the curves, the cost and the options of one run, or of several side by side.",
         ("zo2adapters.commands.report_page",),
     ),
-    "rows": Place(
+    "rows": CommandEntry(
         "zo2adapters.commands.rows",
         "WriteRows",
         "Write a benchmark's rows, such as sst2's, as files, with the prompts of MeZO's experiments.",
         ("zo2adapters.tasks.benchmark_rows",),
     ),
-    "plan": Place(
+    "plan": CommandEntry(
         "zo2adapters.commands.plan",
         "Plan",
-        "Say what a run would take in memory, disk and time, without loading the model.",
+        "Print what a run would take in memory, disk and time, without loading the model.",
         ("zo2adapters.trainers.run_plan", "zo2adapters.trainers.device_run_plan"),
     ),
-    "convert": Place(
+    "convert": CommandEntry(
         "zo2adapters.commands.convert",
         "Convert",
-        "Turn pickled .bin shards into safetensors, one at a time and without running code in them, or quantise a model.",
+        "Convert pickled .bin shards to safetensors, one at a time and without running code in them, or quantise a model.",
         ("zo2adapters.models.pickle_conversion",),
     ),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line; whatever goes wrong becomes one line and exit status 2.
+    """Run the command line; every error becomes one line and exit status 2.
 
     Args:
-        arguments: The command line without the program's name; None: the process's own, whose signals are then handled, too.
+        arguments: The command line without the program's name; None takes the process's own and handles its signals.
     """
     if arguments is not None:
         status = _status(list(arguments), None)
     else:
-        # Texts are tokenised one by one, so the tokenizer's own threads do nothing; where none can be started it ends the
+        # Texts are tokenised one by one, so the tokenizer has no use for threads; where it cannot start any, it ends the
         # process with a message of many lines.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         signals = SignalHandling()
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # a path may hold bytes that are no text
+            if isinstance(stream, io.TextIOWrapper):  # a path may hold bytes that are not valid text
                 stream.reconfigure(errors="backslashreplace")
         try:
             status = _status(sys.argv[1:], signals)
@@ -163,15 +163,15 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
     """Run a command line; return the exit status."""
     name, *rest = arguments or [""]
     if name not in COMMANDS:
-        return _answer_without_command(arguments)
+        return _main_help(arguments)
     command: Any = None
     try:
-        room_to_tell = mmap.mmap(-1, _TELLING_BYTES)
+        reserve = mmap.mmap(-1, _RESERVE_BYTES)
     except OSError:
         print(_NO_MEMORY, file=sys.stderr)
         return REFUSED
     try:
-        command = _understood(name, rest)
+        command = _parse_command(name, rest)
         for module in COMMANDS[name].needs:
             importlib.import_module(module)
         _quieten_libraries()
@@ -179,54 +179,54 @@ def _status(arguments: list[str], signals: SignalHandling | None) -> int:
         if signals is not None:
             signals.phase = Phase.RUNNING
         command.run()
-        sys.stdout.flush()  # here, where it can still be told that nobody takes it
-    except BrokenPipeError:  # whoever reads has seen enough
+        sys.stdout.flush()  # here, where an error can still be reported
+    except BrokenPipeError:  # the reader of the pipe has closed it
         _drop_output(sys.stdout)
         return _BROKEN_PIPE
-    except Exception as error:  # any: ``refusal_of`` knows those that are a user's or a machine's, others are raised again
-        room_to_tell.close()
-        from zo2adapters.commands.refusals import refusal_of, worded
+    except Exception as error:  # ``as_zo2_error`` recognises errors of the user or the machine; others are raised again
+        reserve.close()
+        from zo2adapters.commands.refusals import as_zo2_error, error_line
 
-        refusal, interruption = refusal_of(error), interruption_behind(error)
+        refusal, interruption = as_zo2_error(error), interruption_behind(error)
         if refusal is None and interruption is None:
             raise
         if isinstance(error, OSError):
             _drop_output(sys.stdout)
-        said = "interrupted" if refusal is None else worded(refusal, command or COMMANDS[name])
+        message = "interrupted" if refusal is None else error_line(refusal, command or COMMANDS[name])
         if interruption is None:
-            print(f"{_speaker()}: {said}", file=sys.stderr)
+            print(f"{_program_name()}: {message}", file=sys.stderr)
             return REFUSED
-        return _interrupted(interruption, command, f"{_speaker()}: {said}")
+        return _interrupted(interruption, command, f"{_program_name()}: {message}")
     except KeyboardInterrupt as stopped:
         return _interrupted(stopped, command)
     return 0
 
 
-def _interrupted(interruption: KeyboardInterrupt, command: Any, *said: str) -> int:
-    """Say how to go on; return the exit status."""
-    if isinstance(command, Interruptible) and _speaker() == "zo2":
-        said = (*said, command.after_interruption())
+def _interrupted(interruption: KeyboardInterrupt, command: Any, *message: str) -> int:
+    """Print how to continue; return the exit status."""
+    if isinstance(command, Interruptible) and _program_name() == "zo2":
+        message = (*message, command.after_interruption())
     try:
-        print(*said, sep="\n", end="\n" if said else "", file=sys.stderr, flush=True)
-    except OSError:  # the terminal is gone, of which SIGHUP tells
+        print(*message, sep="\n", end="\n" if message else "", file=sys.stderr, flush=True)
+    except OSError:  # the terminal was closed, which is what SIGHUP reports
         _drop_output(sys.stderr)
     return status_of(interruption)
 
 
-def _speaker() -> str:
-    """Who says why it ends: of several workers, which one."""
+def _program_name() -> str:
+    """Prefix of messages: the program's name and, in a run of several workers, the worker's rank."""
     rank = os.environ.get("RANK", "0") if "TORCHELASTIC_RUN_ID" in os.environ else "0"
     return "zo2" if rank == "0" else f"zo2, worker {rank}"
 
 
-def _answer_without_command(arguments: list[str]) -> int:
+def _main_help(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="zo2", description="Zeroth-order fine-tuning of language models, block by block.", add_help=False
     )
     commands = parser.add_subparsers(title="commands")
-    for name, place in COMMANDS.items():
-        commands.add_parser(name, help=place.summary, add_help=False)
-    parser.add_argument("-h", "--help", action="store_true", help="show this help; zo2 COMMAND --help shows a command's")
+    for name, entry in COMMANDS.items():
+        commands.add_parser(name, help=entry.summary, add_help=False)
+    parser.add_argument("-h", "--help", action="store_true", help="show this help; zo2 COMMAND --help shows its options")
     if arguments and arguments[0] in {"-h", "--help"}:
         parser.print_help()
         raise SystemExit(0)
@@ -236,10 +236,10 @@ def _answer_without_command(arguments: list[str]) -> int:
     return REFUSED
 
 
-def _understood(name: str, arguments: list[str]) -> Command:
+def _parse_command(name: str, arguments: list[str]) -> Command:
     """Import a command and fill in its options."""
-    place = COMMANDS[name]
-    options: Any = getattr(importlib.import_module(place.module), place.name)
+    entry = COMMANDS[name]
+    options: Any = getattr(importlib.import_module(entry.module), entry.name)
     help_text = importlib.import_module("zo2adapters.commands.help_text")
     help_text.reflow_help(options)
     asks = {"-h", "--help"} & set(arguments)
@@ -247,18 +247,18 @@ def _understood(name: str, arguments: list[str]) -> Command:
         print(help_text.short_help(f"zo2 {name}", options))
         raise SystemExit(0)
     arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
-    command = _parsed(name, options, arguments)
-    if isinstance(command, Resumable) and (begun := command.begun()) is not None:
-        command = _parsed(name, options, arguments, default=begun)
+    command = _parse_options(name, options, arguments)
+    if isinstance(command, Resumable) and (saved := command.saved_command()) is not None:
+        command = _parse_options(name, options, arguments, default=saved)
     return command
 
 
-def _parsed(name: str, options: Any, arguments: list[str], **default: Any) -> Command:
+def _parse_options(name: str, options: Any, arguments: list[str], **default: Any) -> Command:
     import tyro
 
-    said = io.StringIO()
+    message = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(message):
             command: Command = tyro.cli(
                 options,
                 prog=f"zo2 {name}",
@@ -269,45 +269,45 @@ def _parsed(name: str, options: Any, arguments: list[str], **default: Any) -> Co
     except SystemExit as end:
         if not end.code:
             raise
-        raise _misunderstood(name, said.getvalue()) from None
+        raise _usage_error(name, message.getvalue()) from None
     return command
 
 
-def _misunderstood(name: str, said: str) -> ZO2Error:
-    """What tyro says in a box of many lines, in one."""
+def _usage_error(name: str, message: str) -> ZO2Error:
+    """Turn tyro's message, a box of many lines, into an error of one line."""
     from zo2core import OptionError
 
-    lines = [line.strip("│╭╮╰╯ \t") for line in said.splitlines()[1:]]  # the first one is the box's title
+    lines = [line.strip("│╭╮╰╯ \t") for line in message.splitlines()[1:]]  # the first one is the box's title
     lines = list(itertools.dropwhile(lambda line: not line.strip("─-"), lines))
-    said_first = itertools.takewhile(lambda line: line.strip("─-") and line != "Got errors:", filter(None, lines))
-    found = " ".join(said_first).rstrip(".:")
+    first_error = itertools.takewhile(lambda line: line.strip("─-") and line != "Got errors:", filter(None, lines))
+    found = " ".join(first_error).rstrip(".:")
     return OptionError("command line", found=found, expected=f"the options of zo2 {name}", remedy=f"see zo2 {name} --help")
 
 
 def _quieten_libraries() -> None:
-    """Keep warnings and progress bars of transformers, if a command uses it, out of what the command says.
+    """Keep warnings and progress bars of transformers and bitsandbytes out of a command's output.
 
-    So with those of bitsandbytes, which peft imports, about kernels that nothing here uses.
+    peft imports bitsandbytes, which warns about kernels that are not used here.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     if "transformers" in sys.modules:
-        own_logging: Any = importlib.import_module("transformers.utils.logging")
-        own_logging.set_verbosity_error()
-        own_logging.disable_progress_bar()
+        transformers_logging: Any = importlib.import_module("transformers.utils.logging")
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
 
 
 def _drop_output(stream: TextIO) -> None:
-    """Let go of what could not be written: Python would try again at its end, and complain."""
+    """Discard what could not be written: at exit Python would try to write it again, and print an error."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 def format_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """A warning of this library as one line; others as Python shows them."""
+    """Format a warning of this library as one line, and others as Python does."""
     from zo2core import ZO2Warning
 
     if issubclass(category, ZO2Warning):
@@ -323,7 +323,7 @@ def show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """A warning on a line of its own, above a progress bar if there is one."""
+    """Print a warning on a line of its own, above a progress bar if there is one."""
     text, output = format_warning(message, category, filename, lineno, line), sys.stderr if file is None else file
     if "tqdm" in sys.modules:
         importlib.import_module("tqdm").tqdm.write(text, file=output, end="")

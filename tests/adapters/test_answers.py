@@ -58,17 +58,17 @@ def test_what_the_model_writes_is_compared(here: Path, capsys: pytest.CaptureFix
     ("row", "options", "said"),
     [
         ({"prompt": "the", "answers": []}, ["--max-new-tokens", "4"], "line 1: found the keys 'prompt', 'answers'"),
-        ({"prompt": "", "answers": ["cat"]}, ["--max-new-tokens", "4"], "line 1: found 0 tokens of prompt"),
+        ({"prompt": "", "answers": ["cat"]}, ["--max-new-tokens", "4"], "line 1: found a prompt of 0 tokens"),
         (
             {"prompt": "the " * 30, "answers": ["cat"]},
             ["--max-new-tokens", "4"],
-            "line 1: found 30 tokens of prompt; expected 1 to 28, which leaves an answer its --max-new-tokens. What to do: "
+            "line 1: found a prompt of 30 tokens; expected 1 to 28, so that --max-new-tokens fit, too. What to do: "
             "shorten this row or remove it, or raise --sequence-length, up to what the model takes, or lower",
         ),
         (
             {"prompt": "the", "answers": ["cat"]},
             ["--max-new-tokens", "32"],
-            "--max-new-tokens: found 32 where a row may have 32",
+            "--max-new-tokens: found 32, where prompt and answer together may have 32",
         ),
         ({"prompt": "the", "answers": ["cat"]}, ["--max-new-tokens", "0"], "--max-new-tokens: found 0"),
     ],

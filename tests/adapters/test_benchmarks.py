@@ -246,7 +246,7 @@ def test_what_is_wrong_is_one_line(sst2: Path, tmp_path: Path) -> None:
         benchmark_of("sst")
     with pytest.raises(DataError, match=r"found no train.jsonl"):
         benchmark_rows(BENCHMARKS["sst2"], tmp_path, Sizes(), seed=0)
-    with pytest.raises(DataError, match=r"train.jsonl, line 1: found a row that cannot be understood \(KeyError"):
+    with pytest.raises(DataError, match=r"train.jsonl, line 1: found a row that cannot be read \(KeyError"):
         benchmark_rows(BENCHMARKS["rte"], sst2, Sizes(), seed=0)
     (sst2 / "validation.jsonl").write_text('{"sentence": "hidden", "label": -1}\n')
     with pytest.raises(DataError, match=r"validation.jsonl, line 1: found -1; expected one of negative, positive"):
@@ -264,7 +264,7 @@ def test_without_a_network_the_hub_is_an_error_of_one_line(monkeypatch: pytest.M
         raise ConnectionError("no route to host\nand more")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(DataError, match="glue of the hub: found ConnectionError: no route to host; expected its train rows"):
+    with pytest.raises(DataError, match="glue on the hub: found ConnectionError: no route to host; expected its train rows"):
         benchmark_rows(BENCHMARKS["sst2"], None, Sizes(), seed=0)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, split: [{"sentence": split, "label": 0}] * 8)
     parts = benchmark_rows(BENCHMARKS["sst2"], None, Sizes(), seed=0)

@@ -235,7 +235,7 @@ def test_what_a_branch_cannot_be_told_is_refused(
 
 def test_a_step_without_a_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     said = refused(capsys, "train", "--from-step", 3, "--output", tmp_path / "new")
-    assert "--from-step: found no run; expected --resume DIR beside it" in said
+    assert "--from-step: found no --resume; expected --resume DIR" in said
 
 
 @pytest.mark.parametrize("lr", [0.01, 1.0])

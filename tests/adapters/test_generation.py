@@ -129,7 +129,7 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path) -> None:
         for prompts in bad:
             with pytest.raises(BatchError, match="prompts"):
                 next(generate(engine, model, prompts, max_new_tokens=2))
-        with pytest.raises(BatchError, match=r"prompts\[1\]: found 12 tokens; expected at most 11: the model takes 12"):
+        with pytest.raises(BatchError, match=r"prompts\[1\]: found 12 tokens; expected at most 11, one less"):
             next(generate(engine, model, [[3], [3] * 12], max_new_tokens=1))
         for new in (0, -1, 7):
             with pytest.raises(OptionError, match="max_new_tokens"):

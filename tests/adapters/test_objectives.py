@@ -27,7 +27,7 @@ from zo2adapters import (
     preference_batch,
     score,
 )
-from zo2adapters.tasks.objectives import Rated
+from zo2adapters.tasks.objectives import CandidateScores
 from zo2core import (
     FZOO,
     BatchError,
@@ -259,7 +259,7 @@ class FirstLogit:
 class Unjoined(ChoiceLoss):
     """An objective that ends in no number."""
 
-    def number(self, rated: Sequence[Rated]) -> torch.Tensor:
+    def value(self, rated: Sequence[CandidateScores]) -> torch.Tensor:
         return torch.zeros(2)
 
 
@@ -305,7 +305,7 @@ def test_what_cannot_be_heeded_is_refused_and_takes_no_step(base: Path) -> None:
             engine.step(batch, ChoiceLoss(model))
         for key, value, said in (
             ("is_answer", torch.zeros(12, dtype=torch.int64), r"prompts without a right candidate"),
-            ("prompt", torch.zeros(3, dtype=torch.int64), "as many rows of each"),
+            ("prompt", torch.zeros(3, dtype=torch.int64), "equally many rows"),
         ):
             with pytest.raises(BatchError, match=said):
                 engine.step({**CHOICES, key: value}, ChoiceLoss(model))

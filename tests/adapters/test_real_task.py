@@ -84,7 +84,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_rows_are_balanced_and_no_text_is_in_two_files(task: Path) -> None:
-    opened, seen = Task.opened(task), set[str]()
+    opened, seen = Task.open(task), set[str]()
     for name, path in {"train": opened.train, "evaluation": opened.evaluation, "development": opened.development}.items():
         rows = rows_of(path)
         assert len(rows) == SIZES[name]
@@ -136,12 +136,12 @@ def test_a_corpus_reads_with_and_without_confidence(tmp_path: Path) -> None:
 
 def test_an_unbuilt_task_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"run 'real_task.py build DIR' first"):
-        Task.opened(tmp_path)
+        Task.open(tmp_path)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_are_those_of_candidates_one_by_one(name: str, task: Path, tmp_path: Path) -> None:
-    opened = Task.opened(task)
+    opened = Task.open(task)
     questions = read_questions(opened.evaluation, opened.model)
     choices = read_choices(opened.evaluation, load_tokenizer(opened.model), sequence_length=100)
     model = open_checkpoint(opened.model)
@@ -163,7 +163,7 @@ def test_scores_are_those_of_candidates_one_by_one(name: str, task: Path, tmp_pa
 def test_queries_that_cannot_share_the_rows_are_refused(task: Path, tmp_path: Path) -> None:
     (variant,) = variants(["lora-fa-16-queries-bfloat16"])
     with pytest.raises(OptionError, match="found 8; expected a multiple of the 16 queries"):
-        variant.learner(Task.opened(task).model, lr=1e-5, seed=0, journal=tmp_path / "journal.jsonl", rows=8)
+        variant.learner(Task.open(task).model, lr=1e-5, seed=0, journal=tmp_path / "journal.jsonl", rows=8)
 
 
 def test_label_words_of_several_tokens_are_refused(task: Path, tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_exact_mezo_takes_monolithic_mezos_steps(task: Path, tmp_path: Path) -> 
 
     options = ["--lr", "0.001", "--seeds", "3", "--forwards", "6", "--every", "6", "--batch-size", "4"]
     call("run", task, "--output", tmp_path, "--variants", "mezo-float32", *options)
-    opened = Task.opened(task)
+    opened = Task.open(task)
     data = read_dataset(opened.train, load_tokenizer(opened.model), sequence_length=100)
     batches = training_batches(data, batch_size=4, seed=3)
     whole = MonolithicMeZO(AutoModelForCausalLM.from_pretrained(opened.model), lr=1e-3, zo_eps=1e-3)
@@ -267,7 +267,7 @@ class BowlVariant:
 
 
 def test_tuning_halves_the_learning_rates_and_finds_the_best(task: Path, tmp_path: Path) -> None:
-    Task.opened(task).evaluation.unlink()  # tuning does not look at it
+    Task.open(task).evaluation.unlink()  # tuning does not look at it
     series = Series.of(task, tmp_path, **SMALL)
     lr, rounds = series.tune(BowlVariant(1e-4, 1e-3, 2e-2, 0.09, 1.0))
     assert lr == 2e-2

@@ -259,7 +259,7 @@ def test_a_tokenizer_without_chat_template_refuses_messages_and_takes_strings(da
     assert len(read(data_file, {"text": "The sky"}, tokenizer=WITHOUT_TEMPLATE)) == 1
     for row in ({"messages": [ASK]}, {"prompt": [ASK], "completion": [ANSWER]}):
         error = refusal(data_file, json.dumps(row).encode(), tokenizer=WITHOUT_TEMPLATE)
-        assert "without a chat template" in str(error)
+        assert "with a tokenizer that has no chat template" in str(error)
         assert error.where == f"{data_file}, line 1"
 
 
@@ -268,7 +268,7 @@ def test_a_prompt_that_leaves_its_completion_no_room_is_named_with_what_would_fi
     assert read(data_file, row, length=3).truncated == 1
     error = refusal(data_file, b'{"text": "The sky is"}\n' + json.dumps(row).encode(), length=2)
     assert error.where == f"{data_file}, line 2"
-    assert error.found == "a prompt of 2 tokens, which leaves none of the 2 that a row may have to its completion"
+    assert error.found == "a prompt of 2 tokens, which leaves no token of the row's 2 for the completion"
     assert error.expected == "a prompt of at most 1 tokens"
     assert error.remedy == "shorten this row or remove it, or raise `sequence_length`, up to what the model takes"
 

@@ -103,7 +103,7 @@ def test_a_prompt_that_is_too_long_with_a_candidate_is_named(tmp_path: Path) -> 
     model = open_checkpoint(save_model(tmp_path / "base", small_config("llama")))
     with Replayer(model) as engine:
         assert score(engine, model, [[3] * 9], [[[4], [5] * 3]]).sweeps == 1
-        found = r"prompts\[1\]: found 9 tokens, 13 with the longest candidate; expected at most 12 in all"
+        found = r"prompts\[1\]: found 9 tokens, 13 with the longest candidate; expected at most 12 together"
         with pytest.raises(BatchError, match=found):
             score(engine, model, [[3], [3] * 9], [[[4]], [[4], [5] * 4]])
 
@@ -113,7 +113,7 @@ def test_a_long_candidate_of_a_file_is_told_by_its_line_and_length(tmp_path: Pat
     path = tmp_path / "choices.jsonl"
     path.write_text(json.dumps({"prompt": "the cat sat", "candidates": [" yes", " no no"], "answer": 0}))
     with pytest.raises(
-        DataError, match=r"line 1: found 3 tokens of prompt, 5 with the longest candidate; .* at most 4"
+        DataError, match=r"line 1: found a prompt of 3 tokens, 5 with the longest candidate; .* at most 4"
     ) as info:
         read_choices(path, load_tokenizer(tmp_path), sequence_length=4)
     assert "raise `sequence_length`" in info.value.remedy

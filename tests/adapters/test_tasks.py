@@ -257,18 +257,21 @@ def test_what_dpo_depends_on_is_in_the_journal(here: Path) -> None:
 
 
 def test_preferences_are_evaluated_by_their_run_alone(here: Path) -> None:
-    assert "--evaluation of zo2 train" in refusal("evaluate", "--model", "model", "--data", "preferences.jsonl")
+    assert "zo2 train as --evaluation" in refusal("evaluate", "--model", "model", "--data", "preferences.jsonl")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--data", "pairs.jsonl", "--objective", "dpo"), "rows with prompt, chosen and rejected"),
-        (("--data", "pairs.jsonl", "--beta", "0.5"), "--beta: found loss as objective; expected dpo"),
+        (("--data", "pairs.jsonl", "--beta", "0.5"), "--beta: found the objective loss; expected the objective dpo"),
         (("--data", "preferences.jsonl", "--beta", "0"), "--beta: found 0.0"),
         (("--data", "preferences.jsonl", "--objective", "exact-match"), "rows with prompt, chosen and rejected"),
-        (("--data", "preferences.jsonl", "--rank", "2", "--per-row"), "--per-row: found dpo as objective; expected loss"),
-        (("--data", "choices.jsonl", "--rank", "2", "--per-row"), "--per-row: found choice-loss as objective"),
+        (
+            ("--data", "preferences.jsonl", "--rank", "2", "--per-row"),
+            "--per-row: found the objective dpo; expected the objective loss",
+        ),
+        (("--data", "choices.jsonl", "--rank", "2", "--per-row"), "--per-row: found the objective choice-loss"),
         (("--data", "choices.jsonl", "--evaluation", "preferences.jsonl"), "rows of one kind"),
     ],
     ids=str,
@@ -287,7 +290,7 @@ def test_what_dpo_cannot_heed_is_refused(here: Path, arguments: tuple[str, ...],
             {"prompt": "the cat", "chosen": " sat", "rejected": " sat" * 40},
             "43 with the longer completion; expected at most 32",
         ),
-        ({"prompt": "", "chosen": " sat", "rejected": " ran"}, "at least 1 of prompt"),
+        ({"prompt": "", "chosen": " sat", "rejected": " ran"}, "at least 1 token of each"),
         ({"prompt": "the cat", "chosen": "", "rejected": " ran"}, "text to learn from"),
     ],
     ids=str,
@@ -445,7 +448,7 @@ def test_a_functions_file_may_have_classes_of_its_own(here: Path, capsys: pytest
     train("pairs", "own.py:calm")
     with pytest.raises(SystemExit):
         train("pairs", "own.py:SCALE", output="other")
-    assert "SCALE is a Scale, no function" in capsys.readouterr().err
+    assert "SCALE is a Scale, not a function" in capsys.readouterr().err
 
 
 def test_every_task_of_the_registry_is_a_task_and_stands_on_its_page_and_in_the_help() -> None:

@@ -141,7 +141,7 @@ def test_the_command_prints_the_best_and_how_to_go_on(options: TrainOptions, cap
     main(["tune", *where, "--forwards", "200", "--learning-rates", "1e-6", "1e-3", "--zo-eps-to-try", "1e-3"])
     printed = capsys.readouterr()
     assert "zo2 train --resume" in printed.out
-    cost = "2 trials in 2 rounds, of up to 75 steps each: 100 steps, 200 forwards of a batch of 3 rows, about "
+    cost = "2 trials in 2 rounds, of up to 75 steps: 100 steps, 200 forward passes of 3 rows, about "
     assert printed.err.startswith(cost)
     assert "round 1 of 2, trial 2 of 2, lr 0.001:" in printed.err
     assert printed.err.index("round 1 of 2, trial 1 of 2, lr 1e-06") < printed.err.index("round 2 of 2, trial 1 of 1")

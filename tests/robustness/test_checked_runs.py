@@ -80,7 +80,7 @@ def test_the_whole_base_is_compared_when_that_is_asked_for(
 def test_a_journal_without_digests_cannot_verify_a_base(options: TrainOptions, tmp_path: Path) -> None:
     with Trainer(options, quiet=True):
         pass
-    with pytest.raises(JournalError, match="no digest of 5 of 5 segments of the base"):
+    with pytest.raises(JournalError, match="no digest for 5 of 5 segments of the base"):
         Export(run_directory=options.output, output=tmp_path / "out", verify_base=True).run()
     with Trainer(options, resume=True, quiet=True, execution=Execution(verify_base=True)) as trainer:
         assert len(trainer.engine.journal.base_digests) == 5

@@ -82,7 +82,7 @@ def test_a_last_record_that_does_not_count_is_said(
     (run / "metrics.jsonl").unlink()
     ended = used(command, run, tmp_path)
     assert ended.status == 0, ended
-    assert "journal.jsonl: the last record is damaged, or was not written whole; without it the run has 2 steps" in ended.err
+    assert "journal.jsonl: the last record is damaged or incomplete and is ignored; the run has 2 steps" in ended.err
 
 
 def test_an_earlier_step_is_exported_whatever_became_of_the_last_one(run: Path, tmp_path: Path) -> None:
@@ -96,4 +96,4 @@ def test_a_journal_without_its_run_says_that_its_end_is_damaged(finished: Path, 
     base, journal = finished.parent / "base", run / "journal.jsonl"
     ended = run_here("export", "--model", base, "--journal", journal, "--output", tmp_path / "model")
     assert ended.status == 0, ended
-    assert "the last record is damaged, or was not written whole; without it the run has 2 steps" in ended.err
+    assert "the last record is damaged or incomplete and is ignored; the run has 2 steps" in ended.err

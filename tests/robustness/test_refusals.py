@@ -20,7 +20,7 @@ from command_lines import Apart, assert_typed, environment, make_place, refusal,
 from safetensors.torch import load_file, save_file
 
 from zo2adapters.cli import COMMANDS
-from zo2adapters.commands.refusals import refusal_of
+from zo2adapters.commands.refusals import as_zo2_error
 from zo2core import Journal, MemoryBudgetError, Replayer, Runner
 
 HUGE = "9" * 400
@@ -99,7 +99,7 @@ def unfinish(run: Path) -> None:
         (["export", "--run", "{base}", "--output", "{new}"], "found no readable options.json"),
         (["generate", "--model", "{base}", "--prompt", ""], "found an empty prompt; expected at least one token"),
         (["generate", "--model", "{base}", "--prompt", "the", "--max-new-tokens", HUGE], "--max-new-tokens: found"),
-        (["generate", "--model", "{base}", "--prompt", "the", "--top-p", "0.5"], "--top-p: found 0.5 beside a temperature"),
+        (["generate", "--model", "{base}", "--prompt", "the", "--top-p", "0.5"], "--top-p: found 0.5 with a temperature"),
         (["generate", "--model", "{base}", "--prompt", "the", "--temperature", "-1"], "--temperature: found -1.0"),
         (["journal", "{run}", "--last", "0"], "--last: found 0; expected at least 1"),
     ],
@@ -460,9 +460,9 @@ def test_a_resumed_run_takes_memory_and_write_backs_anew(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--lr", "1e-3"], "--lr: found 0.001; expected 0.01, with which the run was begun"),
-        (["--batch-size", "4"], "--batch-size: found 4; expected 3, with which the run was begun"),
-        (["--device", "cuda"], '--device: found "cuda"; expected "cpu", with which the run was begun'),
+        (["--lr", "1e-3"], "--lr: found 0.001; expected 0.01, as in the run"),
+        (["--batch-size", "4"], "--batch-size: found 4; expected 3, as in the run"),
+        (["--device", "cuda"], '--device: found "cuda"; expected "cpu", as in the run'),
         (["--steps", "5"], "--steps: found 5; expected at least 6, which the run has taken already"),
         (["--output", "elsewhere"], "--output: found elsewhere; expected none beside --resume"),
     ],
@@ -546,7 +546,7 @@ threading.Thread.start = start
     ended = apart.run(*train(place), patch=patch)
     assert ended.status == 2, ended
     assert_typed(ended)
-    assert "threads: found no more of them" in ended.line
+    assert "threads: found that no more can be started" in ended.line
     assert not (place / "run").exists()
 
 
@@ -586,7 +586,7 @@ held.append(sys.modules.pop("zo2adapters.commands.refusals"))  # it has to be im
     ended = apart.run(*train(place), patch=patch)
     assert ended.status == 2, ended
     assert_typed(ended)
-    assert "host memory: found no more of it" in ended.line
+    assert "host memory: found none left" in ended.line
 
 
 def test_no_more_memory_is_told() -> None:
@@ -599,11 +599,11 @@ def test_no_more_memory_is_told() -> None:
         SystemError("<function f at 0x7f> returned NULL without setting an exception"),
         SyntaxError("expected ':'", ("<unknown>", 1, 1, "def f():", 1, 8)),
     ):
-        told = refusal_of(error)
+        told = as_zo2_error(error)
         assert isinstance(told, MemoryBudgetError)
         assert told.where == ("device memory" if isinstance(error, torch.OutOfMemoryError) else "host memory")
     for defect in (ZeroDivisionError(), SyntaxError("expected ':'", ("own.py", 1, 1, "def f()", 1, 8))):
-        assert refusal_of(defect) is None, "a defect of this program keeps its traceback"
+        assert as_zo2_error(defect) is None, "a defect of this program keeps its traceback"
 
 
 # What a command costs before it begins

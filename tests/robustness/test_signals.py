@@ -120,7 +120,7 @@ def test_a_signal_while_a_command_starts_leaves_nothing(
     out, err = process.communicate(timeout=120)
     ended = Ended(process.returncode, out, err)
     assert_interrupted(ended, number)
-    if "nothing was begun" in ended.err:
+    if "nothing was started" in ended.err:
         assert not any(tmp_path.iterdir())
 
 
@@ -162,7 +162,7 @@ def test_a_signal_while_a_model_is_written_leaves_no_half_of_it(
     apart.send(number)
     ended = apart.finish()
     assert_interrupted(ended, number)
-    assert f"{tmp_path / 'new'} was not written; the same command writes it" in ended.err
+    assert f"{tmp_path / 'new'} was not written; run the same command again to write it" in ended.err
     assert not list(tmp_path.iterdir())
 
 
@@ -179,7 +179,7 @@ writer.shutil.rmtree = interrupted
 def test_a_signal_after_a_model_was_written_says_that_it_is_there(prepared: Path, tmp_path: Path, apart: Apart) -> None:
     ended = apart.run("export", "--model", prepared / "base", "--output", tmp_path / "new", patch=TOO_LATE)
     assert_interrupted(ended, signal.SIGTERM)
-    assert ended.line == f"{tmp_path / 'new'} is there, and whole"
+    assert ended.line == f"{tmp_path / 'new'} is complete"
     assert run_here("evaluate", "--model", tmp_path / "new", "--data", prepared / "rows.jsonl").status == 0
 
 
@@ -192,7 +192,7 @@ def test_a_signal_in_tuning_says_how_to_go_on(prepared: Path, tmp_path: Path, ap
     apart.send(number)
     ended = apart.finish()
     assert_interrupted(ended, number)
-    assert ended.line.startswith(f"the same command goes on: what was done of the trials is in {tmp_path / 'tuned'}")
+    assert ended.line.startswith(f"run the same command again to continue: finished work is in {tmp_path / 'tuned'}")
     again, whole = (run_here(*arguments, "--output", tmp_path / name) for name in ("tuned", "whole"))
     assert (again.status, again.err.splitlines()[-1]) == (whole.status, whole.err.splitlines()[-1])
 

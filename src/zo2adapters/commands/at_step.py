@@ -1,4 +1,4 @@
-"""What commands share that use a model as it stands at some step: a base model, or a run and a step."""
+"""Options shared by the commands that use a model at some step: a base model, or a run and a step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zo2core.checkpoint import Snapshots
 from zo2core.engine import SnapshotReplayer
 
 if TYPE_CHECKING:
-    from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
+    from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,53 +27,59 @@ class AtStep:
     """A base model, or a run at any of its steps."""
 
     model: str | None = None
-    """Base model directory with safetensors weights, or a hub id."""
+    """Directory of the base model, with safetensors weights, or a hub id."""
     journal: Path | None = None
-    """Journal of a run on that base; the weights are those after its last step. Without a journal they are the base's."""
+    """Journal of a run on that base; the weights are those after its last step. Without it they are the base's."""
     run_directory: Annotated[Path | None, tyro.conf.arg(name="run", aliases=("--run-directory",))] = None
-    """Directory of a run, which names its base, dtype and journal. Behind torchrun, which takes --run for an option of its
-    own, it is --run-directory."""
+    """Directory of a run, which determines base, dtype and journal. With torchrun, which has an option --run of its own,
+    write --run-directory."""
     at: int | None = None
-    """Step of the journal to stop after; by default its last one."""
+    """Number of steps of the run that the weights include; by default all of them."""
     model_options: RunModelOptions = field(default_factory=RunModelOptions)
     adapter_seed: tyro.conf.Suppress[int] = 0
-    """Seed of the first values of the run's adapter."""
+    """Seed of the run's adapter."""
     resources: Resources = field(default_factory=Resources)
     verify_base: bool = False
-    """Read every byte of the base first, and compare it with what the journal keeps of it."""
+    """Read the whole base first, and compare its digests with those in the journal."""
 
     def resolved(self) -> AtStep:
         """Fill in base, dtype and journal of the run.
 
         Raises:
-            OptionError: if neither or both of base and run are named.
+            OptionError: if neither or both of base and run are given, or an option differs from the run's.
         """
         if (self.model is None) == (self.run_directory is None) or (self.run_directory and self.journal):
             raise OptionError(
-                "model", found="neither or both", expected="either --model or --run", remedy="name one of the two"
+                "model",
+                found="neither or both of --model and --run",
+                expected="either --model or --run",
+                remedy="pass one of the two",
             )
-        told = self.model_options
+        model_options = self.model_options
         if self.run_directory is None:
-            told.require_valid()
-            if told.adapter is not None and not told.adapter.is_dir():
-                expected = "a directory that save_pretrained made"
-                raise OptionError("adapter", found=str(told.adapter), expected=expected, remedy="name one")
-            on_cpu, replays = self.resources.device == "cpu", self.journal is not None  # replaying rounds as the run did
-            precision = precision_of_run(told.precision, exact_mezo=replays, on_cpu=on_cpu)
-            return replace(self, model_options=replace(told, precision=precision))
-        options = RunDirectory.options(self.run_directory)
-        of_run = replace(options.model_options, precision=options.precision_asked())
-        for option in fields(told):
-            value, then = getattr(told, option.name), getattr(of_run, option.name)
-            if value != option.default and (value.resolve() if isinstance(value, Path) else value) != then:
+            model_options.require_valid()
+            if model_options.adapter is not None and not model_options.adapter.is_dir():
+                expected = "a directory that save_pretrained wrote"
+                raise OptionError("adapter", found=str(model_options.adapter), expected=expected, remedy="check the path")
+            on_cpu, replays = (
+                self.resources.device == "cpu",
+                self.journal is not None,
+            )  # a replay has to round as the run did
+            precision = precision_of_run(model_options.precision, exact_mezo=replays, on_cpu=on_cpu)
+            return replace(self, model_options=replace(model_options, precision=precision))
+        saved = RunDirectory.options(self.run_directory)
+        saved_model_options = replace(saved.model_options, precision=saved.precision_asked())
+        for option in fields(model_options):
+            value, saved_value = getattr(model_options, option.name), getattr(saved_model_options, option.name)
+            if value != option.default and (value.resolve() if isinstance(value, Path) else value) != saved_value:
                 raise OptionError(
-                    option.name, found=str(value), expected=f"{then or 'none'}, as in the run", remedy="leave it out"
+                    option.name, found=str(value), expected=f"{saved_value or 'none'}, as in the run", remedy="leave it out"
                 )
         return replace(
             self,
-            model=options.model,
-            model_options=of_run,
-            adapter_seed=options.seed,
+            model=saved.model,
+            model_options=saved_model_options,
+            adapter_seed=saved.seed,
             journal=self.run_directory / JOURNAL,
         )
 
@@ -81,15 +87,15 @@ class AtStep:
         """The base model's directory."""
         from zo2adapters.models.checkpoint import resolve_directory
 
-        assert self.model is not None, "resolved"
+        assert self.model is not None, "resolved() was called"
         return resolve_directory(self.model)
 
-    def opened(self, *, loss_chunk: int | None = None, export_dtype: DtypeName = "auto") -> HFBlockModel:
-        """Open the base as the run has it.
+    def open_model(self, *, loss_chunk: int | None = None, export_dtype: DtypeName = "auto") -> HFBlockModel:
+        """Open the base with the run's options.
 
         Args:
-            loss_chunk: Labelled tokens whose logits are in memory at a time; None leaves it to the precision.
-            export_dtype: As ``open_checkpoint`` takes it.
+            loss_chunk: Labelled tokens whose logits are in memory at a time; None chooses by the precision.
+            export_dtype: Dtype of exported weights, as in ``open_checkpoint``.
         """
         return self.model_options.opened(
             self.base(), seed=self.adapter_seed, loss_chunk=loss_chunk, export_dtype=export_dtype
@@ -107,22 +113,22 @@ class AtStep:
         """Build a runner whose weights are those of the step.
 
         Args:
-            model: The base, opened.
+            model: The opened base.
             activation_bytes: Memory reserved for activations, in host memory on the CPU and in device memory on a GPU.
-            micro_batch_size: Rows that run at a time; None: all of a batch.
-            trace: File that takes down what every sweep did when.
-            workers: Others that evaluate the same.
+            micro_batch_size: Rows that run at a time; None runs a whole batch.
+            trace: File for a trace of every sweep.
+            workers: Workers that share the evaluation.
 
         Raises:
-            JournalError: if there is no journal, or it does not fit the base.
+            JournalError: if there is no journal, or it belongs to another base.
             OptionError: if the run has no such step.
-            CheckpointError: of a run of first-order steps, if the step has no snapshot.
+            CheckpointError: if the step of a first-order run has no snapshot.
         """
         journal = None if self.journal is None else read_journal(self.journal, run=self.run_directory, step=self.at)
         taken = 0 if journal is None else journal.version
         if self.at is not None and not 0 <= self.at <= taken:
             steps = f"0 to {taken}, the steps of the run" if self.journal else "none without --run or --journal"
-            raise OptionError("at", found=shown(self.at), expected=steps, remedy="name a step that was taken")
+            raise OptionError("at", found=shown(self.at), expected=steps, remedy="pass a number of steps in this range")
         if self.at is not None and journal is not None and journal.is_replayable:
             journal = journal.until(self.at)
         if self.verify_base:
@@ -139,21 +145,24 @@ class AtStep:
         return self._at_snapshot(model, journal, workers, common)
 
     def _at_snapshot(self, model: HFBlockModel, journal: Journal, workers: Workers | None, common: Any) -> Runner:
-        """A runner of what a first-order run has kept of the step."""
+        """Build a runner from a first-order run's snapshot of the step."""
         from zo2adapters.trainers.first_order_run import parameters_at
 
-        assert self.journal is not None, "it was read"
-        assert journal.header is not None, "it was read"
+        assert self.journal is not None, "the journal was read from there"
+        assert journal.header is not None, "read_journal refuses a journal without a header"
         if workers is not None:
             raise OptionError(
-                "run_directory", found="a run of first-order steps", expected="one process", remedy="leave torchrun out"
+                "run_directory",
+                found="a run of first-order steps under torchrun",
+                expected="one process",
+                remedy="start the command without torchrun",
             )
         if journal.header["base"] != model.weights.fingerprint:
             raise JournalError(
                 self.journal,
                 found=f"a run on the base {str(journal.header['base'])[:12]}",
-                expected=f"one on {model.weights.fingerprint[:12]}, which was named",
-                remedy="name the base and the adapter that the run was begun with",
+                expected=f"a run on {model.weights.fingerprint[:12]}, the base of this command",
+                remedy="pass the run's own base and adapter",
             )
         step = journal.version if self.at is None else self.at
         snapshots = Snapshots(self.journal.parent, journal.chain, journal.require_version)
@@ -161,12 +170,12 @@ class AtStep:
 
 
 def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
-    """Compare the whole base with what a journal keeps of it.
+    """Compare the whole base with the digests in a journal.
 
     Raises:
         OptionError: if there is no journal.
-        JournalError: if it keeps nothing of some segment.
-        CheckpointError: if the base is another one.
+        JournalError: if it lacks the digest of a segment.
+        CheckpointError: if the base differs.
     """
     from zo2adapters.trainers.base_check import verify_with_progress
 
@@ -174,15 +183,15 @@ def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:
         raise OptionError(
             "verify_base",
             found="no journal",
-            expected="--run or --journal, which keeps the digests",
+            expected="--run or --journal, which has the digests",
             remedy="leave it out",
         )
-    unknown = [layout.name for layout in model.layouts if layout.name not in journal.base_digests]
-    if unknown:
+    missing = [layout.name for layout in model.layouts if layout.name not in journal.base_digests]
+    if missing:
         raise JournalError(
             path,
-            found=f"no digest of {len(unknown)} of {len(model.layouts)} segments of the base",
-            expected="one of each, as a step of zo2 train notes them",
-            remedy="take a step with --resume and --verify-base, or leave --verify-base out",
+            found=f"no digest for {len(missing)} of {len(model.layouts)} segments of the base",
+            expected="a digest for each, which zo2 train writes",
+            remedy="resume the run for a step with --verify-base, or leave --verify-base out",
         )
     verify_with_progress(model, journal)

@@ -1,4 +1,4 @@
-"""``zo2 convert``: pickled weights to safetensors, or weights of 16 and 32 bits to fewer."""
+"""``zo2 convert``: convert pickled weights to safetensors, or quantise weights of 16 or 32 bits."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Convert:
-    """Turn pickled .bin shards into safetensors, one at a time and without running code in them, or quantise a model."""
+    """Convert pickled .bin shards to safetensors, one at a time and without running code in them, or quantise a model."""
 
     model: Path
-    """Model directory with pytorch_model*.bin; to quantise, one with safetensors."""
+    """Model directory with pytorch_model*.bin or, with --quantize, with safetensors."""
     output: Path
     """Directory to write; it must not exist, or be empty."""
     quantize: Literal["int8", "nf4", "fp8"] | None = None
-    """Store the layers' linear weights so, one tensor at a time. Such a model trains with --rank, its weights only read."""
+    """Format in which the layers' linear weights are stored. Such a model is trained with --rank; its own weights do not
+    change."""
 
     def run(self) -> None:
-        """Convert, and name each shard, or each segment."""
+        """Convert, and print each shard or segment."""
         if self.quantize is not None:
             from zo2adapters.models.quantizer import quantize
 

@@ -1,7 +1,7 @@
-"""``zo2 demo``: a model made on the spot, then fine-tuned with zeroth-order steps alone.
+"""``zo2 demo``: a small model is pre-trained, then fine-tuned with zeroth-order steps alone.
 
-Nothing is downloaded. The text is what every Python carries, the source of its standard library. Part of it pre-trains a
-small Llama with first-order steps; files held out from that give the task. What each of the two did is measured apart.
+Nothing is downloaded. The text is the source of Python's standard library. Part of it pre-trains a small Llama with
+first-order steps; held-out files give the task. The two phases are measured separately.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from zo2core.checkpoint import require_unused
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Make a small model on the spot, fine-tune it with zeroth-order steps alone, and show what it learned."""
+    """Pre-train a small model, fine-tune it with zeroth-order steps alone, and print what it learned."""
 
     keep: Path | None = None
-    """Directory to keep model, data and run in; by default they are removed at the end."""
+    """Directory that keeps model, data and run; by default they are removed at the end."""
     seed: int = 0
-    """Seed of preparation and training."""
+    """Seed of pre-training and fine-tuning."""
 
     def run(self) -> None:
         """Run the demo."""
@@ -51,20 +51,20 @@ class Demo:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskScore:
-    """How well a model answers."""
+    """How well a model answers the task's rows."""
 
     accuracy: float  # share of rows whose completion is the likeliest label, 0 to 1
-    loss: float  # mean over the tokens of the right completions, in nats
+    loss: float  # mean loss over the tokens of the right completions, in nats
 
 
 def run_demo(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool = False) -> tuple[TaskScore, TaskScore]:
     """Make a model, fine-tune it with zeroth-order steps alone, and print what it learned.
 
     Args:
-        directory: Gets base/, train.jsonl, evaluation.jsonl and run/. Must not exist or be empty.
-        seed: Seed of preparation and training.
+        directory: Directory that gets base/, train.jsonl, evaluation.jsonl and run/. It must not exist, or be empty.
+        seed: Seed of pre-training and fine-tuning.
         recipe: Sizes and hyperparameters.
-        quiet: No progress bars.
+        quiet: Whether progress bars are left out.
 
     Returns:
         The scores before and after the zeroth-order steps.
@@ -122,10 +122,10 @@ def accuracy(
     *,
     labels: Sequence[str] = LABELS,
 ) -> TaskScore:
-    """Let the present weights choose the likeliest label for each row; a tie counts as wrong.
+    """Compute how often the likeliest label is the right one; a tie counts as wrong.
 
     Args:
-        engine: The engine whose present weights answer.
+        engine: The engine whose current weights are evaluated.
         model: The model that the engine was made with.
         rows: Prompts and completions; each completion is one of the labels.
         tokenizer: The model's tokenizer.
@@ -141,7 +141,7 @@ def accuracy(
     )
     right, log_likelihoods, tokens = 0, [], 0
     for choice, likelihoods, lengths in zip(choices, scored.log_likelihoods, scored.tokens, strict=True):
-        others = [value for place, value in enumerate(likelihoods) if place != choice.answer]
+        others = [value for index, value in enumerate(likelihoods) if index != choice.answer]
         right += all(likelihoods[choice.answer] > other for other in others)
         log_likelihoods.append(likelihoods[choice.answer])
         tokens += lengths[choice.answer]
@@ -149,7 +149,7 @@ def accuracy(
 
 
 def _score_of(task: DemoTask, directory: Path) -> TaskScore:
-    """What a model, before or after fine-tuning, scores on the rows held out."""
+    """Score a model, before or after fine-tuning, on the evaluation rows."""
     model = open_checkpoint(directory)
     with AtStep(model=str(directory)).engine(model) as engine:
         return accuracy(engine, model, read_rows(task.evaluation), load_tokenizer(task.model), labels=task.labels)

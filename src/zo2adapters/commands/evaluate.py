@@ -1,4 +1,4 @@
-"""``zo2 evaluate``: the loss of a model on rows, or how often it chooses the right one of several candidates."""
+"""``zo2 evaluate``: the loss of a model on rows, its accuracy on rows with candidates, or F1 on rows with answers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from zo2core import NonFiniteLossError, OptionError, Runner, Workers
 from zo2core.planning.host_budget import parse_size
 
 if TYPE_CHECKING:
-    from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
-    from zo2adapters.tasks.answers import Asked
+    from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
+    from zo2adapters.tasks.answers import Question
     from zo2adapters.tasks.candidates import Choices
 
-MOST_TOKENS = 1 << 20  # of an answer
-BATCHES = 8  # an evaluation reserves memory for so many batches of the longest rows by default
+MOST_TOKENS = 1 << 20  # largest --max-new-tokens
+BATCHES = 8  # batches of the longest rows that memory is reserved for by default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,26 +33,26 @@ class Evaluate(AtStep):
     """Evaluate a model, or a run at any of its steps, on a JSONL file."""
 
     data: Path
-    """JSONL file of rows as for training, of rows with prompt, candidates and answer, or of rows with prompt and answers.
-    With another --head it has rows with text and label."""
+    """JSONL file. Its rows are those of training, or have prompt, candidates and answer, or prompt and answers. A model with
+    another --head takes rows with text and label."""
     batching: Batching = field(default_factory=Batching)
     max_new_tokens: int = 50
-    """Longest answer, where rows have answers that are to be written; each token is one pass over the blocks."""
+    """Most tokens that the model generates for a row with answers; each token takes a pass over the blocks."""
     activation_memory: str | None = None
-    """Memory reserved for activations, such as 1GiB: as many batches as fit in it share one pass over the blocks. By default
-    it is what eight of the longest take."""
+    """Memory reserved for activations, such as 1GiB. The batches that fit in it share one pass over the blocks. By default
+    eight batches of the longest rows fit."""
     key_file: Path | None = None
-    """File with a secret, the same for all workers that torchrun started, by which they know each other."""
+    """File with a secret that authenticates the workers of torchrun to each other; all of them need the same one."""
     trace: Path | None = None
-    """File to write each sweep to, for ui.perfetto.dev; it must not exist."""
+    """File for a trace of every sweep, to be opened in ui.perfetto.dev; it must not exist."""
 
     def run(self) -> None:
-        """Print loss and perplexity; of candidates how often the likeliest one is right; of answers F1 and exact match."""
+        """Print loss and perplexity, accuracy for rows with candidates, or F1 and exact match for rows with answers."""
         with WorkerOptions(key_file=self.key_file).workers() as workers:
             self._evaluate(workers)
 
     def _evaluate(self, workers: Workers | None) -> None:
-        from zo2adapters.tasks.answers import read_asked
+        from zo2adapters.tasks.answers import read_questions
         from zo2adapters.tasks.candidates import read_choices
         from zo2adapters.tasks.language_modelling_task import evaluate_dataset, perplexity
         from zo2adapters.tasks.row_files import format_of
@@ -63,36 +63,36 @@ class Evaluate(AtStep):
         require_between("max_new_tokens", self.max_new_tokens, 1, MOST_TOKENS)
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())
-        model = at.opened(loss_chunk=self.batching.loss_chunk)
+        model = at.open_model(loss_chunk=self.batching.loss_chunk)
         length = self.batching.length_for(model)
         rows = format_of(self.data) if at.model_options.head == "causal-lm" else RowFormat.LABELS
         if self.batching.pack and rows in (RowFormat.CANDIDATES, RowFormat.ANSWERS, RowFormat.LABELS):
-            found, expected = f"{self.data}, rows of another kind", "rows of text, by the model's own loss"
+            found, expected = f"{self.data}, whose rows cannot be packed", "rows of text"
             raise OptionError("pack", found=found, expected=expected, remedy="leave it out")
         if rows is RowFormat.LABELS:
-            self._classify(at, model, tokenizer, length, workers)
+            self._evaluate_labels(at, model, tokenizer, length, workers)
             return
         if rows is RowFormat.CANDIDATES:
             choices = read_choices(self.data, tokenizer, sequence_length=length)
-            self._choose(at, model, choices, pad_token_id(tokenizer), workers)
+            self._evaluate_choices(at, model, choices, pad_token_id(tokenizer), workers)
             return
         if rows is RowFormat.PREFERENCES:
             raise OptionError(
                 "data",
                 found=f"{self.data}, rows of preferences",
-                expected="other rows: what a run has gained on its base is evaluated as it trains",
-                remedy="name them as --evaluation of zo2 train",
+                expected="other rows: preferences are evaluated during training, against the base model",
+                remedy="pass them to zo2 train as --evaluation",
             )
         if rows is RowFormat.ANSWERS:
             if self.max_new_tokens >= length:
                 raise OptionError(
                     "max_new_tokens",
-                    found=f"{self.max_new_tokens} where a row may have {length} tokens, the prompt among them",
+                    found=f"{self.max_new_tokens}, where prompt and answer together may have {length} tokens",
                     expected=f"at most {length - 1}",
-                    remedy="choose fewer, or raise `sequence_length`, up to what the model takes",
+                    remedy="pass a smaller value, or raise `sequence_length` if the model supports longer rows",
                 )
-            asked = read_asked(self.data, tokenizer, most_tokens=length - self.max_new_tokens)
-            self._answer(at, model, tokenizer, asked, pad_token_id(tokenizer), workers)
+            questions = read_questions(self.data, tokenizer, most_tokens=length - self.max_new_tokens)
+            self._evaluate_answers(at, model, tokenizer, questions, pad_token_id(tokenizer), workers)
             return
         dataset = read_dataset(self.data, tokenizer, sequence_length=length)
         with (
@@ -108,13 +108,15 @@ class Evaluate(AtStep):
                 progress=bar.update,
             )
             _require_finite([result.loss], model, at)
-        _tell(
+        _print_result(
             f"loss {result.loss:.6f}, perplexity {perplexity(result.loss):.4f}, {result.tokens} tokens, "
             f"{len(dataset)} rows, {result.sweeps} sweeps",
             workers,
         )
 
-    def _classify(self, at: AtStep, model: HFBlockModel, tokenizer: Any, length: int, workers: Workers | None) -> None:
+    def _evaluate_labels(
+        self, at: AtStep, model: HFBlockModel, tokenizer: Any, length: int, workers: Workers | None
+    ) -> None:
         from zo2adapters.tasks.label_task import evaluate_labels
         from zo2adapters.tasks.labelled import padding_of, read_labelled_rows
 
@@ -125,9 +127,11 @@ class Evaluate(AtStep):
             values = evaluate_labels(engine, model, rows, batch_size=rows_at_once, pad=pad)
             _require_finite([values["loss"]], model, at)
         accuracy = f", accuracy {values['accuracy']:.1%}" if "accuracy" in values else ""
-        _tell(f"loss {values['loss']:.6f}{accuracy}, {len(rows)} rows", workers)
+        _print_result(f"loss {values['loss']:.6f}{accuracy}, {len(rows)} rows", workers)
 
-    def _choose(self, at: AtStep, model: HFBlockModel, choices: Choices, pad: int, workers: Workers | None) -> None:
+    def _evaluate_choices(
+        self, at: AtStep, model: HFBlockModel, choices: Choices, pad: int, workers: Workers | None
+    ) -> None:
         from zo2adapters.tasks.scoring import score
 
         total = sum(len(choice.candidates) for choice in choices)
@@ -148,70 +152,70 @@ class Evaluate(AtStep):
         shares = []
         for by_length in (False, True):
             chosen = scored.choices(by_length=by_length)
-            right = sum(choice.is_right(place) for place, choice in zip(chosen, choices, strict=True))
+            right = sum(choice.is_right(index) for index, choice in zip(chosen, choices, strict=True))
             shares.append(right / len(choices))
-        _tell(
+        _print_result(
             f"accuracy {shares[0]:.1%}, by mean log-likelihood {shares[1]:.1%}, "
             f"{len(choices)} rows, {total} candidates, {scored.sweeps} sweeps",
             workers,
         )
 
-    def _answer(
+    def _evaluate_answers(
         self,
         at: AtStep,
         model: HFBlockModel,
         tokenizer: Any,
-        asked: Sequence[Asked],
+        questions: Sequence[Question],
         pad: int,
         workers: Workers | None,
     ) -> None:
         from zo2adapters.tasks.answers import answer
 
-        longest = max(len(row.prompt) for row in asked) + self.max_new_tokens
+        longest = max(len(row.prompt) for row in questions) + self.max_new_tokens
         with (
             self._engine(at, model, longest, workers) as engine,
-            tqdm(total=len(asked), unit="row", file=sys.stderr, disable=not is_first(workers)) as bar,
+            tqdm(total=len(questions), unit="row", file=sys.stderr, disable=not is_first(workers)) as bar,
         ):
             answered = answer(
                 engine,
                 model,
                 tokenizer,
-                asked,
+                questions,
                 batch_size=self.batching.batch_size,
                 max_new_tokens=self.max_new_tokens,
                 pad_token_id=pad,
                 progress=bar.update,
             )
-        _tell(f"F1 {answered.f1:.1%}, exact match {answered.exact_match:.1%}, {len(asked)} rows", workers)
+        _print_result(f"F1 {answered.f1:.1%}, exact match {answered.exact_match:.1%}, {len(questions)} rows", workers)
 
     def _engine(self, at: AtStep, model: HFBlockModel, longest: int, workers: Workers | None) -> Runner:
         from zo2adapters.models.footprint import activation_bytes
 
         (rows, longest), micro_rows = self.batching.shape(self.batching.batch_size, longest), self.batching.micro_batch_size
-        nbytes = (
+        reserved = (
             activation_bytes(model.config, rows, longest, streams=BATCHES, micro_rows=micro_rows)
             if self.activation_memory is None
             else parse_size(self.activation_memory, option="activation_memory")
         )
-        return at.engine(model, activation_bytes=nbytes, micro_batch_size=micro_rows, trace=self.trace, workers=workers)
+        return at.engine(model, activation_bytes=reserved, micro_batch_size=micro_rows, trace=self.trace, workers=workers)
 
 
-def _tell(line: str, workers: Workers | None) -> None:
-    """Print the result; of several workers the first one speaks."""
+def _print_result(line: str, workers: Workers | None) -> None:
+    """Print the result; of several workers the first prints."""
     if is_first(workers):
         print(line)
 
 
 def _require_finite(values: Sequence[float], model: HFBlockModel, at: AtStep) -> None:
-    """Refuse what a model of broken weights makes of rows, and say whose weights are broken."""
+    """Refuse a loss that is not finite, and report whether the base's own weights are the cause."""
     from zo2adapters.trainers.base_check import require_finite_base
 
-    wrong = [value for value in values if not math.isfinite(value)]
-    if wrong:
+    not_finite = [value for value in values if not math.isfinite(value)]
+    if not_finite:
         require_finite_base(model, at.base())
         raise NonFiniteLossError(
             "evaluation",
-            found=f"a loss or log-likelihood of {wrong[0]}",
+            found=f"a loss or log-likelihood of {not_finite[0]}",
             expected="finite numbers",
             remedy="evaluate an earlier step with --at, or in a wider --dtype: the base's weights are finite",
         )

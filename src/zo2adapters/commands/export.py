@@ -1,4 +1,4 @@
-"""``zo2 export``: the model of any step, as a directory that ``from_pretrained`` loads."""
+"""``zo2 export``: write the model of any step as a directory that ``from_pretrained`` loads."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class Export(AtStep):
     output: Path
     """Directory to write; it must not exist, or be empty."""
     output_dtype: DtypeName = "auto"
-    """Dtype to which weights are rounded as they are written. auto writes them as they are stored; in mixed precision it is
-    the base's own."""
+    """Dtype in which weights are written. auto is the dtype in which the run stores them or, in mixed precision, the
+    base's."""
     as_adapter: bool = False
-    """Of a run with --rank: write what it learned as a LoRA adapter of peft's, for the base, instead of a whole model."""
+    """Write what a run with --rank learned as a LoRA adapter in the format of peft instead of a whole model."""
 
     def after_interruption(self) -> str:
-        """What there is after an interruption. The directory appears whole or not at all."""
+        """Print whether the directory was written: it appears complete or not at all."""
         if self.output.is_dir() and any(self.output.iterdir()):
-            return f"{self.output} is there, and whole"
-        return f"{self.output} was not written; the same command writes it"
+            return f"{self.output} is complete"
+        return f"{self.output} was not written; run the same command again to write it"
 
     def run(self) -> None:
-        """Replay and write.
+        """Replay the run and write the model.
 
         Raises:
-            OptionError: if no adapter can say what the run learned, or it is to be rounded.
+            OptionError: if an adapter cannot represent what the run learned, or ``output_dtype`` is given for one.
         """
         from zo2adapters.models.adapter_export import export_adapter
 
@@ -42,7 +42,7 @@ class Export(AtStep):
             expected = "auto for an adapter, which is float32"
             raise OptionError("output_dtype", found=self.output_dtype, expected=expected, remedy="leave it out")
         at = self.resolved()
-        model = at.opened(export_dtype=self.output_dtype)
+        model = at.open_model(export_dtype=self.output_dtype)
         with at.engine(model) as engine:
             if self.as_adapter:
                 export_adapter(engine, model, self.output, base=str(at.model))

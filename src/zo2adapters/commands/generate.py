@@ -1,4 +1,4 @@
-"""``zo2 generate``: text from a model that is never whole in memory."""
+"""``zo2 generate``: continue prompts with a model that is never whole in memory."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Generate(AtStep):
     """Continue prompts with a model, or a run at any of its steps. Slow: each token takes a pass over all blocks."""
 
     prompt: tuple[str, ...]
-    """Texts to continue, all in the same passes over the blocks."""
+    """Texts to continue; all of them share each pass over the blocks."""
     max_new_tokens: int = 32
     """Most tokens of a continuation."""
     temperature: float = 0.0
-    """Tokens are drawn at this temperature; 0 takes the likeliest."""
+    """Temperature at which tokens are sampled; 0 takes the likeliest token."""
     top_p: float = 1.0
-    """Draw only from the likeliest tokens that together have this probability."""
+    """Probability mass of the likeliest tokens that are sampled from."""
     seed: int = 0
-    """Seed of the draws."""
+    """Seed of the sampling."""
 
     def run(self) -> None:
         """Print each prompt with its continuation."""
@@ -39,13 +39,13 @@ class Generate(AtStep):
         if drawn is None and self.top_p != 1:
             raise OptionError(
                 "top_p",
-                found=f"{self.top_p} beside a temperature of 0",
-                expected="tokens that are drawn, where some are left out",
-                remedy="pass --temperature, about 1",
+                found=f"{self.top_p} with a temperature of 0, which takes the likeliest token",
+                expected="a temperature above 0",
+                remedy="pass --temperature 1, or leave --top-p out",
             )
         at = self.resolved()
         tokenizer = load_tokenizer(at.base())
-        model = at.opened()
+        model = at.open_model()
         prompts: list[list[int]] = [tokenizer(text)["input_ids"] for text in self.prompt]
         require_lengths(model, prompts, self.max_new_tokens)
         tokens = max(map(len, prompts)) + self.max_new_tokens

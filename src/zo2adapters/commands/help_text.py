@@ -1,7 +1,7 @@
 """Help texts from docstrings, as paragraphs that fill their lines.
 
 tyro takes the docstring below a field as its help, but keeps the line break before an indented line, and all lines of such a
-docstring but the first are indented. What a field's metadata has as "help" it shows as it is.
+docstring but the first are indented. It prints ``help`` in a field's metadata unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 
 def reflow_help(options: Any) -> None:
-    """Let the fields' docstrings of a dataclass, of its bases, and of dataclasses that are its fields, fill their lines.
+    """Unwrap the docstrings of a dataclass's fields, including fields of its bases and of dataclasses among its fields.
 
     Args:
         options: The dataclass; the metadata of its fields is changed.
@@ -37,11 +37,11 @@ def reflow_help(options: Any) -> None:
 
 
 def short_help(prog: str, options: Any) -> str:
-    """The options that people need first, those that the dataclass names in ``first_options``.
+    """Format the help of the options that the dataclass names in ``first_options``.
 
     Args:
-        prog: How the command is called.
-        options: The dataclass, reflowed.
+        prog: The command's name, such as ``zo2 train``.
+        options: The dataclass, after ``reflow_help``.
     """
     width = min(shutil.get_terminal_size().columns, 125)
     texts = dict(_help_of(options))
@@ -54,10 +54,10 @@ def short_help(prog: str, options: Any) -> str:
 
 
 def _help_of(options: Any) -> Iterator[tuple[str, str]]:
-    """The name of each option and what it says, with its default.
+    """Yield each option's name and help text, with its default.
 
     Args:
-        options: A dataclass, or one of its objects, whose values are the defaults.
+        options: A dataclass, or an instance, whose values are the defaults.
     """
     for option in fields(options):
         if option.default_factory is not MISSING:

@@ -1,4 +1,4 @@
-"""``zo2 journal``: what happened in a run, step by step."""
+"""``zo2 journal``: print what happened in a run, step by step."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class ShowJournal:
     run_directory: tyro.conf.Positional[Path]
     """Directory of the run."""
     last: int | None = None
-    """Number of steps to show, the last ones; by default all."""
+    """Number of steps to print, counted from the end; by default all."""
 
     def run(self) -> None:
-        """Print header and steps."""
+        """Print the journal's header and steps."""
         if self.last is not None:
             require_at_least("last", self.last, 1)
         journal = read_journal(self.run_directory / JOURNAL)
-        assert journal.header is not None, "it was read"
+        assert journal.header is not None, "read_journal refuses a journal without a header"
         for key, value in journal.header.items():
             print(f"{key:12s} {json.dumps(value)}")
         if not journal.is_replayable:
@@ -43,7 +43,7 @@ class ShowJournal:
             print(f"{update.step:8d} {update.losses[0]:12.6f} {grads} {update.lr:10.3g}  {seeds}")
 
     def _print_commits(self, journal: Journal) -> None:
-        """Print the steps of a first-order run; those that have a snapshot are marked."""
+        """Print the steps of a first-order run, and mark those that have a snapshot."""
         snapshots = set(Snapshots(self.run_directory, journal.chain, journal.require_version).steps)
         commits = journal.commits if self.last is None else journal.commits[-self.last :]
         print(f"{journal.version} steps\n{'step':>8s} {'loss':>12s} {'gradient norm':>16s} {'lr':>10s}")

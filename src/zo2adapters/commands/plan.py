@@ -1,4 +1,4 @@
-"""``zo2 plan``: what a run would take, without a run."""
+"""``zo2 plan``: print what a run would take in memory, disk and time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from zo2core.perturbation import require_perturbation
 from zo2core.planning.low_bit import Replay, choose_low_bit_transfer
 
 if TYPE_CHECKING:
-    from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
+    from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
     from zo2adapters.trainers.batch_shapes import RowShapes
 
-MOST_WORKERS = 1024  # of a host
+MOST_WORKERS = 1024  # on one host
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Say what a run would take in memory, disk and time, without loading the model."""
+    """Print what a run would take in memory, disk and time, without loading the model."""
 
     first_options: ClassVar = ("model", "data", "steps", "batch_size", "memory", "rank", "json")
 
@@ -33,19 +33,19 @@ class Plan:
     """Model directory with safetensors weights, or a hub id."""
     model_options: ModelOptions = field(default_factory=ModelOptions)
     transfer_dtype: TransferName = "stored"
-    """What blocks are carried in, as for training."""
+    """Dtype in which blocks are transferred to a GPU, as in zo2 train."""
     replay: Replay = "auto"
-    """Who replays for a GPU, as for training."""
+    """Where updates are replayed for a GPU, as in zo2 train."""
     memory: str = "auto"
-    """Host memory the run may take in all, such as 6GiB; auto takes what is free."""
+    """Host memory that the whole run may take, such as 6GiB; auto is the free memory."""
     scratch: Path = Path()
     """Directory on the disk that the run would write to."""
     write_limit_tb: float | None = None
-    """Terabytes that 1,000 steps may write there, as for training."""
+    """Terabytes that 1,000 steps may write to that disk, as in zo2 train."""
     device_memory: str | None = None
-    """Memory of a GPU to plan for, such as 24GB, which need not be here: how many blocks stay there, and what is moved."""
+    """Memory of a GPU to plan for, such as 24GB. The GPU need not be in this machine."""
     bus: str = "25GB"
-    """Bytes a second from the host to that GPU, and as many back at the same time. They are assumed, not measured."""
+    """Bytes a second between host and GPU in each direction at the same time. The value is assumed, not measured."""
     json: bool = False
     """Print JSON instead of a table."""
     method: MethodName | None = None
@@ -54,22 +54,22 @@ class Plan:
     """With --method: the adapter to train, as for training."""
     directions: Directions = field(default_factory=Directions)
     data: Path | None = None
-    """JSONL file to train on, whose rows are tokenised to learn their lengths. Without it, rows have all the tokens that
-    --sequence-length allows."""
+    """JSONL file to train on, whose rows are tokenised for their lengths. Without it every row is as long as
+    --sequence-length."""
     evaluation: Path | None = None
-    """JSONL file to evaluate on, as for training."""
+    """JSONL file to evaluate on, as in zo2 train."""
     evaluate_every: int | None = None
-    """Steps after which to evaluate again, as for training."""
+    """Steps between evaluations, as in zo2 train."""
     steps: int = 1000
-    """Steps of the run, whose whole time is printed."""
+    """Steps of the run whose total time is printed."""
     workers: int = 1
-    """Workers that torchrun starts on this host: the plan is that of one of them, with its part of the blocks that all have
-    together. Times are those of one worker alone."""
+    """Workers that torchrun starts on this host, which share the memory of the blocks. The plan shows the memory of one of
+    them, and times as without other workers."""
     batching: Batching = field(default_factory=Batching)
 
     def run(self) -> None:
         """Print the plan."""
-        WriteBackPolicy(directory=self.scratch, terabytes_per_1000_steps=self.write_limit_tb)  # refuses what is no limit
+        WriteBackPolicy(directory=self.scratch, terabytes_per_1000_steps=self.write_limit_tb)  # refuses values out of range
         from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
         from zo2adapters.trainers.device_run_plan import plan_device_run
         from zo2adapters.trainers.run_plan import plan_run
@@ -79,8 +79,8 @@ class Plan:
         if self.workers > 1 and self.device_memory is not None:
             raise OptionError(
                 "workers",
-                found=f"{self.workers} beside --device-memory",
-                expected="a plan for the CPU: on GPUs each worker has a copy of its own",
+                found=f"{self.workers} with --device-memory",
+                expected="1, because workers with GPUs do not share blocks",
                 remedy="leave one of the two out",
             )
         for option in ("evaluation", "evaluate_every"):
@@ -88,8 +88,8 @@ class Plan:
                 raise OptionError(
                     option,
                     found=f"{getattr(self, option)} without the rows",
-                    expected="--data and --evaluation beside it",
-                    remedy="name both files, or leave it out",
+                    expected="--data and --evaluation",
+                    remedy="pass both files, or leave it out",
                 )
         require_at_least("steps", self.steps, 1)
         if self.method is not None or self.adapter is not None:
@@ -100,13 +100,13 @@ class Plan:
         self.batching.require_valid()
         directory = resolve_directory(self.model)
         on_cpu = self.device_memory is None
-        exact, told = optimization.exact_mezo or optimization.rank is not None, self.model_options
+        exact, model_options = optimization.exact_mezo or optimization.rank is not None, self.model_options
         model = open_checkpoint(
             directory,
-            head=told.head,
-            architecture=told.architecture,
-            dtype=told.dtype,
-            precision=precision_of_run(told.precision, exact_mezo=exact, on_cpu=on_cpu),
+            head=model_options.head,
+            architecture=model_options.architecture,
+            dtype=model_options.dtype,
+            precision=precision_of_run(model_options.precision, exact_mezo=exact, on_cpu=on_cpu),
             transfer_dtype=self.transfer_dtype,
             loss_chunk=self.batching.loss_chunk or "auto",
         )
@@ -133,7 +133,7 @@ class Plan:
             )
             print(on_device.to_json() if self.json else on_device.table())
             return
-        choose_low_bit_transfer(self.replay, model.layouts, drawn, in_place=True)  # or refuses it
+        choose_low_bit_transfer(self.replay, model.layouts, drawn, in_place=True)  # refuses a replay that is not possible
         planned = plan_run(
             model,
             shapes,
@@ -188,7 +188,7 @@ class Plan:
         print(planned.to_json() if self.json else planned.table())
 
     def _shapes(self, model: HFBlockModel, directory: Path) -> RowShapes:
-        """The shapes of the run's batches, from its rows if they are named."""
+        """The shapes of the run's batches, from its rows if they are given."""
         from zo2adapters.tasks.row_files import read_rows
         from zo2adapters.tasks.tokenizer import load_tokenizer
         from zo2adapters.trainers.batch_shapes import RowShapes

@@ -1,4 +1,4 @@
-"""Errors as a command line words them: the system's refusals get a type, and options are called what the user typed."""
+"""Errors as one line each: errors of the system become typed errors, and options are called what the user typed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from zo2core import DeviceError, MemoryBudgetError, OutputError, ZO2Error
 from zo2core.errors import reason
 
-# What the library calls an option, where the command line has another name for it.
+# The library's name of an option, to its name on the command line.
 _FLAGS = {
     "memory.host": "memory",
     "memory.device": "device_memory",
@@ -33,34 +33,35 @@ _FLAGS = {
     "deadline": "step_deadline",
     "export_dtype": "output_dtype",
     "key": "key_file",
-    "run_directory": "run",  # which is what a command does
+    "run_directory": "run",  # the field cannot be called so: a command has a method of that name
 }
 _QUOTED = re.compile(r"`([\w.]+)`")
-_LESS = ("micro_batch_size", "loss_chunk", "sequence_length", "batch_size", "tokens", "dtype")  # takes less memory
+# Options that reduce the memory a command takes.
+_MEMORY_OPTIONS = ("micro_batch_size", "loss_chunk", "sequence_length", "batch_size", "tokens", "dtype")
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "bad allocation", "calculation overflowed")
-_UNSAID = ("without exception set", "without setting an exception")  # of an extension that could not even say so
+_NO_EXCEPTION = ("without exception set", "without setting an exception")  # an extension had no memory for an exception
 
 
-def refusal_of(error: Exception) -> ZO2Error | None:
-    """The typed error that says what the system refused; None for an error that nobody expects, a defect of this program."""
+def as_zo2_error(error: Exception) -> ZO2Error | None:
+    """Convert an error of the system to a typed error; None for an unexpected error, which is a defect of this program."""
     if isinstance(error, ZO2Error):
         return error
-    said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-    is_short = isinstance(error, RuntimeError) and any(words in said.lower() for words in _OUT_OF_MEMORY)
-    is_short |= isinstance(error, SystemError) and any(words in said for words in _UNSAID)
+    message = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    is_short = isinstance(error, RuntimeError) and any(words in message.lower() for words in _OUT_OF_MEMORY)
+    is_short |= isinstance(error, SystemError) and any(words in message for words in _NO_EXCEPTION)
     is_short |= isinstance(error, SyntaxError) and error.filename == "<unknown>"  # parsed for docstrings, imported before
     if is_short or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return MemoryBudgetError(
             "device memory" if isinstance(error, torch.OutOfMemoryError) else "host memory",
-            found=f"no more of it ({said})",
-            expected="room for what the options ask for",
+            found=f"none left ({message})",
+            expected="enough for these options",
             remedy="free memory",
         )
-    if isinstance(error, RuntimeError) and "start new thread" in said:
+    if isinstance(error, RuntimeError) and "start new thread" in message:
         return DeviceError(
             "threads",
-            found="no more of them",
-            expected="room for a few more",
+            found="that no more can be started",
+            expected="a few more",
             remedy="raise ulimit -u, or the control group's pids.max",
         )
     if isinstance(error, OSError):
@@ -68,18 +69,18 @@ def refusal_of(error: Exception) -> ZO2Error | None:
         return OutputError(
             "standard output" if path is None else path[:300],
             found=reason(error),
-            expected="a path that can be used" if path is not None else "somebody who takes what is written",
-            remedy="check the path, its disk and your rights there" if path is not None else "write it somewhere else",
+            expected="a usable path" if path is not None else "an output that can be written",
+            remedy="check the path, its disk and your permissions" if path is not None else "redirect the output elsewhere",
         )
     return None
 
 
-def worded(error: ZO2Error, command: Any) -> str:
-    """An error as one line, in the words of the command line.
+def error_line(error: ZO2Error, command: Any) -> str:
+    """Format an error as one line, with options as flags.
 
     Args:
-        error: To tell. It is about an option if ``where`` is the option's name; texts have options between backquotes.
-        command: The command whose options are called by their flags; anything else has none.
+        error: The error. Its ``where`` may be an option's name; other texts have names of options between backquotes.
+        command: The command whose options are written as flags; anything else has no options.
     """
     names = set(option_names(command)) if is_dataclass(command) else set()
     flags = {name: _flag(name) for name in names}
@@ -87,15 +88,15 @@ def worded(error: ZO2Error, command: Any) -> str:
     where = error.where if error.is_of_path else flags.get(error.where, error.where)
     remedy = error.remedy
     if isinstance(error, MemoryBudgetError) and names:
-        less = [_flag(name) for name in _LESS if name in names]
-        remedy = "allow or free more" + (f", or take less with {', '.join(less)}" if less else "")
+        reducing = [_flag(name) for name in _MEMORY_OPTIONS if name in names]
+        remedy = "allow or free more" + (f", or reduce it with {', '.join(reducing)}" if reducing else "")
     line = f"{where}: found {error.found}; expected {error.expected}. What to do: {remedy}."
     line = _QUOTED.sub(lambda quoted: flags.get(quoted[1], quoted[0]), line)
     return " ".join(line.split())
 
 
 def option_names(command: Any) -> Iterator[str]:
-    """The names of a command's options, those of its groups among them."""
+    """The names of a command's options, including those in nested groups."""
     for option in fields(command):
         value = getattr(command, option.name, None)
         if is_dataclass(value) and not isinstance(value, type):

@@ -1,4 +1,4 @@
-"""``zo2 report``: runs side by side, as a page to look at."""
+"""``zo2 report``: write a page that compares runs."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class Report:
     """Write a page with the curves, the cost and the options of one run, or of several side by side."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]
-    """Directories of runs, also of runs that go on."""
+    """Directories of runs; they may still be running."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """HTML file to write; it must not exist. It is one file that needs nothing else."""
+    """HTML file to write; it must not exist. The page is self-contained."""
 
     def run(self) -> None:
-        """Write the page and say where it is."""
+        """Write the page and print its path."""
         from zo2adapters.commands.report_page import page, read_run
 
         if not self.runs:
-            raise OptionError("runs", found="none", expected="one directory at least", remedy="name a run's directory")
+            raise OptionError("runs", found="none", expected="at least one directory", remedy="pass a run's directory")
         text = page([read_run(path) for path in self.runs])
         try:
             with create_file(self.output) as file:
                 file.write(text.encode())
         except OSError as error:
             raise OutputError(
-                self.output, found=reason(error), expected="a path that is free", remedy="choose another path"
+                self.output, found=reason(error), expected="a path that does not exist", remedy="pass another path"
             ) from error
         print(self.output)

@@ -1,4 +1,4 @@
-"""Runs as one page of HTML that needs nothing else: curves as inline SVG, tables, options."""
+"""A self-contained HTML page about runs: curves as inline SVG, and tables of costs and options."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from zo2core.types import Commit, Lane, shown_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MEASURED = ("seconds", "bound_seconds", "rss_bytes", "peak_rss_bytes")  # what the journal does not know of a step
-_GRADIENT_FORWARDS = 3  # of a first-order step: its forward, the same again block by block, and the way back
-_LARGEST = 1e300  # of a number that is drawn
-_SMOOTHED = 50  # points of a smoothed curve, about: medians of so many stretches of it
+_MEASURED = ("seconds", "bound_seconds", "rss_bytes", "peak_rss_bytes")  # keys of a step's row that are not in the journal
+_GRADIENT_FORWARDS = 3  # work of a first-order step in forward passes: forward, recomputation and backward
+_LARGEST = 1e300  # largest number that is drawn
+_SMOOTHED = 50  # approximate number of points of a smoothed curve, each the median of an interval
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; padding: 0 1rem; color: #222; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
@@ -39,22 +39,22 @@ tr.differs { background: #fff6d6; } svg { max-width: 100%; height: auto; } .key 
 
 
 class Run(NamedTuple):
-    """What a run's directory says of it."""
+    """A run, as its directory describes it."""
 
     name: str
-    options: dict[str, Any]  # nested
-    taken: Sequence[Update | Commit]  # steps, as the journal has them
-    steps: list[dict[str, Any]]  # rows of metrics.jsonl that are steps, in order
-    evaluations: list[dict[str, Any]]  # and those that are evaluations
+    options: dict[str, Any]  # nested, as in options.json
+    taken: Sequence[Update | Commit]  # steps of the journal
+    steps: list[dict[str, Any]]  # rows of metrics.jsonl that describe steps, in order
+    evaluations: list[dict[str, Any]]  # rows of metrics.jsonl that describe evaluations, in order
 
     @property
     def label(self) -> str:
-        """The name in a legend, which leaves out what begins with an underscore."""
+        """The name in a legend; matplotlib leaves out labels that start with an underscore."""
         return f" {self.name}" if self.name.startswith("_") else self.name
 
     @property
     def forwards(self) -> list[int]:
-        """Forwards taken by the end of each step, or what is about as much work."""
+        """Forward passes, or equivalent work, taken by the end of each step."""
         return _running([_GRADIENT_FORWARDS if isinstance(step, Commit) else len(step.evaluations) for step in self.taken])
 
     @property
@@ -64,23 +64,26 @@ class Run(NamedTuple):
 
     @property
     def minutes(self) -> list[float]:
-        """Minutes of steps and evaluations by the end of each step; NaN from where the time was not noted."""
-        evaluated = {row["step"]: row.get("evaluation_seconds", 0.0) for row in self.evaluations}
-        spent = [row.get("seconds", math.nan) + evaluated.get(row["step"], 0.0) for row in self.steps]
-        return [value / 60 for value in _running(spent)]
+        """Minutes of steps and evaluations by the end of each step; NaN from the first step of unknown time on."""
+        evaluation_seconds = {row["step"]: row.get("evaluation_seconds", 0.0) for row in self.evaluations}
+        seconds = [row.get("seconds", math.nan) + evaluation_seconds.get(row["step"], 0.0) for row in self.steps]
+        return [value / 60 for value in _running(seconds)]
 
 
 def read_run(directory: Path) -> Run:
-    """Read a run's directory; nothing in it is changed.
+    """Read a run's directory without changing it.
 
     Raises:
-        JournalError: if it holds no run, or its journal is damaged.
+        JournalError: if it is not a run's directory, or the journal is damaged.
         OptionError: if its options cannot be read.
     """
     journal = read_journal(directory / JOURNAL, run=directory)
     if not journal.steps:
         raise JournalError(
-            directory / JOURNAL, found="no step", expected="the journal of a run", remedy="name a run's directory"
+            directory / JOURNAL,
+            found="no step",
+            expected="the journal of a run with steps",
+            remedy="pass the directory of another run",
         )
     try:
         options = json.loads(read_regular(directory / OPTIONS))["options"]
@@ -97,13 +100,13 @@ def read_run(directory: Path) -> Run:
 
 
 def _printable(name: str) -> str:
-    """A name as text that any page can hold: what is no UTF-8, and what cannot be printed, is replaced."""
+    """Replace bytes of a name that are not UTF-8, and characters that are not printable."""
     text = os.fsencode(name).decode("utf-8", "replace")
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def _step_row(row: Row, update: Update | Commit) -> dict[str, Any]:
-    """A step's row; what the journal knows of the step where speed and memory are damaged or partly missing."""
+    """A step's row or, where its speed and memory are incomplete or damaged, the row that the journal gives."""
     lanes = row.get("lanes", {})
     is_whole = isinstance(lanes, dict) and all(
         isinstance(use, dict) and all(_is_number(use.get(name)) for name in ("busy", "bytes")) for use in lanes.values()
@@ -112,7 +115,7 @@ def _step_row(row: Row, update: Update | Commit) -> dict[str, Any]:
 
 
 def _numbers(row: Row) -> dict[str, Any]:
-    """An evaluation's row without what is no number."""
+    """The numbers in an evaluation's row."""
     return {name: value for name, value in row.items() if _is_number(value)}
 
 
@@ -121,7 +124,7 @@ def _is_number(value: object) -> bool:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """The page.
+    """Write the HTML of the page.
 
     Raises:
         MissingPackageError: if matplotlib is not installed.
@@ -148,18 +151,18 @@ def _summary(runs: Sequence[Run]) -> str:
         storage = run.options.get("storage")
         budget = storage.get("memory", "auto") if isinstance(storage, dict) else "auto"
         best = min(run.evaluations, key=lambda row: (row["evaluation_loss"], row["step"]), default=None)
-        told = {
+        cells = {
             "steps, forwards": f"{len(run.taken):,}, {run.forwards[-1]:,}",
             "minutes": _number(run.minutes[-1]),
-            "loss, first and last twentieth": f"{statistics.mean(losses[:few]):.4f}, {statistics.mean(losses[-few:]):.4f}",
+            "loss, mean of first and last 5 %": f"{statistics.mean(losses[:few]):.4f}, {statistics.mean(losses[-few:]):.4f}",
             "best evaluation": "none" if best is None else f"{best['evaluation_loss']:.4f} at step {best['step']}",
             "seconds a step, median": _number(statistics.median(seconds) if seconds else math.nan),
             "steps of unknown time and memory": f"{len(run.steps) - len(seconds)}",
-            "steps that the guard did not apply": f"{len(refused)}" + (f", the first {refused[0]}" if refused else ""),
+            "steps rejected by the guard": f"{len(refused)}" + (f", the first {refused[0]}" if refused else ""),
             "written to disk": f"{shown_bytes(written)}, {shown_bytes(1000 * written / len(run.steps))} in 1,000 steps",
             "peak memory, and --memory": f"{'not noted' if peak is None else shown_bytes(peak)}, {budget}",
         }
-        for name, value in told.items():
+        for name, value in cells.items():
             rows.setdefault(name, []).append(value)
     return _table(["", *(run.name for run in runs)], [[name, *values] for name, values in rows.items()])
 
@@ -172,19 +175,19 @@ def _losses(runs: Sequence[Run]) -> str:
     }
 
     def draw(axes: Sequence[Axes]) -> None:
-        for place, (name, along) in zip(axes, axes_of.items(), strict=True):
+        for axis, (name, of_run) in zip(axes, axes_of.items(), strict=True):
             for number, run in enumerate(runs):
-                colour, x, losses = f"C{number}", list(along(run)), [row["loss"] for row in run.steps]
-                place.plot(x, losses, color=colour, alpha=0.2, linewidth=0.8)
-                place.plot(*_medians(x, losses), color=colour, label=run.label)
+                colour, x, losses = f"C{number}", list(of_run(run)), [row["loss"] for row in run.steps]
+                axis.plot(x, losses, color=colour, alpha=0.2, linewidth=0.8)
+                axis.plot(*_medians(x, losses), color=colour, label=run.label)
                 if name == "steps":
                     for step in run.refused:
-                        place.axvline(step + 1, color=colour, alpha=0.4, linestyle=":")
-            place.set_xlabel(name)
+                        axis.axvline(step + 1, color=colour, alpha=0.4, linestyle=":")
+            axis.set_xlabel(name)
         axes[0].set_ylabel("training loss")
         axes[0].legend(frameon=False)
 
-    note = "Thin: each step. Thick: medians. Dotted: steps that the guard did not apply."
+    note = "Thin lines are steps, thick lines medians. Dotted lines mark steps that the guard rejected."
     return f"{_figure(3, draw)}<p>{note}</p>"
 
 
@@ -193,13 +196,13 @@ def _evaluations(runs: Sequence[Run]) -> str:
     names = sorted({name for run in runs for row in run.evaluations for name in row.keys() - ignored})
 
     def draw(axes: Sequence[Axes]) -> None:
-        for place, name in zip(axes, names, strict=True):
+        for axis, name in zip(axes, names, strict=True):
             for number, run in enumerate(runs):
                 rows = [row for row in run.evaluations if name in row]
                 x, y = [row["step"] for row in rows], [row[name] for row in rows]
-                place.plot(x, y, color=f"C{number}", marker="o", markersize=4, label=run.label)
-            place.set_xlabel("steps")
-            place.set_ylabel(name.replace("_", " "))
+                axis.plot(x, y, color=f"C{number}", marker="o", markersize=4, label=run.label)
+            axis.set_xlabel("steps")
+            axis.set_ylabel(name.replace("_", " "))
         axes[0].legend(frameon=False)
 
     return _figure(len(names), draw)
@@ -214,10 +217,12 @@ def _costs(runs: Sequence[Run]) -> str:
             axes[0].plot(x, [row["bound_seconds"] for row in timed], color=f"C{number}", linestyle=":")
             for key, style in (("rss_bytes", "-"), ("peak_rss_bytes", ":")):
                 axes[1].plot(x, [row[key] / 1e9 for row in timed], color=f"C{number}", linestyle=style, label=run.label)
-        for place, name in zip(axes, ("seconds; dotted: the slowest lane alone", "GB; dotted: at most so far"), strict=True):
-            place.set_xlabel("steps")
-            place.set_ylabel(name)
-            place.set_ylim(bottom=0)
+        for axis, name in zip(
+            axes, ("seconds; dotted: the slowest lane alone", "resident GB; dotted: peak so far"), strict=True
+        ):
+            axis.set_xlabel("steps")
+            axis.set_ylabel(name)
+            axis.set_ylim(bottom=0)
 
     return _figure(2, draw)
 
@@ -226,9 +231,9 @@ def _lanes(runs: Sequence[Run]) -> str:
     rows = []
     for lane in Lane:
         uses = [[row["lanes"][lane.value] for row in run.steps if lane.value in row.get("lanes", {})] for run in runs]
-        if any(use["busy"] for of_run in uses for use in of_run):
+        if any(use["busy"] for run_uses in uses for use in run_uses):
             rows.append([lane.value, *map(_use, uses)])
-    note = "The share of a step in which a lane was at work, and what it moved: medians over steps."
+    note = "The share of a step in which a lane was busy, and the bytes it moved: medians over steps."
     return _table(["", *(run.name for run in runs)], rows) + f"<p>{note}</p>"
 
 
@@ -272,7 +277,11 @@ def _table(head: list[str], rows: list[list[str]], *, marks: Callable[[list[str]
 
 
 def _figure(count: int, draw: Callable[[Sequence[Axes]], None]) -> str:
-    """So many charts side by side, as SVG.
+    """Draw charts side by side, as SVG.
+
+    Args:
+        count: Number of charts.
+        draw: Draws on their axes.
 
     Raises:
         MissingPackageError: if matplotlib is not installed.
@@ -283,14 +292,14 @@ def _figure(count: int, draw: Callable[[Sequence[Axes]], None]) -> str:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise MissingPackageError(
-            "matplotlib", found="no such package", expected="it installed", remedy="pip install 'zo2core[plot]'"
+            "matplotlib", found="no such package", expected="the package", remedy="run pip install 'zo2core[plot]'"
         ) from error
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": "zo2", "axes.spines.top": False, "axes.spines.right": False}
-    style |= {"text.parse_math": False}  # names are the user's: a dollar sign in one begins no formula
+    style |= {"text.parse_math": False}  # a dollar sign in a run's name does not start a formula
     with mpl.rc_context(style), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # the browser's fonts draw the text, not those that it is measured with
+        warnings.filterwarnings("ignore", "Glyph")  # a glyph missing in the fonts here may be in the browser's
         figure = Figure(figsize=(3.8 * max(count, 2), 3.2), layout="constrained")
-        charts = [figure.add_subplot(1, count, place + 1) for place in range(count)]
+        charts = [figure.add_subplot(1, count, index + 1) for index in range(count)]
         draw(charts)
         written = io.StringIO()
         FigureCanvasSVG(figure).print_svg(written, metadata={"Date": None})  # type: ignore[no-untyped-call]
@@ -299,7 +308,7 @@ def _figure(count: int, draw: Callable[[Sequence[Axes]], None]) -> str:
 
 
 def _medians(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Medians over stretches of a curve."""
+    """Medians over intervals of a curve."""
     length = max(len(y) // _SMOOTHED, 1)
     starts = range(0, len(y), length)
     return (

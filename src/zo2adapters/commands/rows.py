@@ -1,4 +1,4 @@
-"""``zo2 rows``: a benchmark as files of rows, to train on, to choose a step by, and to test on."""
+"""``zo2 rows``: write a benchmark as files of rows for training, for choosing the best step, and for testing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zo2adapters.ranges import LARGEST, require_between
 from zo2core.checkpoint import require_unused
 from zo2core.checkpoint.writer import new_directory
 
-NEWLINE = b"\n"  # at each row's end, and nowhere else: JSON escapes it
+NEWLINE = b"\n"  # ends each row, and occurs nowhere else: JSON escapes it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,34 +20,36 @@ class WriteRows:
     """Write a benchmark's rows, such as sst2's, as files, with the prompts of MeZO's experiments."""
 
     task: str
-    """One of boolq, cb, copa, drop, mrpc, multirc, qnli, qqp, record, rte, squad, sst2, wic, winogrande, wnli, wsc."""
+    """Name of the benchmark: boolq, cb, copa, drop, mrpc, multirc, qnli, qqp, record, rte, squad, sst2, wic, winogrande,
+    wnli or wsc."""
     output: Path
     """Directory for train.jsonl, dev.jsonl and test.jsonl. It must not exist, or be empty."""
     data: Path | None = None
-    """Directory with train.jsonl and validation.jsonl (or val, dev, valid), in the benchmark's own format or as datasets
-    gives the rows. By default they are fetched from the hub, by the package datasets."""
+    """Directory with train.jsonl and validation.jsonl (or val, dev, valid), in the benchmark's own format or that of the
+    package datasets. By default datasets fetches the rows from the Hugging Face hub."""
     train_rows: int = 1000
-    """Rows to train on, at most."""
+    """Most rows to train on."""
     dev_rows: int = 500
-    """Rows to choose a step by, at most; they are others of the training file, a quarter of it where it is small."""
+    """Most rows to choose the best step with. They are other rows of the training file, at most a quarter of a small one."""
     test_rows: int = 1000
-    """Rows to test on, at most, of the held-out file."""
+    """Most rows to test on, taken from the held-out file."""
     shots: int | None = None
-    """Also write in-context.jsonl: the test rows behind so many training rows with their answers."""
+    """Number of training rows with answers that precede each test row in another file, in-context.jsonl. By default that
+    file is not written."""
     seed: int = 0
-    """Of the sample."""
+    """Seed with which rows are sampled."""
 
     def run(self) -> None:
-        """Write the files, and say how many rows each has."""
+        """Write the files, and print how many rows each has."""
         require_unused(self.output)
         files = self.files()
         with new_directory(self.output) as partial:
             for name, content in files.items():
                 (partial / name).write_bytes(content)
-        self.tell(files)
+        self.print_summary(files)
 
-    def tell(self, files: Mapping[str, bytes]) -> None:
-        """Print where the files are, and how many rows each has."""
+    def print_summary(self, files: Mapping[str, bytes]) -> None:
+        """Print the directory of the files, and how many rows each has."""
         counts = ", ".join(f"{content.count(NEWLINE)} rows in {name}" for name, content in files.items())
         print(f"{self.output}: {counts}")
 
@@ -55,7 +57,7 @@ class WriteRows:
         """The content of each file, by its name.
 
         Raises:
-            OptionError: naming the option.
+            OptionError: if an option is out of range.
             DataError: if a file of the benchmark is missing, or a row is malformed.
         """
         from zo2adapters.tasks.benchmark_rows import Sizes, benchmark_of, benchmark_rows, with_demonstrations

@@ -1,4 +1,4 @@
-"""A run's journal, opened to be read: commands say what is missing at its end."""
+"""Read a run's journal, and report what is missing at its end."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def read_journal(path: Path, *, run: Path | None = None, step: int | None = None
 
     Args:
         path: The journal.
-        run: Directory of the run, whose ``metrics.jsonl`` tells if the journal has lost steps; None does not look.
-        step: The step that the journal is read for, if it is an earlier one: what is missing behind it does not matter.
+        run: Directory of the run, whose ``metrics.jsonl`` shows whether the journal has lost steps; None does not check.
+        step: The step that the journal is read for; steps missing after it do not matter. None is the last step.
 
     Raises:
-        JournalError: if it is no journal, or no regular file, is damaged before its last record, or has lost steps.
+        JournalError: if it is not a journal or a regular file, is damaged before its last record, or has lost steps.
     """
-    raw = b"" if run is None else metrics_of(run)  # before the journal: a run that goes on writes there first
+    raw = b"" if run is None else metrics_of(run)  # before the journal, which a running process writes first
     journal = Journal(path)
     journal.close()
     if journal.header is None:
@@ -32,14 +32,14 @@ def read_journal(path: Path, *, run: Path | None = None, step: int | None = None
         journal.require_version(align_rows(raw, journal).steps_seen, METRICS)
         if journal.torn:
             print(
-                f"{path}: the last record is damaged, or was not written whole; without it the run has {steps} steps",
+                f"{path}: the last record is damaged or incomplete and is ignored; the run has {steps} steps",
                 file=sys.stderr,
             )
     return journal
 
 
 def metrics_of(run: Path) -> bytes:
-    """What a run's ``metrics.jsonl`` holds; nothing if it cannot be read: speed and memory are lost then."""
+    """The content of a run's ``metrics.jsonl``; empty if it cannot be read, and speed and memory are then unknown."""
     try:
         return read_regular(run / METRICS)
     except OSError:

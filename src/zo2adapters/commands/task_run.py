@@ -1,4 +1,4 @@
-"""``zo2 train --task``: a benchmark's rows, scores before, training with the best step kept, and the score after."""
+"""``zo2 train --task``: write a benchmark's rows, score the model, train it and keep the best step, and score it again."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from zo2core.io.durable import read_regular
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkRun:
-    """What a run on a benchmark needs."""
+    """The arguments of a run on a benchmark."""
 
     task: str  # name of the benchmark
     model: str  # directory or hub id of the model
     output: Path  # directory of the run
-    data: Path | None  # directory of the benchmark's files; None: the hub
-    shots: int | None  # demonstrations of the in-context score; None: no such score
+    data: Path | None  # directory of the benchmark's files; None downloads them from the hub
+    shots: int | None  # demonstrations of the in-context score; None leaves that score out
     options: RunOptions
 
 
 def run_task(command: BenchmarkRun, *, train: Callable[[Path, Path], object]) -> None:
     """Write the benchmark's rows, score the model, train it, and score the result.
 
-    The rows stand beside the run, in a directory of its name with ``.rows``. Rows that an earlier process wrote there, which
-    was killed before the run began, are used again if they are the same.
+    The rows are in a directory with the run's name and the suffix ``.rows``. Rows left by a process that was killed before
+    the run started are reused if they are the same.
 
     Args:
         command: The benchmark, the model and the options of the run.
-        train: Trains on a file of rows, with another one to evaluate on, and keeps the best step.
+        train: Trains on the first file of rows, evaluates on the second, and keeps the best step.
 
     Raises:
-        ZO2Error: as the commands raise it that this one consists of; a run that was refused leaves no rows.
+        ZO2Error: as ``zo2 rows``, ``zo2 evaluate`` and ``zo2 train`` do; a run that was refused leaves no rows.
     """
     rows = command.output.with_name(f"{command.output.name}.rows")
     require_new(command.output)
     writer = WriteRows(task=command.task, output=rows, data=command.data, shots=command.shots, seed=command.options.seed)
     is_there = rows.exists() and _holds(rows, writer.files())
     if is_there:
-        writer.tell(writer.files())
+        writer.print_summary(writer.files())
     else:
         writer.run()
     try:
@@ -55,7 +55,7 @@ def run_task(command: BenchmarkRun, *, train: Callable[[Path, Path], object]) ->
         if command.shots is not None:
             _score(command, command.model, rows / "in-context.jsonl", f"with {command.shots} demonstrations")
         train(rows / "train.jsonl", rows / "dev.jsonl")
-    except BaseException:  # whatever it is, it is raised again
+    except BaseException:  # raised again
         if not is_there and not (command.output / OPTIONS).exists():
             shutil.rmtree(rows)
         raise
@@ -63,42 +63,42 @@ def run_task(command: BenchmarkRun, *, train: Callable[[Path, Path], object]) ->
 
 
 def _holds(directory: Path, files: Mapping[str, bytes]) -> bool:
-    """Whether a directory holds these files, byte for byte, and nothing else."""
+    """Whether a directory contains exactly these files, byte for byte."""
     if not directory.is_dir() or {path.name for path in directory.iterdir()} != files.keys():
         return False
     return all(read_regular(directory / name) == content for name, content in files.items())
 
 
 def require_consistent(task: str, options: RunOptions) -> None:
-    """Refuse options that do not go with a benchmark.
+    """Refuse options that cannot be combined with a benchmark.
 
     Args:
         task: Name of the benchmark.
         options: The run's options.
 
     Raises:
-        OptionError: naming the option.
+        OptionError: if there is such an option, or torchrun started the process.
     """
     for option, found, expected in (
-        ("evaluation", options.evaluation, "none: the task has its own rows to choose a step by"),
-        ("head", options.model_options.head if options.takes_labels else None, "none: the task's rows have candidates"),
-        ("beta", options.beta, "none: the task's rows have candidates"),
-        ("adapter", options.model_options.adapter, "none: write the rows with zo2 rows, and train on them"),
+        ("evaluation", options.evaluation, "none, because the task has its own rows to choose the best step with"),
+        ("head", options.model_options.head if options.takes_labels else None, "none, because the rows have candidates"),
+        ("beta", options.beta, "none, because the rows have candidates, not preferences"),
+        ("adapter", options.model_options.adapter, "none: to train an adapter, write the rows with zo2 rows first"),
     ):
         if found is not None:
-            raise OptionError(option, found=f"{found} beside --task", expected=expected, remedy="leave it out")
+            raise OptionError(option, found=f"{found} with --task", expected=expected, remedy="leave it out")
     if own_rank() is not None:
         raise OptionError(
             "task",
             found=f"{task} under torchrun",
-            expected="rows that are there when workers start",
-            remedy="write them with zo2 rows, and train on those",
+            expected="rows that exist when the workers start",
+            remedy="write them with zo2 rows, and pass them as --data",
         )
 
 
 def _score(command: BenchmarkRun, model: str, rows: Path, name: str) -> None:
-    """Print what a model scores on rows."""
-    options, storage, told = command.options, command.options.storage, command.options.model_options
+    """Print the score of a model on rows."""
+    options, storage, model_options = command.options, command.options.storage, command.options.model_options
     exported = model != command.model
     exact = options.optimization.exact_mezo or options.optimization.rank is not None
     print(f"{name}: ", end="", flush=True)
@@ -107,9 +107,9 @@ def _score(command: BenchmarkRun, model: str, rows: Path, name: str) -> None:
         data=rows,
         batching=options.batching,
         model_options=RunModelOptions(
-            architecture=told.architecture,
-            dtype="auto" if exported or told.precision == "mixed" else told.dtype,
-            precision=precision_of_run(told.precision, exact_mezo=exact, on_cpu=storage.device == "cpu"),
+            architecture=model_options.architecture,
+            dtype="auto" if exported or model_options.precision == "mixed" else model_options.dtype,
+            precision=precision_of_run(model_options.precision, exact_mezo=exact, on_cpu=storage.device == "cpu"),
         ),
         resources=Resources(memory=storage.memory, device=storage.device, device_memory=storage.device_memory),
     ).run()

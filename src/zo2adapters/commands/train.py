@@ -1,4 +1,4 @@
-"""``zo2 train``: fine-tune a checkpoint, or go on with a run."""
+"""``zo2 train``: fine-tune a checkpoint, or continue a run."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from zo2adapters.trainers.worker_options import (
 )
 from zo2core import OptionError, Workers
 
-# What a resumed run may be told anew. No bit of the result depends on where weights are kept, except by the device.
-_ANEW = ("steps", "schedule_steps", "storage.", "keep_best", "report_to")
+# Options that may change when a run is resumed. Where weights are kept changes no bit of the result, but the device may.
+_CHANGEABLE = ("steps", "schedule_steps", "storage.", "keep_best", "report_to")
 _FIXED = ("storage.device",)
 
-# Files that may be elsewhere; their digests stay the same.
+# Files that may have moved; the run has their digests.
 _PATHS = ("model", "data", "evaluation")
 _MODEL_PATHS = ("architecture", "adapter")
-_NOT_NAMED = ""  # as objective: the run has a function of the user's own, which the command line has to name again
+_NOT_NAMED = ""  # objective of a run with a function of the user's own, which the command line has to name again
 
-_BESIDE = ("optimization.rank", "optimization.period", "optimization.stack")  # one kind of directions a run
+_LOW_RANK = ("optimization.rank", "optimization.period", "optimization.stack")  # a run has one kind of directions
 
-# What a branch may be told anew: how steps are taken from there on, but not along which noise, which replays the others.
-_ANEW_IN_BRANCH = (*_ANEW, "optimization.", "evaluate_every")
-_FIXED_IN_BRANCH = (*_FIXED, "optimization.noise", "optimization.exact_mezo", *_BESIDE)
+# Options that may change in a branch: how later steps are taken, but not the noise, with which earlier ones are replayed.
+_CHANGEABLE_IN_BRANCH = (*_CHANGEABLE, "optimization.", "evaluate_every")
+_FIXED_IN_BRANCH = (*_FIXED, "optimization.noise", "optimization.exact_mezo", *_LOW_RANK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,30 +63,30 @@ class Train(RunOptions):
     model: str | None = None
     """Model directory with safetensors weights, or a hub id."""
     data: Path | None = None
-    """JSONL file; each row has text, or prompt and completion (loss on the completion only), or messages. With --task, the
-    directory with the benchmark's files; by default they are fetched from the hub."""
+    """JSONL file. Each row has text, or prompt and completion (loss on the completion only), or messages. With --task it is
+    the directory with the benchmark's files, which are downloaded from the hub by default."""
     task: str | None = None
-    """A benchmark, such as sst2: write its rows beside the run, score the model, train with --keep-best, score again. zo2
-    rows lists the benchmarks, and does the first part alone."""
+    """Benchmark, such as sst2. Its rows are written to DIR.rows, the model is scored, trained with --keep-best, and scored
+    again. zo2 rows lists the benchmarks, and writes the rows alone."""
     shots: int | None = None
-    """With --task: also score the model with so many demonstrations before every prompt."""
+    """Number of demonstrations before each prompt in one more score of the model before training, with --task."""
     output: Path | None = None
-    """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must not exist, or be empty. Workers
-    of a host beside its first have one beside it, DIR.worker-1 and so on."""
+    """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must not exist, or be empty. Further
+    workers on the same host use DIR.worker-1 and so on."""
     resume: Path | None = None
-    """Directory of a run to go on with, exactly as if it had not been interrupted. Beside it may be given what no bit
-    depends on (memory, write-backs, --trace, --scheduler), more --steps if lr is constant, and with --model, --data and the
-    like the new paths of files that were moved."""
+    """Directory of a run to continue; the result is the same as without the interruption. Options that do not change the
+    result (memory, write-backs, --trace, --scheduler) may be given again, a constant learning rate allows more --steps, and
+    --model, --data and the like give the new paths of moved files."""
     from_step: int | None = None
-    """Step of the run named by --resume to branch from: --output gets a new run, which begins with the steps before it.
-    Steps are undone in this way. --steps, --lr and the like may be given anew."""
+    """Step to branch from: --output gets a new run, which starts with the steps before this one of the run in --resume. It
+    may have other --steps, --lr and the like. This is how steps are undone."""
     execution: Execution = field(default_factory=Execution)
     worker_options: WorkerOptions = field(default_factory=WorkerOptions)
 
-    def begun(self) -> Train | None:
-        """The options of the run to go on with, as this command's; None for a new run.
+    def saved_command(self) -> Train | None:
+        """This command with the options of the run to continue; None for a new run.
 
-        ``torchrun`` starts workers again with the command that began the run: they then go on with it.
+        ``torchrun`` restarts workers with the command that started the run; they then continue it.
 
         Raises:
             OptionError: if there is no such run.
@@ -98,100 +98,105 @@ class Train(RunOptions):
             return None
         options = RunDirectory.options(directory_to_resume(resume))
         shared = {option.name: getattr(options, option.name) for option in fields(RunOptions)}
-        if _distrust(resume, options) is not None:
+        if _reason_to_distrust(resume, options) is not None:
             shared["objective"] = _NOT_NAMED
         output = resume if self.from_step is None else None
         return Train(model=options.model, data=options.data, output=output, resume=resume, **shared)
 
     def options(self) -> TrainOptions:
-        """The run's options: those given, or those of the run to resume with what was told anew.
+        """The run's options: those given, or those of the run to resume with the changes that are allowed.
 
         Raises:
-            OptionError: if some are missing, or a run to resume has others.
+            OptionError: if one is missing, or differs from that of the run to resume.
         """
         if self.from_step is not None:
             return self._branched()
         if self.resume is not None:
-            begun = RunDirectory.options(directory_to_resume(self.resume))
-            return self._resumed(self._at_told_paths(replace(begun, output=self.resume)))
+            saved = RunDirectory.options(directory_to_resume(self.resume))
+            return self._resumed(self._at_given_paths(replace(saved, output=self.resume)))
         if self.model is None or self.data is None or self.output is None:
             missing = [name for name in ("model", "data", "output") if getattr(self, name) is None]
             raise OptionError(
                 missing[0], found="nothing", expected="a value, or --resume DIR", remedy="see zo2 train --help"
             )
-        own = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
-        return TrainOptions(model=self.model, data=self.data, output=self.output, **own)
+        shared = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
+        return TrainOptions(model=self.model, data=self.data, output=self.output, **shared)
 
-    def _resumed(self, begun: TrainOptions) -> TrainOptions:
+    def _resumed(self, saved: TrainOptions) -> TrainOptions:
         assert self.resume is not None
         if self.model is None or self.data is None:  # nothing was filled in from the run
-            return begun
+            return saved
         if self.output is not None and self.output.resolve() != self.resume.resolve():
             raise OptionError("output", found=str(self.output), expected="none beside --resume", remedy="leave it out")
-        own = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
-        told = TrainOptions(model=self.model, data=self.data, output=self.resume, **own)
-        _require_same(begun, told, anew=_ANEW, fixed=_FIXED, remedy="or begin a new run, or a branch with --from-step")
+        shared = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
+        given = TrainOptions(model=self.model, data=self.data, output=self.resume, **shared)
+        _require_same(
+            saved, given, changeable=_CHANGEABLE, fixed=_FIXED, remedy="start a new run, or branch with --from-step"
+        )
         return replace(
-            begun.with_steps(self.steps), storage=self.storage, keep_best=self.keep_best, report_to=self.report_to
+            saved.with_steps(self.steps), storage=self.storage, keep_best=self.keep_best, report_to=self.report_to
         )
 
-    def _at_told_paths(self, begun: TrainOptions) -> TrainOptions:
+    def _at_given_paths(self, saved: TrainOptions) -> TrainOptions:
         """The options of a run, with its files at the paths that this command names.
 
-        Whether they are the same files is seen where they are read: the run has digests of all of them.
+        The run has digests of all files, which are compared where the files are read.
 
         Raises:
-            OptionError: if the run names code that its journal does not vouch for, and this command does not name it.
+            OptionError: if the run's objective is a function that its journal does not authenticate, and this command does
+                not name it.
         """
         assert self.resume is not None
-        distrusted = _distrust(self.resume, begun)
+        distrusted = _reason_to_distrust(self.resume, saved)
         if distrusted is not None and self.objective in (_NOT_NAMED, RunOptions().objective):
             raise OptionError(
                 "objective",
-                found=f"{begun.objective}, which the run names: {distrusted}",
-                expected="the file to be named again, since its code is run",
+                found=f"{saved.objective}, which the run names: {distrusted}",
+                expected="the same function on the command line, because its code will be run",
                 remedy="read the file, and pass --objective FILE.py:function if you trust it",
             )
-        paths = _paths_told(_PATHS, begun, self)
+        paths = _given_paths(_PATHS, saved, self)
         paths["model_options"] = replace(
-            begun.model_options, **_paths_told(_MODEL_PATHS, begun.model_options, self.model_options)
+            saved.model_options, **_given_paths(_MODEL_PATHS, saved.model_options, self.model_options)
         )
-        own, then = function_file(self.objective), function_file(begun.objective)
-        if own is not None and then is not None:
-            paths["objective"] = f"{own}:{begun.objective.rpartition(':')[2]}"
-        return replace(begun, **paths)
+        given_file, saved_file = function_file(self.objective), function_file(saved.objective)
+        if given_file is not None and saved_file is not None:
+            paths["objective"] = f"{given_file}:{saved.objective.rpartition(':')[2]}"
+        return replace(saved, **paths)
 
     def _branched(self) -> TrainOptions:
-        """The options of a new run that begins with steps of another one.
+        """The options of a new run that starts with steps of another one.
 
-        Its learning rate is scheduled over all of its steps, those that it takes over among them.
+        The learning rate is scheduled over all steps of the new run, including those of the other run.
         """
         if self.resume is None:
             raise OptionError(
-                "from_step", found="no run", expected="--resume DIR beside it", remedy="name the run to branch from"
+                "from_step", found="no --resume", expected="--resume DIR", remedy="pass the run to branch from"
             )
-        begun = self._at_told_paths(RunDirectory.options(self.resume))
-        if begun.first_order.method is not None:
+        saved = self._at_given_paths(RunDirectory.options(self.resume))
+        if saved.first_order.method is not None:
             raise OptionError(
                 "from_step",
-                found=f"a run of --method {begun.first_order.method}",
+                found=f"a run of --method {saved.first_order.method}",
                 expected="a run of zeroth-order steps, which are replayed",
-                remedy="export its adapter with zo2 export --at, and begin a new run with --adapter",
+                remedy="export its adapter with zo2 export --at, and start a new run with --adapter",
             )
         if self.output is None:
-            raise OptionError("output", found="nothing", expected="a directory for the new run", remedy="name a new one")
-        own = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
-        told = TrainOptions(
-            model=begun.model if self.model is None else self.model,
-            data=begun.data if self.data is None else self.data,
+            raise OptionError(
+                "output", found="nothing", expected="a directory for the new run", remedy="pass a new directory"
+            )
+        shared = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
+        given = TrainOptions(
+            model=saved.model if self.model is None else self.model,
+            data=saved.data if self.data is None else self.data,
             output=self.output,
-            **own,
+            **shared,
         )
-        _require_same(begun, told, anew=_ANEW_IN_BRANCH, fixed=_FIXED_IN_BRANCH, remedy="or begin a new run")
-        return told
+        _require_same(saved, given, changeable=_CHANGEABLE_IN_BRANCH, fixed=_FIXED_IN_BRANCH, remedy="or start a new run")
+        return given
 
     def run(self) -> None:
-        """Train and say where the result is."""
+        """Train, and print where the result is."""
         if self.task is not None:
             self._train_on_benchmark(self.task)
             return
@@ -201,26 +206,26 @@ class Train(RunOptions):
             raise OptionError(
                 "method",
                 found=f"{self.first_order.method} under torchrun",
-                expected="one process: workers share zeroth-order steps",
-                remedy="start zo2 train by itself, or leave --method out",
+                expected="one process, because only zeroth-order steps are shared by workers",
+                remedy="start zo2 train without torchrun, or leave --method out",
             )
         with self.worker_options.workers() as workers:
             self._train(workers)
 
     def _train_on_benchmark(self, task: str) -> None:
         if self.resume is not None:
-            expected = "none: --resume alone goes on, with the rows that are there"
-            raise OptionError("resume", found=f"{self.resume} beside --task", expected=expected, remedy="leave it out")
+            expected = "--resume without --task, which continues with the rows already written"
+            raise OptionError("resume", found=f"{self.resume} with --task", expected=expected, remedy="leave --task out")
         require_consistent(task, self)
         for option in ("model", "output"):
             if getattr(self, option) is None:
                 raise OptionError(option, found="nothing", expected="a value", remedy="see zo2 train --help")
         assert self.model is not None
         assert self.output is not None
-        own = replace(self, task=None, shots=None, keep_best=True)
+        command = replace(self, task=None, shots=None, keep_best=True)
         run_task(
             BenchmarkRun(task=task, model=self.model, output=self.output, data=self.data, shots=self.shots, options=self),
-            train=lambda rows, evaluation: replace(own, data=rows, evaluation=evaluation).run(),
+            train=lambda rows, evaluation: replace(command, data=rows, evaluation=evaluation).run(),
         )
 
     def _train(self, workers: Workers | None) -> None:
@@ -234,7 +239,7 @@ class Train(RunOptions):
             branching = branched_run(self.resume, self.from_step, options)
         with branching:
             if workers is not None:
-                options, resume = _own_run(options)
+                options, resume = _worker_run(options)
             opened = Trainer(options, resume=resume, quiet=not first, execution=self.execution, workers=workers)
         with opened as trainer:
             for line in (*trainer.notices(), trainer.storage()) if first else ():
@@ -249,47 +254,47 @@ class Train(RunOptions):
             except KeyboardInterrupt:
                 print(f"\n{trainer.ways_on()}", file=sys.stderr)
                 raise
-            for said in (trainer.divergence(), trainer.best_evaluation()):
-                if said is not None:
-                    print(said, file=sys.stderr)
+            for notice in (trainer.divergence(), trainer.best_evaluation()):
+                if notice is not None:
+                    print(notice, file=sys.stderr)
         print(f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: {options.output / JOURNAL}")
 
 
-def _paths_told(names: tuple[str, ...], begun: object, told: object) -> dict[str, Any]:
-    """The files that a run has, at the paths that a command names."""
-    return {name: getattr(told, name) for name in names if None not in (getattr(begun, name), getattr(told, name))}
+def _given_paths(names: tuple[str, ...], saved: object, given: object) -> dict[str, Any]:
+    """The paths that a command names for a run's files, by option."""
+    return {name: getattr(given, name) for name in names if None not in (getattr(saved, name), getattr(given, name))}
 
 
-def _distrust(resume: Path, options: TrainOptions) -> str | None:
-    """Why the run's own function is to be named again; None if it is not."""
+def _reason_to_distrust(resume: Path, options: TrainOptions) -> str | None:
+    """Why the run's own function has to be named again; None if it does not."""
     if function_file(options.objective) is None:
         return None
     return distrust(replace(options, output=resume), header_of(directory_to_resume(resume) / JOURNAL))
 
 
-def _own_run(options: TrainOptions) -> tuple[TrainOptions, bool]:
-    """The options with a worker's own directory, and whether its run has begun."""
-    own = replace(options, output=own_directory(options.output))
-    return own, (own.output / OPTIONS).exists()
+def _worker_run(options: TrainOptions) -> tuple[TrainOptions, bool]:
+    """The options with a worker's own directory, and whether its run exists already."""
+    options = replace(options, output=own_directory(options.output))
+    return options, (options.output / OPTIONS).exists()
 
 
 def _require_same(
-    begun: TrainOptions, told: TrainOptions, *, anew: tuple[str, ...], fixed: tuple[str, ...], remedy: str
+    saved: TrainOptions, given: TrainOptions, *, changeable: tuple[str, ...], fixed: tuple[str, ...], remedy: str
 ) -> None:
-    """Refuse options that differ from those that a run was begun with, unless they may."""
-    then = dict(_leaves(begun.to_json()))
-    for name, value in _leaves(told.to_json()):
-        if value != then[name] and (name in fixed or not name.startswith(anew)):
+    """Refuse options that differ from a run's and may not change."""
+    kept = dict(_leaves(saved.to_json()))
+    for name, value in _leaves(given.to_json()):
+        if value != kept[name] and (name in fixed or not name.startswith(changeable)):
             raise OptionError(
                 name.rpartition(".")[2],
                 found=json.dumps(value),
-                expected=f"{json.dumps(then[name])}, with which the run was begun",
-                remedy=f"leave it out: its result depends on it; {remedy}",
+                expected=f"{json.dumps(kept[name])}, as in the run, whose result depends on it",
+                remedy=f"leave it out, {remedy}",
             )
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested options as dotted names."""
+    """Yield nested options by dotted name."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{name}.")

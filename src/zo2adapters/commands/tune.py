@@ -1,4 +1,4 @@
-"""``zo2 tune``: find the learning rate for a model and its data, within a budget of forwards."""
+"""``zo2 tune``: find the learning rate for a model and its data, within a budget of forward passes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from zo2adapters.trainers.worker_options import WorkerOptions, is_first
 from zo2core import OptionError, Workers
 
 if TYPE_CHECKING:
-    from zo2adapters.trainers.tuning import Schedule, Trial  # a command line is read without transformers
+    from zo2adapters.trainers.tuning import Schedule, Trial  # command lines are parsed without importing transformers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tune(RunOptions):
-    """Find the learning rate for a model and its data by short runs, of which the better half goes on for longer."""
+    """Find the learning rate for a model and its data by short runs; the better half of them runs for longer."""
 
     first_options: ClassVar = (
         "model",
@@ -37,38 +37,54 @@ class Tune(RunOptions):
     model: str
     """Model directory with safetensors weights, or a hub id."""
     data: Path
-    """JSONL file, as for training."""
+    """JSONL file to train on, as for zo2 train."""
     output: Path
-    """Directory for the trials, each a run of its own, and tune.json. Given again, trials that were interrupted go on."""
+    """Directory for tune.json and the trials, each of which is a run. The same command continues interrupted trials."""
     forwards: int = 2000
-    """Forwards of a batch that all trials may take together."""
+    """Forward passes of a batch that all trials together may take."""
     learning_rates: tuple[float, ...] = ()
-    """Learning rates to try; by default seven from 1e-6 to 1e-3. --lr itself has no effect here and is refused."""
+    """Learning rates to try; by default seven from 1e-6 to 1e-3. --lr has no effect here and is refused."""
     zo_eps_to_try: tuple[float, ...] = ()
-    """Perturbation scales to try with each of them; by default --zo-eps alone."""
+    """Perturbation scales to try with each learning rate; by default --zo-eps alone."""
     key_file: Path | None = None
-    """File with a secret, the same for all workers that torchrun started, by which they know each other."""
+    """File with a secret that authenticates the workers of torchrun to each other; all of them need the same one."""
 
     def after_interruption(self) -> str:
-        """How to go on after an interruption."""
-        return f"the same command goes on: what was done of the trials is in {self.output}, and is not done again"
+        """How to continue after an interruption."""
+        return f"run the same command again to continue: finished work is in {self.output} and is not repeated"
 
     def run(self) -> None:
+<<<<<<< HEAD
         """Say what it takes, try, print a table after each round, and say how to go on with the best trial."""
         from zo2adapters.trainers.tuning import tune
 
         require_at_least("forwards", self.forwards, 1)
         if self.optimization.lr != Optimization().lr:
             raise OptionError("lr", found=repr(self.optimization.lr), expected="none", remedy="pass --learning-rates")
+=======
+        """Print the cost, run the trials, print a table after each round, and print how to continue the best trial."""
+        from zo2adapters.trainers.tuning import LEARNING_RATES, tune
+
+        require_at_least("forwards", self.forwards, 1)
+        if self.optimization.lr != Optimization().lr:
+            raise OptionError("lr", found=repr(self.optimization.lr), expected="no --lr", remedy="pass --learning-rates")
+        if self.first_order != RunOptions().first_order:
+            raise OptionError(
+                "method",
+                found=f"{self.first_order.method}",
+                expected="no --method, because trials take zeroth-order steps",
+                remedy="leave it out, or compare runs of zo2 train --method with zo2 report",
+            )
+>>>>>>> part-w6
         if self.steps != RunOptions().steps:
             raise OptionError(
                 "steps",
                 found=str(self.steps),
-                expected="none: --forwards says how much is done",
+                expected="no --steps, because --forwards sets the budget",
                 remedy="leave it out",
             )
-        own = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
-        options = TrainOptions(model=self.model, data=self.data, output=self.output, **own)
+        shared = {option.name: getattr(self, option.name) for option in fields(RunOptions)}
+        options = TrainOptions(model=self.model, data=self.data, output=self.output, **shared)
         with WorkerOptions(key_file=self.key_file).workers() as workers:
             first = is_first(workers)
             best = tune(
@@ -85,25 +101,28 @@ class Tune(RunOptions):
             return
         scale = "" if self.first_order.method else f", zo_eps {best.zo_eps:g}"
         print(
+<<<<<<< HEAD
             f"lr {best.lr:g}{scale}: mean loss {best.loss:.4f} over the last steps of {best.steps}\n"
             f"its run goes on with: zo2 train --resume {best.directory} --steps 1000"
+=======
+            f"lr {best.lr:g}, zo_eps {best.zo_eps:g}: mean loss {best.loss:.4f} over the last steps of {best.steps}\n"
+            f"to continue this run: zo2 train --resume {best.directory} --steps 1000"
+>>>>>>> part-w6
         )
 
 
 def _cost(schedule: Schedule, options: TrainOptions, workers: Workers | None) -> str:
-    """What all trials take, and about how long: by the plan of a step, which is made for the CPU."""
+    """The number of steps and forward passes and, on the CPU, the planned time."""
     from zo2adapters.trainers.run_plan import duration
     from zo2adapters.trainers.tuning import expected_seconds
 
     line = (
-        f"{schedule.trials} trials in {len(schedule.rounds)} rounds, of up to {schedule.rounds[-1]} steps each: "
-        f"{schedule.steps:,} steps, {schedule.forwards:,} forwards of a batch of {options.batching.batch_size} rows"
+        f"{schedule.trials} trials in {len(schedule.rounds)} rounds, of up to {schedule.rounds[-1]} steps: "
+        f"{schedule.steps:,} steps, {schedule.forwards:,} forward passes of {options.batching.batch_size} rows"
     )
     if options.storage.device != "cpu":
         return line
-    return (
-        f"{line}, about {duration(expected_seconds(options, schedule))}{'' if workers is None else ' of one worker alone'}"
-    )
+    return f"{line}, about {duration(expected_seconds(options, schedule))}{'' if workers is None else ' with one worker'}"
 
 
 def _table(trials: Sequence[Trial]) -> str:

@@ -1,4 +1,4 @@
-"""``zo2 verify``: block by block against the whole model, bit for bit."""
+"""``zo2 verify``: compare training block by block with training of the whole model, bit for bit."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Verify:
     adapter: Path | None = None
     """With --method: the adapter to train, as for training."""
     steps: int = 3
-    """Steps to take both ways."""
+    """Steps to take block by block and on the whole model."""
     batch_size: int = 2
-    """Rows of random tokens a batch."""
+    """Rows of a batch; their tokens are random."""
     tokens: int = 32
-    """Tokens a row."""
+    """Tokens of a row."""
     step_size: StepSize = field(default_factory=lambda: StepSize(lr=1e-4, weight_decay=0.1))
     seed: int = 0
     """Seed of batches and directions."""
 
     def run(self) -> None:
-        """Compare; exit with 1 if a bit differs."""
+        """Print the result; the exit status is 1 if a bit differs."""
         from zo2adapters.models.checkpoint import resolve_directory
         from zo2adapters.trainers.first_order_verification import verify_first_order
         from zo2adapters.trainers.verification import RandomBatches, verify
@@ -55,7 +55,7 @@ class Verify:
             given, missing = ("method", "--adapter") if self.adapter is None else ("adapter", "--method")
             found = str(self.method or self.adapter)
             raise OptionError(given, found=found, expected=f"{missing} beside it", remedy="pass both, or leave it out")
-        MeZOSGD(lr=size.lr, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses what is no number
+        MeZOSGD(lr=size.lr, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses values out of range
         size.require_sane()
         batches = RandomBatches(steps=self.steps, rows=self.batch_size, tokens=self.tokens, seed=self.seed)
         directory = resolve_directory(self.model)

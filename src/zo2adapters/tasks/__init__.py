@@ -1,1 +1,1 @@
-"""What a run learns: rows of data, objectives, and evaluations. ``registry`` lists all tasks by name."""
+"""Tasks: rows of data, objectives, and evaluations. ``registry`` lists all tasks by name."""

@@ -1,4 +1,4 @@
-"""Answers that a model writes, compared with those that are right: F1 over words and exact match, as SQuAD counts them."""
+"""Evaluate generated answers by F1 over words and exact match, as in SQuAD."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.rows import TOO_LONG, parsed_rows
-from zo2adapters.tasks.sharding import in_order, is_own_shard
+from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
 from zo2core import DataError, Runner
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -23,81 +23,81 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A prompt and the answers that are right."""
+class Question:
+    """A prompt and its right answers."""
 
     prompt: tuple[int, ...]  # token ids, at least one
-    answers: tuple[str, ...]  # at least one
+    answers: tuple[str, ...]  # right answers, at least one
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """How well the prompts of a file were answered."""
+class AnswerScores:
+    """How well a model answered the prompts of a file."""
 
-    texts: tuple[str, ...]  # what was written, a prompt each; of several workers, by this one
-    f1: float  # the mean of each answer's best F1
-    exact_match: float  # the share of answers that are one of the right ones
+    texts: tuple[str, ...]  # generated answer to each prompt of this worker
+    f1: float  # mean over prompts of the best F1 with a right answer, 0 to 1
+    exact_match: float  # share of prompts whose generated answer is a right one, 0 to 1
 
 
-def read_asked(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_tokens: int) -> list[Asked]:
+def read_questions(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_tokens: int) -> list[Question]:
     """Read a file of rows with ``prompt`` and ``answers``.
 
     Args:
         path: JSONL file.
-        tokenizer: The model's.
-        most_tokens: Of a prompt; longer ones are refused.
+        tokenizer: The model's tokenizer.
+        most_tokens: Most tokens of a prompt; longer ones are refused.
 
     Raises:
-        DataError: if the file cannot be read, or a row is malformed or too long; it names the line.
+        DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
     """
-    asked = []
+    questions = []
     for line, row in parsed_rows(path):
         prompt: Any = row.get("prompt")
         answers: Any = row.get("answers")
         if not isinstance(prompt, str) or not _texts(answers):
             found = f"the keys {', '.join(map(repr, row))}"
             expected = "a text 'prompt' and a list of texts 'answers'"
-            raise DataError(f"{path}, line {line}", found=found, expected=expected, remedy="write the row as such")
+            raise DataError(f"{path}, line {line}", found=found, expected=expected, remedy="add the missing keys")
         ids = tuple(tokenizer(prompt, verbose=False)["input_ids"])
         if not 0 < len(ids) <= most_tokens:
             is_long = len(ids) > most_tokens
             raise DataError(
                 f"{path}, line {line}",
-                found=f"{len(ids)} tokens of prompt",
-                expected=f"1 to {most_tokens}, which leaves an answer its `max_new_tokens`",
+                found=f"a prompt of {len(ids)} tokens",
+                expected=f"1 to {most_tokens}, so that `max_new_tokens` fit, too",
                 remedy=f"{TOO_LONG}, or lower `max_new_tokens`" if is_long else "write a prompt, or remove the row",
             )
-        asked.append(Asked(ids, tuple(answers)))
-    return asked
+        questions.append(Question(ids, tuple(answers)))
+    return questions
 
 
 def answer(
     engine: Runner,
     model: HFBlockModel,
     tokenizer: PreTrainedTokenizerBase,
-    asked: Sequence[Asked],
+    questions: Sequence[Question],
     *,
     batch_size: int,
     max_new_tokens: int,
     pad_token_id: int,
     progress: Callable[[int], object],
-) -> Answered:
-    """Write an answer to each prompt: the likeliest tokens, up to the end of the line.
+) -> AnswerScores:
+    """Generate an answer to each prompt, greedily up to the end of the line, and compare it with the right ones.
 
     Args:
-        engine: The engine whose present weights are used.
+        engine: The engine whose current weights are used.
         model: The model that the engine was made with.
-        tokenizer: The model's.
-        asked: The prompts.
-        batch_size: Prompts at a time.
-        max_new_tokens: Of an answer.
+        tokenizer: The model's tokenizer.
+        questions: The prompts with their right answers.
+        batch_size: Number of prompts in a batch.
+        max_new_tokens: Most tokens of an answer.
         pad_token_id: Token id at padded positions.
-        progress: Told how many prompts were answered, batch by batch.
+        progress: Called with the number of prompts of each batch.
     """
     line_end = tokenizer("\n", add_special_tokens=False)["input_ids"]
     ends = {*([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []), *line_end[-1:]}
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_ids": ends, "pad_token_id": pad_token_id}
-    groups = [asked[start : start + batch_size] for start in range(0, len(asked), batch_size)]
+    groups = [questions[start : start + batch_size] for start in range(0, len(questions), batch_size)]
     texts: list[str] = []
     f1, exact = [], []
     for number, group in enumerate(groups):
@@ -105,29 +105,29 @@ def answer(
         if not is_own_shard(engine, number):
             continue
         columns = list(generate(engine, model, [row.prompt for row in group], **options))
-        for written, row in zip(zip(*columns, strict=True), group, strict=True):
-            raw = str(tokenizer.decode([token for token in written if token is not None], skip_special_tokens=True))
+        for tokens, row in zip(zip(*columns, strict=True), group, strict=True):
+            raw = str(tokenizer.decode([token for token in tokens if token is not None], skip_special_tokens=True))
             text = raw.strip().partition("\n")[0].strip()
             texts.append(text)
             f1.append(max(f1_of_words(text, right) for right in row.answers))
             exact.append(float(any(normalized(text) == normalized(right) for right in row.answers)))
     counts = [len(group) for group in groups]
-    rates = [sum(in_order(engine, own, counts, asked)) / len(asked) for own in (f1, exact)]
-    return Answered(tuple(texts), *rates)
+    means = [sum(gather_in_order(engine, values, counts, questions)) / len(questions) for values in (f1, exact)]
+    return AnswerScores(tuple(texts), *means)
 
 
 def normalized(text: str) -> str:
-    """A text without case, punctuation, articles and superfluous space."""
+    """Remove case, punctuation, articles and superfluous space from a text."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def f1_of_words(text: str, right: str) -> float:
-    """The F1 of the words that two texts share, from 0 to 1; that nothing is to be said is right or wrong as a whole."""
-    written, wanted = normalized(text).split(), normalized(right).split()
+    """The F1 of the words that two texts share, from 0 to 1; for a right text of "no answer" it is 0 or 1."""
+    words, right_words = normalized(text).split(), normalized(right).split()
     if right in ("CANNOTANSWER", "no answer"):
-        return float(written == wanted)
-    shared = sum((Counter(written) & Counter(wanted)).values())
-    return 2 * shared / (len(written) + len(wanted)) if shared else 0.0
+        return float(words == right_words)
+    shared = sum((Counter(words) & Counter(right_words)).values())
+    return 2 * shared / (len(words) + len(right_words)) if shared else 0.0
 
 
 def _texts(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Rows in order, as padded batches: epochs without end for training, the file's order for evaluation."""
+"""Padded batches of rows: endless shuffled epochs for training, file order for evaluation."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ Row = TypeVar("Row", covariant=True)
 
 
 class Rows(Protocol[Row]):
-    """Rows by their number."""
+    """Rows that are indexed from 0."""
 
     def __len__(self) -> int: ...
 
@@ -28,7 +28,7 @@ def collate(rows: Sequence[TokenizedRow], *, pad_token_id: int) -> dict[str, tor
     """Pad rows on the right into one batch.
 
     Args:
-        rows: Rows of the batch, at least one.
+        rows: The rows of the batch, at least one.
         pad_token_id: Token id at padded positions.
 
     Returns:
@@ -45,33 +45,33 @@ def collate(rows: Sequence[TokenizedRow], *, pad_token_id: int) -> dict[str, tor
 
 
 def training_batches(dataset: Rows[Row], *, batch_size: int, seed: int, first_step: int = 0) -> Iterator[list[Row]]:
-    """Batches without end; each epoch takes every row once, in an order that depends on the seed and the epoch only.
+    """Iterate over epochs without end; the order of rows in an epoch depends on the seed and the epoch only.
 
     Args:
-        dataset: Rows to draw from.
+        dataset: The rows; every epoch takes each of them once.
         batch_size: Rows in a batch, at least 1.
         seed: Any integer; no global random state is read or written.
-        first_step: Batches to skip, at least 0; the rest is what an iteration from 0 gives after that many.
+        first_step: Number of batches to skip, at least 0.
 
     Returns:
-        An endless iterator over batches of exactly `batch_size` rows: what an epoch leaves over, the next one fills up.
+        An endless iterator over batches of exactly `batch_size` rows: a batch may span two epochs.
 
     Raises:
         OptionError: `batch_size` or `first_step` is out of range.
     """
     require_at_least("batch_size", batch_size, 1)
     require_at_least("first_step", first_step, 0)
-    epoch, taken = divmod(first_step * batch_size, len(dataset))
+    epoch, skipped = divmod(first_step * batch_size, len(dataset))
     orders = (_epoch_order(len(dataset), seed, number) for number in count(epoch))
-    indices = islice(chain.from_iterable(orders), taken, None)
+    indices = islice(chain.from_iterable(orders), skipped, None)
     return ([dataset[index] for index in islice(indices, batch_size)] for _ in count())
 
 
 def evaluation_batches(dataset: Dataset, *, batch_size: int) -> Iterator[list[TokenizedRow]]:
-    """Batches over the rows in file order, once; the last one may be smaller.
+    """Iterate over the rows once, in file order; the last batch may be smaller.
 
     Args:
-        dataset: Rows to go through.
+        dataset: The rows.
         batch_size: Rows in a batch, at least 1.
 
     Returns:
@@ -85,8 +85,8 @@ def evaluation_batches(dataset: Dataset, *, batch_size: int) -> Iterator[list[To
 
 
 def _epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
-    # Hashed because Random takes the absolute value of an integer seed; sorted by draws because Python promises the
-    # sequence of random() across its versions, and not that of shuffle(). A resumed run may meet another version.
+    # The seed is hashed because Random takes the absolute value of an integer. Rows are sorted by draws because only the
+    # sequence of random() is stable across versions of Python, not that of shuffle(), and a resumed run may use another one.
     digest = hashlib.sha256(f"{seed} {epoch}".encode())
-    generator = Random(int(digest.hexdigest(), 16))  # noqa: S311 - an order of rows is no secret
+    generator = Random(int(digest.hexdigest(), 16))  # noqa: S311 - the order of rows is not a secret
     return sorted(range(rows), key=lambda _: generator.random())

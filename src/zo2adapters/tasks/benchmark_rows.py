@@ -1,4 +1,4 @@
-"""A benchmark's rows, sampled as MeZO samples them: to train on, to choose a step by, to test on."""
+"""A benchmark's rows for training, for choosing the best step, and for testing, sampled as in MeZO's experiments."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from zo2core import DataError, OptionError
 
 Rows = list[dict[str, Any]]
 
-_HELD_OUT = ("validation", "val", "dev", "valid")  # what benchmarks call the file of labelled rows that nobody trains on
+_HELD_OUT = ("validation", "val", "dev", "valid")  # names of the file of labelled rows that are not trained on
 _SEPARATOR = "\n\n"  # between demonstrations
 
 
 class Sizes(NamedTuple):
-    """Rows of each part, at most; MeZO's by default."""
+    """Most rows of each part; the defaults are MeZO's."""
 
     train: int = 1000
     dev: int = 500
@@ -31,17 +31,17 @@ class Parts(NamedTuple):
 
     train: Rows
     dev: Rows  # other rows of the training file
-    test: Rows  # of the held-out file
+    test: Rows  # rows of the held-out file
 
 
 def benchmark_of(name: str) -> Benchmark:
-    """The benchmark of a name.
+    """Look up a benchmark by name.
 
     Raises:
-        OptionError: if there is none.
+        OptionError: if there is no such benchmark.
     """
     if name not in BENCHMARKS:
-        raise OptionError("task", found=repr(name), expected=f"one of {', '.join(BENCHMARKS)}", remedy="choose one of these")
+        raise OptionError("task", found=repr(name), expected=f"one of {', '.join(BENCHMARKS)}", remedy="pass one of these")
     return BENCHMARKS[name]
 
 
@@ -49,41 +49,44 @@ def benchmark_rows(benchmark: Benchmark, directory: Path | None, sizes: Sizes, *
     """Read a benchmark and sample its parts.
 
     Args:
-        benchmark: Which.
-        directory: Holds ``train.jsonl`` and ``validation.jsonl`` (or val, dev, valid), in the benchmark's own format or as
-            ``datasets`` gives the rows. None takes them from the hub by ``datasets``.
-        sizes: Rows of each part, at most. Where the training file has too few rows, a quarter of them is ``dev``.
-        seed: Of the sample.
+        benchmark: The benchmark.
+        directory: Directory with ``train.jsonl`` and ``validation.jsonl`` (or val, dev, valid), in the benchmark's own
+            format or that of ``datasets``. None downloads the rows from the hub with ``datasets``.
+        sizes: Most rows of each part. Where the training file has too few rows, a quarter of them is ``dev``.
+        seed: Seed of the sample.
 
     Raises:
-        DataError: if a file is missing, or a row is malformed: it names the line.
-        MissingPackageError: if the hub is asked and ``datasets`` is not installed.
+        DataError: if a file is missing, or a row is malformed; the error gives the line.
+        MissingPackageError: if rows have to be downloaded and ``datasets`` is not installed.
     """
-    of_training = _questions(benchmark, directory, ("train",))
+    training = _questions(benchmark, directory, ("train",))
     held_out = _questions(benchmark, directory, _HELD_OUT)
-    count = len(of_training)
+    count = len(training)
     dev = sizes.dev if sizes.train + sizes.dev <= count else min(sizes.dev, max(count // 4, count - sizes.train))
     order = _sampled(count, f"train {seed}")
     train = order[: min(sizes.train, count - dev)]
-    rest = order[len(train) : len(train) + dev]
-    tested = sorted(_sampled(len(held_out), f"test {seed}")[: sizes.test])
+    others = order[len(train) : len(train) + dev]
+    test = sorted(_sampled(len(held_out), f"test {seed}")[: sizes.test])
     return Parts(
-        [of_training[place] for place in train],
-        [of_training[place] for place in rest],
-        [held_out[place] for place in tested],
+        [training[index] for index in train], [training[index] for index in others], [held_out[index] for index in test]
     )
 
 
 def with_demonstrations(rows: Sequence[dict[str, Any]], train: Sequence[dict[str, Any]], shots: int) -> Rows:
-    """Rows whose prompts begin with some of the training rows and their answers: in-context learning.
+    """Prefix the prompts of rows with the first training rows and their answers, for in-context learning.
+
+    Args:
+        rows: The rows to prefix.
+        train: The training rows.
+        shots: Number of training rows in a prompt.
 
     Raises:
         OptionError: if there are fewer training rows.
     """
     if not 1 <= shots <= len(train):
-        raise OptionError("shots", found=str(shots), expected=f"1 to {len(train)}", remedy="choose fewer demonstrations")
-    shown = "".join(row["prompt"] + _answer(row) + _SEPARATOR for row in train[:shots])
-    return [{**row, "prompt": shown + row["prompt"]} for row in rows]
+        raise OptionError("shots", found=str(shots), expected=f"1 to {len(train)}", remedy="pass a value in this range")
+    demonstrations = "".join(row["prompt"] + _answer(row) + _SEPARATOR for row in train[:shots])
+    return [{**row, "prompt": demonstrations + row["prompt"]} for row in rows]
 
 
 def _answer(row: dict[str, Any]) -> str:
@@ -103,15 +106,15 @@ def _questions(benchmark: Benchmark, directory: Path | None, names: Sequence[str
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise DataError(
                 where,
-                found=f"a row that cannot be understood ({type(error).__name__}: {error})"[:200],
-                expected=f"a row of {benchmark.name}, as the benchmark or datasets has it",
-                remedy="get the file again, or name another task",
+                found=f"a row that cannot be read ({type(error).__name__}: {error})"[:200],
+                expected=f"a row of {benchmark.name}, in the benchmark's own format or that of datasets",
+                remedy="download the file again, or pass another task",
             ) from error
     return questions
 
 
 def _rows(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where each row stands, and the row."""
+    """Yield where each row is, for messages, and the row."""
     if directory is None:
         yield from _rows_of_the_hub(benchmark, names[0])
         return
@@ -121,7 +124,7 @@ def _rows(benchmark: Benchmark, directory: Path | None, names: Sequence[str]) ->
             directory,
             found=f"no {names[0]}.jsonl",
             expected=f"{benchmark.name} as JSONL, in one of {', '.join(f'{name}.jsonl' for name in names)}",
-            remedy="check the directory; without one, the hub is asked",
+            remedy="check the directory, or leave it out to download the rows from the hub",
         )
     yield from ((f"{paths[0]}, line {line}", row) for line, row in parsed_rows(paths[0]))
 
@@ -131,17 +134,18 @@ def _rows_of_the_hub(benchmark: Benchmark, split: str) -> Iterable[tuple[str, di
     load = optional_package("datasets", install="zo2core[trl]").load_dataset
     try:
         rows = load(path, configuration, split=split)
-    except Exception as error:  # any: what a network, a hub and a script of a stranger answer
+    except Exception as error:  # errors of the network, the hub or the data set's own code
         raise DataError(
-            f"{path} of the hub",
+            f"{path} on the hub",
             found=f"{type(error).__name__}: {error}".splitlines()[0][:200],
             expected=f"its {split} rows",
             remedy="check the network, or pass a directory with the rows as JSONL",
         ) from error
-    return ((f"{path}, {split}, row {place}", dict(row)) for place, row in enumerate(rows))
+    return ((f"{path}, {split}, row {index}", dict(row)) for index, row in enumerate(rows))
 
 
 def _sampled(count: int, seed: str) -> list[int]:
-    """All places in an order that depends on the seed alone. Python promises the sequence of random() across versions."""
-    generator = Random(seed)  # noqa: S311 - an order of rows is no secret
+    """All indices below a count, in an order that depends on the seed alone."""
+    generator = Random(seed)  # noqa: S311 - the order of rows is not a secret
+    # Python promises the sequence of random() across its versions.
     return sorted(range(count), key=lambda _: generator.random())

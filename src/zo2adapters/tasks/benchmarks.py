@@ -1,4 +1,4 @@
-"""Benchmarks by name, MeZO's eleven tasks and P-RGE's: where their rows come from, and what question each row asks."""
+"""Benchmarks by name, the eleven tasks of MeZO and those of P-RGE: where their rows come from, and their prompts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """Prompts are those of MeZO's program (arXiv 2305.17333), or of P-RGE (arXiv 2409.15520, Table 7) where MeZO has none.
+    """A benchmark.
+
+    Prompts are those of MeZO's program (arXiv 2305.17333), or of P-RGE (arXiv 2409.15520, Table 7) where MeZO has none.
 
     Args:
-        name: What it is called.
-        hub: Its path in the hub, and the name of its configuration there.
-        questions: A row in the benchmark's own format, or as ``datasets`` gives it, to rows of ``prompt``, ``candidates``
-            and ``answer``, or of ``prompt``, ``completion`` and ``answers`` where the answer is to be written.
+        name: Name of the benchmark.
+        hub: Path on the Hugging Face hub, and name of the configuration there.
+        questions: Converts a row in the benchmark's own format, or that of ``datasets``, to rows of ``prompt``,
+            ``candidates`` and ``answer`` or, where the model generates the answer, of ``prompt``, ``completion`` and
+            ``answers``.
     """
 
     name: str
@@ -28,30 +31,38 @@ class Benchmark:
 
 
 def question(prompt: str, candidates: Sequence[str], answer: int | list[int]) -> list[dict[str, Any]]:
-    """A row with candidates.
+    """Make a row with candidates.
+
+    Args:
+        prompt: The text before the candidates.
+        candidates: The texts to choose from.
+        answer: Index of the right candidate, or the indices of several.
+
+    Returns:
+        A list of this one row.
 
     Raises:
-        DataError: if there are fewer than two, or none is right.
+        DataError: if there are fewer than two candidates, or none is right.
     """
     if len(candidates) < 2 or answer == []:
         raise DataError(
             "candidates",
-            found=f"{len(candidates)} of them, right ones {answer}",
-            expected="two at least, one of which is right",
-            remedy="leave the row out",
+            found=f"{len(candidates)} candidates, of which {answer} are right",
+            expected="at least two candidates, and a right one",
+            remedy="remove the row",
         )
     return [{"prompt": prompt, "candidates": list(candidates), "answer": answer}]
 
 
 def label(row: Row, *names: str) -> int:
-    """A row's label as a number.
+    """Read a row's label as a number.
 
     Args:
-        row: Its ``label`` is a number, a truth value, or one of the names.
-        names: Of labels 0, 1, ...
+        row: A row whose ``label`` is a number, a truth value, or one of the names.
+        names: The names of labels 0, 1, ...
 
     Raises:
-        DataError: if it has none, as the rows of hidden test sets.
+        DataError: if the row has no such label; rows of hidden test sets have none.
     """
     value = row.get("label")
     if isinstance(value, str) and value.lower() in ("true", "false"):
@@ -67,8 +78,8 @@ def label(row: Row, *names: str) -> int:
 
 def _boolq(row: Row) -> list[dict[str, Any]]:
     """BoolQ: is the answer to a question about a passage yes?"""
-    asked = row["question"] if row["question"].endswith("?") else f"{row['question']}?"
-    prompt = f"{row['passage']} {asked[:1].upper()}{asked[1:]}\n"
+    text = row["question"] if row["question"].endswith("?") else f"{row['question']}?"
+    prompt = f"{row['passage']} {text[:1].upper()}{text[1:]}\n"
     return question(prompt, ("No", "Yes"), label(row, "no", "yes"))
 
 
@@ -89,7 +100,7 @@ def _copa(row: Row) -> list[dict[str, Any]]:
 
 
 def _continued(sentence: str) -> str:
-    """A sentence as it goes on after a conjunction: its first word is not capital, unless it is I."""
+    """A sentence as it continues after a conjunction: the first word is in lower case, unless it is I."""
     first, space, rest = sentence.partition(" ")
     return f"{first if first == 'I' else first.lower()}{space}{rest}"
 
@@ -103,58 +114,58 @@ def _drop(row: Row) -> list[dict[str, Any]]:
 
 def _mrpc(row: Row) -> list[dict[str, Any]]:
     """MRPC: do two sentences mean the same?"""
-    asked = "Do the following two sentences mean the same thing? Yes or No?"
-    prompt = f"{asked}\nSentence 1: {row['sentence1']}\nSentence 2: {row['sentence2']}\n"
+    instruction = "Do the following two sentences mean the same thing? Yes or No?"
+    prompt = f"{instruction}\nSentence 1: {row['sentence1']}\nSentence 2: {row['sentence2']}\n"
     return question(prompt, ("No", "Yes"), label(row, "not_equivalent", "equivalent"))
 
 
 def _multirc(row: Row) -> list[dict[str, Any]]:
-    """MultiRC: is an answer to a question about a paragraph right? Each answer is a question of its own."""
+    """MultiRC: is an answer to a question about a paragraph right? Each answer gives a row."""
     if "passage" not in row:
-        return _multirc_asked(row["paragraph"], row["question"], row["answer"], row)
-    passage = row["passage"]  # the benchmark's own files have a line a passage
+        return _multirc_question(row["paragraph"], row["question"], row["answer"], row)
+    passage = row["passage"]  # a line of the benchmark's own files is a passage
     return [
-        asked
-        for of_passage in passage["questions"]
-        for answer in of_passage["answers"]
-        for asked in _multirc_asked(passage["text"], of_passage["question"], answer["text"], answer)
+        converted
+        for entry in passage["questions"]
+        for answer in entry["answers"]
+        for converted in _multirc_question(passage["text"], entry["question"], answer["text"], answer)
     ]
 
 
-def _multirc_asked(paragraph: str, asked: str, answer: str, labelled: Row) -> list[dict[str, Any]]:
-    prompt = f'{paragraph}\nQuestion: {asked}\nI found this answer "{answer}". Is that correct? Yes or No?\n'
+def _multirc_question(paragraph: str, text: str, answer: str, labelled: Row) -> list[dict[str, Any]]:
+    prompt = f'{paragraph}\nQuestion: {text}\nI found this answer "{answer}". Is that correct? Yes or No?\n'
     return question(prompt, ("No", "Yes"), label(labelled, "no", "yes"))
 
 
 def _qnli(row: Row) -> list[dict[str, Any]]:
     """QNLI: does a sentence answer a question?"""
-    asked = "Does this sentence answer the question? Yes or No?"
-    prompt = f"{asked}\nSentence 1: {row['question']}\nSentence 2: {row['sentence']}\n"
+    instruction = "Does this sentence answer the question? Yes or No?"
+    prompt = f"{instruction}\nSentence 1: {row['question']}\nSentence 2: {row['sentence']}\n"
     return question(prompt, ("Yes", "No"), label(row, "entailment", "not_entailment"))
 
 
 def _qqp(row: Row) -> list[dict[str, Any]]:
     """QQP: do two questions ask the same?"""
-    asked = "Are these two questions asking the same thing? Yes or No?"
-    prompt = f"{asked}\nQuestion 1: {row['question1']}\nQuestion 2: {row['question2']}\n"
+    instruction = "Are these two questions asking the same thing? Yes or No?"
+    prompt = f"{instruction}\nQuestion 1: {row['question1']}\nQuestion 2: {row['question2']}\n"
     return question(prompt, ("No", "Yes"), label(row, "not_duplicate", "duplicate"))
 
 
 def _record(row: Row) -> list[dict[str, Any]]:
-    """ReCoRD: which entity of a passage belongs into a sentence? Any of its names that are right will do."""
+    """ReCoRD: which entity of a passage belongs in a sentence? Several names of it may be right."""
     if isinstance(row["passage"], str):
-        return _record_asked(row["passage"], row["query"], row["entities"], row["answers"])
-    text, places = row["passage"]["text"], row["passage"]["entities"]  # the benchmark's own files have a line a passage
-    entities = list(dict.fromkeys(text[place["start"] : place["end"] + 1] for place in places))
+        return _record_question(row["passage"], row["query"], row["entities"], row["answers"])
+    text, spans = row["passage"]["text"], row["passage"]["entities"]  # a line of the benchmark's own files is a passage
+    entities = list(dict.fromkeys(text[span["start"] : span["end"] + 1] for span in spans))
     return [
-        asked
+        converted
         for query in row["qas"]
-        for asked in _record_asked(text, query["query"], entities, [answer["text"] for answer in query["answers"]])
+        for converted in _record_question(text, query["query"], entities, [answer["text"] for answer in query["answers"]])
     ]
 
 
-def _record_asked(passage: str, query: str, entities: list[str], answers: list[str]) -> list[dict[str, Any]]:
-    right = [place for place, entity in enumerate(entities) if entity in answers]
+def _record_question(passage: str, query: str, entities: list[str], answers: list[str]) -> list[dict[str, Any]]:
+    right = [index for index, entity in enumerate(entities) if entity in answers]
     prompt = passage.replace("@highlight\n", "- ") + "\n-"
     return question(prompt, [f" {query.replace('@placeholder', entity)}" for entity in entities], right)
 
@@ -166,7 +177,7 @@ def _rte(row: Row) -> list[dict[str, Any]]:
 
 
 def _squad(row: Row) -> list[dict[str, Any]]:
-    """SQuAD: answer a question by words of a paragraph."""
+    """SQuAD: answer a question with words of a paragraph."""
     answers = row["answers"]["text"]
     prompt = f"Title: {row['title']}\nContext: {row['context']}\nQuestion: {row['question'].strip()}\nAnswer:"
     return [{"prompt": prompt, "completion": f" {answers[0]}\n", "answers": answers}]
@@ -180,13 +191,13 @@ def _sst2(row: Row) -> list[dict[str, Any]]:
 
 def _wic(row: Row) -> list[dict[str, Any]]:
     """Words in context: has a word the same meaning in two sentences?"""
-    asked = f'Does the word "{row["word"]}" have the same meaning in these two sentences? Yes, No?'
-    prompt = f"{asked}\n{row['sentence1']}\n{row['sentence2']}\n"
+    instruction = f'Does the word "{row["word"]}" have the same meaning in these two sentences? Yes, No?'
+    prompt = f"{instruction}\n{row['sentence1']}\n{row['sentence2']}\n"
     return question(prompt, ("No", "Yes"), label(row, "no", "yes"))
 
 
 def _winogrande(row: Row) -> list[dict[str, Any]]:
-    """WinoGrande: which of two nouns belongs into a sentence? The sentence is scored from where it stands."""
+    """WinoGrande: which of two nouns belongs in a sentence? The candidates are the noun and the rest of the sentence."""
     before, _, after = row["sentence"].partition("_")
     answer = {"1": 0, "2": 1}[str(row["answer"])]
     return question(before.rstrip(), [f" {row[option]}{after}" for option in ("option1", "option2")], answer)
@@ -194,22 +205,22 @@ def _winogrande(row: Row) -> list[dict[str, Any]]:
 
 def _wnli(row: Row) -> list[dict[str, Any]]:
     """WNLI: does one sentence follow from another?"""
-    asked = "Given the first sentence, is the second sentence true? Yes or No?"
-    prompt = f"{asked}\nSentence 1: {row['sentence1']}\nSentence 2: {row['sentence2']}\n"
+    instruction = "Given the first sentence, is the second sentence true? Yes or No?"
+    prompt = f"{instruction}\nSentence 1: {row['sentence1']}\nSentence 2: {row['sentence2']}\n"
     return question(prompt, ("No", "Yes"), label(row, "not_entailment", "entailment"))
 
 
 def _wsc(row: Row) -> list[dict[str, Any]]:
     """Winograd schemas: does a pronoun refer to a noun?"""
-    spans = row.get("target", row)  # in the benchmark's own files in an object of their own
+    spans = row.get("target", row)  # an object in the benchmark's own files
     noun, pronoun = spans["span1_text"], spans["span2_text"].lower()
     prompt = f'{row["text"]}\nIn the previous sentence, does the pronoun "{pronoun}" refer to {noun}? Yes or No?\n'
     return question(prompt, ("No", "Yes"), label(row, "no", "yes"))
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
-    known.name: known
-    for known in (
+    benchmark.name: benchmark
+    for benchmark in (
         Benchmark(name="boolq", hub=("aps/super_glue", "boolq"), questions=_boolq),
         Benchmark(name="cb", hub=("aps/super_glue", "cb"), questions=_cb),
         Benchmark(name="copa", hub=("aps/super_glue", "copa"), questions=_copa),

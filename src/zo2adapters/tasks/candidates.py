@@ -20,19 +20,19 @@ from zo2core import DataError
 class Choice:
     """One row, as tokens."""
 
-    prompt: tuple[int, ...]  # what all candidates share; at least one token
-    candidates: tuple[tuple[int, ...], ...]  # what may follow it, without an EOS of our own; at least two
-    answer: int  # the right candidate's place, from 0; of several the first
-    also: tuple[int, ...] = ()  # places of others that are right
+    prompt: tuple[int, ...]  # tokens before the candidates; at least one
+    candidates: tuple[tuple[int, ...], ...]  # tokens of each candidate, without an added EOS; at least two candidates
+    answer: int  # index of the right candidate, the first if several are right
+    also: tuple[int, ...] = ()  # indices of further right candidates
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
         """The sequences of the row: tokens of each, and for how many of these the loss needs logits."""
         return [(len(self.prompt) + len(candidate), len(candidate)) for candidate in self.candidates]
 
-    def is_right(self, place: int) -> bool:
-        """Whether the candidate at this place is right."""
-        return place == self.answer or place in self.also
+    def is_right(self, index: int) -> bool:
+        """Whether the candidate of this index is right."""
+        return index == self.answer or index in self.also
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Choices:
     format: ClassVar = RowFormat.CANDIDATES
 
     rows: tuple[Choice, ...]  # at least one
-    truncated: int = 0  # rows that lost their end: none, what is too long is refused
+    truncated: int = 0  # number of shortened rows: always 0, because rows that are too long are refused
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -55,7 +55,7 @@ class Choices:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt and candidate."""
+        """Most tokens of a prompt with a candidate."""
         return max(len(row.prompt) + len(candidate) for row in self.rows for candidate in row.candidates)
 
     @property
@@ -65,7 +65,7 @@ class Choices:
 
     @property
     def most_sequences(self) -> int:
-        """Sequences that a row is at most: one a candidate."""
+        """Most sequences of a row, one for each candidate."""
         return max(len(row.candidates) for row in self.rows)
 
     def digest(self) -> str:
@@ -77,16 +77,15 @@ class Choices:
 
 
 def read_choices(path: Path, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int) -> Choices:
-    """Read and tokenise a file of choices. A candidate follows its prompt as it is written, spaces included.
+    """Read and tokenise a file of choices. Each candidate is appended to its prompt as it is, including spaces.
 
     Args:
-        path: JSONL file; ``answer`` is one of the candidates, or its place among them, from 0, or a list of places where
-            several are right.
+        path: JSONL file; ``answer`` is the right candidate, or its index from 0, or a list of indices if several are right.
         tokenizer: The model's tokenizer.
-        sequence_length: Most tokens of a prompt and a candidate; longer ones are refused.
+        sequence_length: Most tokens of a prompt with a candidate; longer ones are refused.
 
     Raises:
-        DataError: if the file cannot be read, or a row is malformed or too long; it names the line.
+        DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
     """
     return Choices(tuple(_choices(path, tokenizer, sequence_length)))
 
@@ -101,25 +100,25 @@ def _choices(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: in
         candidates: Any = row.get("candidates")
         if not isinstance(prompt, str) or not _texts(candidates):
             keys = ", ".join(map(repr, row))
-            raise refuse(f"the keys {keys}", "a text 'prompt' and two or more texts 'candidates'", "write the row as such")
+            raise refuse(f"the keys {keys}", "a text 'prompt' and two or more texts 'candidates'", "add the missing keys")
         right: Any = [candidates.index(answer)] if answer in candidates else answer
         right = right if isinstance(right, list) else [right]
-        if not right or not all(type(place) is int and 0 <= place < len(candidates) for place in right):
+        if not right or not all(type(index) is int and 0 <= index < len(candidates) for index in right):
             found = f"{json.dumps(answer)[:40]} as 'answer'"
-            raise refuse(found, "one of the candidates, or its place from 0", "write the right candidate")
+            raise refuse(found, "one of the candidates, or its index from 0", "write the right candidate")
         choice = replace(tokenized_choice(prompt, candidates, right[0], tokenizer), also=tuple(right[1:]))
         shortest, longest = (len(choice.prompt) + pick(map(len, choice.candidates)) for pick in (min, max))
         if not 0 < len(choice.prompt) < shortest:
-            found = f"{len(choice.prompt)} tokens of prompt, and {shortest - len(choice.prompt)} of the shortest candidate"
-            raise refuse(found, "at least 1 of prompt and of each candidate", "mend the row")
+            found = f"a prompt of {len(choice.prompt)} tokens, a candidate of {shortest - len(choice.prompt)} tokens"
+            raise refuse(found, "at least 1 token of each", "lengthen the texts, or remove the row")
         if longest > sequence_length:
-            found = f"{len(choice.prompt)} tokens of prompt, {longest} with the longest candidate"
-            raise refuse(found, f"at most {sequence_length} in all", TOO_LONG)
+            found = f"a prompt of {len(choice.prompt)} tokens, {longest} with the longest candidate"
+            raise refuse(found, f"at most {sequence_length} together", TOO_LONG)
         yield choice
 
 
 def tokenized_choice(prompt: str, candidates: Sequence[str], answer: int, tokenizer: PreTrainedTokenizerBase) -> Choice:
-    """Tokenise a question. A token that merges the prompt's end with a candidate's start is part of the candidates."""
+    """Tokenise a question. A token that spans the end of the prompt and the start of a candidate counts as candidate."""
     rows = [completion_ids(prompt, candidate, tokenizer) for candidate in candidates]
     shared = min(length for _, length in rows)
     return Choice(tuple(rows[0][0][:shared]), tuple(tuple(ids[shared:]) for ids, _ in rows), answer)

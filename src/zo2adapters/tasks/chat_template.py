@@ -1,7 +1,7 @@
-"""A tokenizer's chat template, applied under limits.
+"""Apply a tokenizer's chat template under limits of time and memory.
 
-A template comes with a model and is a program: loops in loops run for ever, and ``'x' * 10**10`` takes any memory. Jinja's
-sandbox keeps it from files and functions, not from either. So a child process renders, with transformers' own code.
+A template comes with a model and is a program: nested loops may never end, and ``'x' * 10**10`` exhausts memory. Jinja's
+sandbox protects files and functions, not time and memory, so a limited child process renders with transformers' own code.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from transformers import PreTrainedTokenizerBase
 from zo2adapters.limited_process import LimitedProcess, LimitedProcessError
 from zo2core import DataError
 
-SECONDS = 5.0  # of computing for one conversation; templates take milliseconds
-_MEMORY = 1 << 28  # bytes beside what the child has once it is started
-_LONGEST = 1 << 20  # characters, beside those for what the messages hold
-_LONGEST_PER_CHARACTER = 16
+SECONDS = 5.0  # CPU seconds for one conversation; templates take milliseconds
+_MEMORY = 1 << 28  # bytes that the child may allocate after its start
+_LONGEST = 1 << 20  # characters of a rendered text, in addition to those for the messages
+_LONGEST_PER_CHARACTER = 16  # additional characters for each character of the messages
 
 
 def render_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, *, reply_follows: bool = False) -> str:
-    """Give the text that ``tokenizer.apply_chat_template`` would give.
+    """Render messages as ``tokenizer.apply_chat_template`` does.
 
     Args:
-        messages: JSON objects.
-        tokenizer: Has a chat template.
+        messages: Messages as JSON objects.
+        tokenizer: A tokenizer with a chat template.
         reply_follows: Whether the text ends where the assistant's reply begins.
 
     Raises:
-        DataError: about a row, if the template refuses the messages or exceeds its limits.
+        DataError: if the template refuses the messages or exceeds its limits; the caller adds the line.
     """
     try:
         plain = json.dumps(messages)
@@ -47,13 +47,13 @@ def render_chat(messages: list[Any], tokenizer: PreTrainedTokenizerBase, *, repl
     except (LimitedProcessError, ValueError, RecursionError) as error:
         found = f"messages that the chat template refuses ({error})"
         raise DataError(
-            "row", found=found, expected="messages it can render", remedy="check their roles and the template"
+            "row", found=found, expected="messages that it can render", remedy="check their roles, and the template"
         ) from error
 
 
 @cache
 def _renderer() -> LimitedProcess:
-    """The one child that renders for this process: its start takes a second or two, and the template is in each request."""
+    """The child process that renders for this process. It is kept, because starting it takes a second or two."""
     process = LimitedProcess(Path(__file__).with_name("template_rendering.py"))
     atexit.register(process.close)
     return process

@@ -1,4 +1,4 @@
-"""Rows with candidates, trained on MeZO's loss over them, or on how often the likeliest one is wrong."""
+"""Tasks for rows with candidates: training on MeZO's loss over the candidates, on accuracy, or on F1."""
 
 from __future__ import annotations
 
@@ -9,14 +9,21 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.candidates import Choice, Choices
-from zo2adapters.tasks.objectives import ChoiceError, ChoiceF1Error, ChoiceLoss, ChoiceObjective, Rated, choice_batch
+from zo2adapters.tasks.objectives import (
+    CandidateScores,
+    ChoiceError,
+    ChoiceF1Error,
+    ChoiceLoss,
+    ChoiceObjective,
+    choice_batch,
+)
 from zo2adapters.tasks.scoring import score
 from zo2adapters.tasks.task import StepReport, Task, TaskOptions, TrainingEngine
 from zo2core import Batch, OptionError, Runner
 
 
 class ChoiceTask(Task):
-    """Rows with candidates, by the objective that a subclass names. See ``Task``."""
+    """A task for rows with candidates, with the objective of a subclass. See ``Task``."""
 
     objective: ClassVar[type[ChoiceObjective]]
 
@@ -25,17 +32,17 @@ class ChoiceTask(Task):
         self._forward = self.objective(model)
 
     def batch(self, rows: Sequence[Choice]) -> Batch:
-        """A row a candidate."""
-        given = [row.candidates for row in rows]
+        """Make a batch with a sequence for each candidate."""
+        candidates = [row.candidates for row in rows]
         answers = [(row.answer, *row.also) for row in rows]
-        return choice_batch([row.prompt for row in rows], given, answers, pad_token_id=self._options.pad)
+        return choice_batch([row.prompt for row in rows], candidates, answers, pad_token_id=self._options.pad)
 
     def step(self, engine: TrainingEngine, rows: Sequence[Choice], batch: Batch) -> StepReport:
         """Take a step on the objective."""
         return engine.step(batch, self._forward)
 
     def evaluate(self, engine: Runner, rows: Choices) -> dict[str, float]:
-        """The objective's number, and accuracy; candidates are compared by mean log-probability, as in MeZO's program."""
+        """Compute the objective and accuracy, comparing candidates by mean log-probability as in MeZO's program."""
         scored = score(
             engine,
             self._model,
@@ -44,29 +51,29 @@ class ChoiceTask(Task):
             batch_size=self._options.micro_batch_size or self._options.batch_size * rows.most_sequences,
             pad_token_id=self._options.pad,
         )
-        right = sum(row.is_right(place) for row, place in zip(rows, scored.choices(by_length=True), strict=True))
+        right = sum(row.is_right(index) for row, index in zip(rows, scored.choices(by_length=True), strict=True))
         means = [
             torch.tensor([value / count for value, count in zip(values, counts, strict=True)], dtype=torch.float64)
             for values, counts in zip(scored.log_likelihoods, scored.tokens, strict=True)
         ]
-        rated = [Rated(scores, (row.answer, *row.also)) for scores, row in zip(means, rows, strict=True)]
-        return {"loss": float(self._forward.number(rated)), "accuracy": right / len(rows)}
+        rated = [CandidateScores(scores, (row.answer, *row.also)) for scores, row in zip(means, rows, strict=True)]
+        return {"loss": float(self._forward.value(rated)), "accuracy": right / len(rows)}
 
 
 class ChoiceLossTask(ChoiceTask):
-    """Rows with candidates, by cross entropy over the candidates' scores."""
+    """A task for rows with candidates: cross entropy over the candidates' scores."""
 
     objective = ChoiceLoss
 
 
 class AccuracyTask(ChoiceTask):
-    """Rows with candidates, by the share of rows whose likeliest candidate is wrong."""
+    """A task for rows with candidates: the share of rows whose likeliest candidate is wrong."""
 
     objective = ChoiceError
 
 
 class F1Task(ChoiceTask):
-    """Rows with candidates, by 1 less the F1 of the second candidate.
+    """A task for rows with candidates: 1 - F1 of the second candidate.
 
     Raises:
         OptionError: if rows have different numbers of candidates.
@@ -79,7 +86,7 @@ class F1Task(ChoiceTask):
         if len({len(row.candidates) for row in rows}) > 1:
             raise OptionError(
                 "objective",
-                found=f"{options.objective} for rows of different numbers of candidates",
+                found=f"{options.objective} for rows with different numbers of candidates",
                 expected="the same candidates in each row",
-                remedy="choose another objective, or other rows",
+                remedy="pass another objective, or other rows",
             )

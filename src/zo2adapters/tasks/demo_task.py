@@ -1,6 +1,6 @@
 """The demo's task: is this line text of a docstring, or code? Its rows come from the source of Python's standard library.
 
-The question is put in a form that pre-training never reads, and its answers, letters, mean nothing before fine-tuning.
+The question has a form that does not occur in pre-training, and its answers are letters without a prior meaning.
 """
 
 from __future__ import annotations
@@ -19,28 +19,36 @@ from typing import Any
 from zo2core import DataError
 from zo2core.io.durable import open_no_follow
 
-LABELS = (" a", " b")  # docstring text, code: letters mean nothing yet, so that an untrained answer is a guess
-QUESTION = "\nKind:"  # follows the line in question; pre-training never reads it
+LABELS = (" a", " b")  # docstring text, code; letters without a meaning, so that an untrained model guesses
+QUESTION = "\nKind:"  # follows the line; it does not occur in pre-training
 
-_LENGTHS = range(20, 61)  # characters of a line in question
+_LENGTHS = range(20, 61)  # characters of a line
 _SKIPPED = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "turtledemo", "encodings"}
 
 
 def source_texts(*, seed: int) -> Iterator[str]:
-    """Yield the source files of the standard library, in an order that depends on the seed; bytes not UTF-8 are left out."""
+    """Yield the standard library's source files, in an order that depends on the seed, without bytes that are not UTF-8."""
     root = Path(sysconfig.get_path("stdlib"))
     names: list[str] = []
     for directory, children, files in os.walk(root):
-        children[:] = [child for child in children if child not in _SKIPPED]  # prunes the walk
+        children[:] = [child for child in children if child not in _SKIPPED]  # os.walk then skips the others
         paths = [Path(directory, file) for file in files if file.endswith(".py") and not file.startswith("_sysconfigdata")]
-        names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]  # not a link to nowhere
-    order = Random(seed)  # noqa: S311 - an order of files is no secret
+        names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]  # leaves out dangling links
+    order = Random(seed)  # noqa: S311 - the order of files is not a secret
     for name in sorted(sorted(names), key=lambda _: order.random()):
         yield (root / name).read_text(encoding="utf-8", errors="ignore")
 
 
 def pretraining_texts(files: Iterator[str], characters: int) -> list[str]:
-    """Take what pre-training reads from the files, and leave the rest to the task."""
+    """Take the text for pre-training from the files, and leave the other files to the task.
+
+    Args:
+        files: Texts of source files; those used are taken from the iterator.
+        characters: Number of characters to take.
+
+    Raises:
+        DataError: if the files have fewer.
+    """
     texts: list[str] = []
     size = 0
     while size < characters:
@@ -53,16 +61,16 @@ def pretraining_texts(files: Iterator[str], characters: int) -> list[str]:
 
 
 def question_rows(files: Iterator[str], wanted: int, *, pairs_per_file: int, known: str) -> list[dict[str, str]]:
-    """Ask about lines that are not in the known text, as often for each label, from as many files as it takes.
+    """Make rows about lines that are not in a known text, equally many for each label.
 
     Args:
         files: Texts of source files; those used are taken from the iterator.
-        wanted: Rows to make, an even number.
-        pairs_per_file: Most pairs of a docstring's line and a statement that one file gives, so that no file dominates.
+        wanted: Number of rows to make, even.
+        pairs_per_file: Most pairs of a docstring's line and a statement from one file, so that no file dominates.
         known: Text whose lines are left out.
 
     Raises:
-        DataError: if the files do not have as many.
+        DataError: if the files have too few lines.
     """
     rows: list[dict[str, str]] = []
     taken: set[str] = set()
@@ -94,15 +102,15 @@ def _fresh(lines: Sequence[str], taken: set[str], known: str) -> Iterator[str]:
 
 
 def _lines(source: str) -> tuple[list[str], list[str]]:
-    """Lines of docstrings that start with a letter, and statements that fill a line."""
+    """The lines of docstrings that start with a letter, and the statements that fill a line."""
     prose: list[str] = []
     code: list[str] = []
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # about the escapes in somebody else's strings
-            warnings.simplefilter("ignore", DeprecationWarning)  # the same, before Python 3.12
+            warnings.simplefilter("ignore", SyntaxWarning)  # about invalid escapes in strings
+            warnings.simplefilter("ignore", DeprecationWarning)  # about the same, before Python 3.12
             tree = ast.parse(source)
-    except (SyntaxError, ValueError):  # templates and the like
+    except (SyntaxError, ValueError):  # a template, for example
         return prose, code
     lines = source.split("\n")  # as ast counts them; splitlines would also cut at form feeds
     for node in ast.walk(tree):
@@ -118,6 +126,6 @@ def _too_little(found: str, expected: str) -> DataError:
     return DataError(
         sysconfig.get_path("stdlib"),
         found=f"{found} in the source files of the standard library",
-        expected=f"{expected}, for the demo to use",
-        remedy="use a Python that carries the sources of its standard library",
+        expected=expected,
+        remedy="use a Python installation that includes the source of its standard library",
     )

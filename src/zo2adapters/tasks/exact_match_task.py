@@ -1,4 +1,4 @@
-"""Prompts and completions, trained on the share of prompts that the model does not continue by their completion."""
+"""A task for prompts and completions: the share of prompts that the model does not continue with their completion."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import generate
 from zo2adapters.tasks.language_modelling_task import LanguageModelling
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
-from zo2adapters.tasks.sharding import in_order, is_own_shard
+from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
 from zo2adapters.tasks.task import StepReport, TaskOptions, TrainingEngine
 from zo2core import Batch, OptionError, Runner, ZOEngine
 
 
 class ExactMatch(LanguageModelling):
-    """Prompts and completions, compared token for token with the likeliest text. See ``Task``.
+    """A task that compares completions, token for token, with greedy generation. See ``Task``.
 
     Raises:
         OptionError: if a row has no prompt.
@@ -30,42 +30,44 @@ class ExactMatch(LanguageModelling):
                 "objective",
                 found=f"{options.objective} for rows without a prompt",
                 expected="rows with prompt and completion",
-                remedy="choose another objective, or other rows",
+                remedy="pass another objective, or other rows",
             )
 
     def step(self, engine: TrainingEngine, rows: Sequence[TokenizedRow], batch: Batch) -> StepReport:
-        """Take a step, by text that is generated at each of its evaluations."""
-        assert isinstance(engine, ZOEngine), "an objective without a gradient was refused"
-        return engine.tell([self._wrong(engine, rows, at) / len(rows) for at in engine.ask()])
+        """Take a step; text is generated at each of its evaluations."""
+        assert isinstance(engine, ZOEngine), "the registry refuses first-order steps on this objective"
+        return engine.tell([self._mismatches(engine, rows, at) / len(rows) for at in engine.ask()])
 
     def evaluate(self, engine: Runner, rows: Dataset) -> dict[str, float]:
-        """One less the share of matches, and it."""
-        starts = range(0, len(rows), self._options.batch_size)
-        own = [start for number, start in enumerate(starts) if is_own_shard(engine, number)]
-        counts = [self._wrong(engine, rows.rows[start : start + self._options.batch_size], None) for start in own]
-        wrong = int(sum(in_order(engine, counts, [1] * len(starts), rows.rows)))
-        return {"loss": wrong / len(rows), "exact_match": 1 - wrong / len(rows)}
+        """Compute the share of rows that match, and ``loss``, 1 minus that share."""
+        size = self._options.batch_size
+        starts = range(0, len(rows), size)
+        own_starts = [start for number, start in enumerate(starts) if is_own_shard(engine, number)]
+        counts = [self._mismatches(engine, rows.rows[start : start + size], None) for start in own_starts]
+        mismatches = int(sum(gather_in_order(engine, counts, [1] * len(starts), rows.rows)))
+        return {"loss": mismatches / len(rows), "exact_match": 1 - mismatches / len(rows)}
 
-    def _wrong(self, engine: Runner, rows: Sequence[TokenizedRow], at: Any) -> int:
-        return sum(self._wrong_together(engine, group, at) for group in self._groups(rows))
+    def _mismatches(self, engine: Runner, rows: Sequence[TokenizedRow], at: Any) -> int:
+        return sum(self._mismatches_of_group(engine, group, at) for group in self._groups(rows))
 
     def _groups(self, rows: Sequence[TokenizedRow]) -> Iterator[list[TokenizedRow]]:
-        """Rows in order, so many at a time that the longest prompt and the longest completion fit the model together."""
-        room = self._model.longest_row or math.inf
+        """Yield rows in order, in groups whose longest prompt and longest completion together fit the model's length."""
+        limit = self._model.longest_row or math.inf
         group: list[TokenizedRow] = []
         for row in rows:
-            together = [*group, row]
-            longest = max(own.prompt_length for own in together)
-            if group and longest + max(len(own.input_ids) - own.prompt_length for own in together) > room:
+            extended = [*group, row]
+            longest_prompt = max(member.prompt_length for member in extended)
+            longest_completion = max(len(member.input_ids) - member.prompt_length for member in extended)
+            if group and longest_prompt + longest_completion > limit:
                 yield group
-                together = [row]
-            group = together
+                extended = [row]
+            group = extended
         yield group
 
-    def _wrong_together(self, engine: Runner, rows: Sequence[TokenizedRow], at: Any) -> int:
+    def _mismatches_of_group(self, engine: Runner, rows: Sequence[TokenizedRow], at: Any) -> int:
         prompts = [row.input_ids[: row.prompt_length] for row in rows]
-        wanted = [list(row.input_ids[row.prompt_length :]) for row in rows]
-        options: dict[str, Any] = {"max_new_tokens": max(map(len, wanted)), "pad_token_id": self._options.pad, "at": at}
+        completions = [list(row.input_ids[row.prompt_length :]) for row in rows]
+        options: dict[str, Any] = {"max_new_tokens": max(map(len, completions)), "pad_token_id": self._options.pad, "at": at}
         columns = list(generate(engine, self._model, prompts, **options))
-        written = [list(row) for row in zip(*columns, strict=True)]
-        return sum(own[: len(answer)] != answer for own, answer in zip(written, wanted, strict=True))
+        generated = [list(row) for row in zip(*columns, strict=True)]
+        return sum(tokens[: len(right)] != right for tokens, right in zip(generated, completions, strict=True))

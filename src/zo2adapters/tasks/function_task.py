@@ -1,4 +1,4 @@
-"""Rows of text, trained on a function of the user's own, in a file of theirs: ``--objective FILE.py:function``."""
+"""A task for rows of text with the user's own objective: ``--objective FILE.py:function``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.language_modelling_task import LanguageModelling
 from zo2adapters.tasks.rows import Dataset, TokenizedRow
-from zo2adapters.tasks.sharding import in_order, is_own_shard
+from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
 from zo2adapters.tasks.task import StepReport, TaskOptions, TrainingEngine
 from zo2core import Batch, OptionError, Runner
 from zo2core.io.durable import open_regular
 
 
 class FunctionTask(LanguageModelling):
-    """Rows of text, by a function of model and batch. See ``Task``.
+    """A task for rows of text with a function of model and batch as objective. See ``Task``.
 
     Raises:
         OptionError: if the function cannot be imported.
@@ -32,11 +32,11 @@ class FunctionTask(LanguageModelling):
         self._forward = CalledForward(model, user_function(options.objective))
 
     def step(self, engine: TrainingEngine, rows: Sequence[TokenizedRow], batch: Batch) -> StepReport:
-        """Take a step on the function, run in segments."""
+        """Take a step on the function, which runs block by block."""
         return engine.step(batch, self._forward)
 
     def evaluate(self, engine: Runner, rows: Dataset) -> dict[str, float]:
-        """The mean of the function over batches, and the model's own loss."""
+        """Compute the mean of the function over batches, and the model's own loss."""
         starts = range(0, len(rows), self._options.batch_size)
 
         def batches() -> Iterator[Batch]:
@@ -44,19 +44,19 @@ class FunctionTask(LanguageModelling):
                 if is_own_shard(engine, number):
                     yield self.batch(rows.rows[start : start + self._options.batch_size])
 
-        own = [float(value) for outputs in engine.forwards(batches(), self._forward) for value in outputs]
-        values = in_order(engine, own, [1] * len(starts), rows.rows)
+        own_values = [float(value) for outputs in engine.forwards(batches(), self._forward) for value in outputs]
+        values = gather_in_order(engine, own_values, [1] * len(starts), rows.rows)
         return {"loss": math.fsum(values) / len(values), "model_loss": super().evaluate(engine, rows)["loss"]}
 
 
 def user_function(name: str) -> Any:
     """Import a function by ``FILE.py:function``.
 
-    The source is compiled here. Python's import would take a ``.pyc`` that lies in ``__pycache__`` beside the file, of whose
-    content a digest of the source says nothing.
+    The source is compiled here: Python's import might load a ``.pyc`` file from ``__pycache__``, which no digest of the
+    source covers.
 
     Raises:
-        OptionError: if there is none.
+        OptionError: if the function cannot be imported.
     """
     path, _, function = name.rpartition(":")
     try:
@@ -65,12 +65,12 @@ def user_function(name: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         with open_regular(path) as file:
             code = compile(file.read(), path, "exec")
-        sys.modules[spec.name] = module  # where its own classes look for it
-        exec(code, module.__dict__)  # noqa: S102 - a program that the user named
-        found = getattr(module, function)
-        if not callable(found):
-            raise TypeError(f"{function} is a {type(found).__name__}, no function")
-    except Exception as error:  # any: it is somebody else's program
+        sys.modules[spec.name] = module  # classes of the module look it up there
+        exec(code, module.__dict__)  # noqa: S102 - the user named this program
+        objective = getattr(module, function)
+        if not callable(objective):
+            raise TypeError(f"{function} is a {type(objective).__name__}, not a function")
+    except Exception as error:  # the user's program may raise anything
         raise OptionError(
             "objective",
             found=f"{name}, which cannot be imported ({type(error).__name__}: {error})"[:300],
@@ -79,10 +79,12 @@ def user_function(name: str) -> Any:
         ) from error
 
     def one_number(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-        value = found(model, batch)
+        value = objective(model, batch)
         if isinstance(value, torch.Tensor) and value.dim() == 0:
             return value
-        shown = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise OptionError("objective", found=f"{shown} from {function}", expected="a 0-d tensor", remedy="return one number")
+        found = (
+            f"{f'shape {list(value.shape)}' if isinstance(value, torch.Tensor) else type(value).__name__} from {function}"
+        )
+        raise OptionError("objective", found=found, expected="a 0-d tensor", remedy="return the loss of the batch")
 
     return one_number

@@ -1,7 +1,7 @@
-"""Text from a model that is never whole in memory: one sweep over all blocks for each token.
+"""Generate text with a model that is never whole in memory: one sweep over all blocks for each token.
 
-Slow by nature: every token moves the whole model once, for all prompts together. Each block's keys and values are kept in
-Hugging Face's own cache, so a sweep runs the newest token only. Nothing is written.
+This is slow: every token moves the whole model once, for all prompts together. Keys and values of all blocks stay in Hugging
+Face's cache, so a sweep runs the newest token only.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from zo2core import (
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Draw tokens instead of taking the likeliest.
+    """Sample tokens instead of taking the likeliest.
 
     Args:
-        temperature: Logits are divided by it.
-        top_p: Only the likeliest tokens that together have this probability are drawn from.
-        seed: Seed of the draws; no global generator is touched.
+        temperature: Divisor of the logits, above 0.
+        top_p: Probability mass of the likeliest tokens that are sampled from, above 0 and at most 1.
+        seed: Seed of the sampling; no global generator is used.
 
     Raises:
         OptionError: if a number is out of its range.
@@ -47,12 +47,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < float("inf"):
-            raise OptionError("temperature", found=repr(self.temperature), expected="above 0", remedy="choose about 1")
+            raise OptionError(
+                "temperature", found=repr(self.temperature), expected="a number above 0", remedy="pass a value near 1"
+            )
         if not 0 < self.top_p <= 1:
-            raise OptionError("top_p", found=repr(self.top_p), expected="above 0, at most 1", remedy="choose 1 for all")
+            raise OptionError("top_p", found=repr(self.top_p), expected="above 0, at most 1", remedy="pass 1 for all tokens")
 
     def processors(self) -> LogitsProcessorList:
-        """Hugging Face's own warpers of logits."""
+        """Make Hugging Face's logits warpers for these options."""
         warpers = LogitsProcessorList([TemperatureLogitsWarper(self.temperature)])
         if self.top_p < 1:
             warpers.append(TopPLogitsWarper(self.top_p))
@@ -60,30 +62,30 @@ class Sampling:
 
 
 class NextToken:
-    """The model's forward over the newest tokens, ending in the logits of what comes next.
+    """The model's forward over the newest tokens, which returns the logits of the next token.
 
     Args:
-        model: The model whose forward this is.
-        cache: Keys and values of the tokens so far; each layer adds its own.
+        model: The model that runs.
+        cache: Keys and values of the tokens so far; each layer appends to it.
     """
 
     def __init__(self, model: HFBlockModel, cache: Cache) -> None:
         self._model = model
         self._cache = cache
-        self._is_known = False  # that the forward takes such a cache
+        self._cache_is_checked = False  # whether the model's forward was found to take such a cache
         self.block = model.block
         self.forward_bytes = model.forward_bytes
-        self.held_bytes = model.held_bytes  # the cache is not held by a batch: it stays from sweep to sweep
+        self.held_bytes = model.held_bytes  # without the cache, which outlives a batch
 
     def prepared(self, batch: Batch) -> Batch:
-        """Take a batch as it is, ``generate`` made it; refuse a model whose forward wants a cache of a kind of its own.
+        """Return the batch of ``generate`` unchanged, after a check that the model takes transformers' cache.
 
         Raises:
-            UnsupportedModelError: naming the model.
+            UnsupportedModelError: if the model's forward needs a cache of another class.
         """
-        if not self._is_known:
+        if not self._cache_is_checked:
             self._require_common_cache(batch["input_ids"][:1, :1])
-            self._is_known = True
+            self._cache_is_checked = True
         return batch
 
     @torch.inference_mode()
@@ -91,11 +93,11 @@ class NextToken:
         config = self._model.config
         try:
             self._model.prologue(input_ids=ids, past_key_values=DynamicCache(config=config), use_cache=True)
-        except Exception as error:  # any: what a forward makes of a cache that it does not expect is its own
+        except Exception as error:  # a forward may fail in any way with a cache that it does not expect
             raise UnsupportedModelError(
                 f"model type {config.model_type}",
                 found=f"a forward that does not take transformers' DynamicCache ({type(error).__name__}: {error})",
-                expected="one that does",
+                expected="a forward that takes it",
                 remedy="export the model and generate with transformers",
             ) from error
 
@@ -119,25 +121,27 @@ def generate(
     pad_token_id: int = 0,
     at: Evaluation | None = None,
 ) -> Iterator[tuple[int | None, ...]]:
-    """Continue prompts, all of them at once, token by token, as Hugging Face's ``generate`` does.
+    """Continue all prompts together, token by token, as Hugging Face's ``generate`` does.
 
     Args:
-        engine: The engine whose present weights are used.
+        engine: The engine whose current weights are used.
         model: The model that the engine was made with.
-        prompts: Token ids, at least one each; padded on the left to one length.
+        prompts: Token ids of each prompt, at least one; they are padded on the left to one length.
         max_new_tokens: Most tokens of a continuation.
-        sampling: How to draw; None takes the likeliest token.
-        eos_token_ids: A continuation ends with one of these.
+        sampling: How tokens are sampled; None takes the likeliest token.
+        eos_token_ids: Token ids that end a continuation.
         pad_token_id: Token id at padded positions.
-        at: Generate at the weights of an evaluation that the engine's ``ask`` returned, for an objective of the text.
+        at: Evaluation from the engine's ``ask`` whose perturbed weights are used, for objectives of generated text; None
+            uses the weights without a perturbation.
 
     Yields:
-        The next token of each prompt, None for those that have ended; stops when all have.
+        The next token of each prompt, None for prompts that have ended; iteration stops when all have ended.
 
     Raises:
         UnsupportedModelError: if the model's forward takes no cache.
-        BatchError: if a prompt is empty, or holds a token that the model does not know.
-        OptionError: if ``max_new_tokens`` is out of its range, or prompt and continuation are longer than the model takes.
+        BatchError: if a prompt is empty, or has a token that is not in the model's vocabulary.
+        OptionError: if ``max_new_tokens`` is out of its range, or prompt and continuation exceed the model's longest
+            sequence.
     """
     require_lengths(model, prompts, max_new_tokens)
     ids, mask = _padded_left(prompts, pad_token_id)
@@ -147,24 +151,24 @@ def generate(
         raise UnsupportedModelError(
             f"model type {model.config.model_type}",
             found="a forward without a cache of keys and values",
-            expected="one that takes past_key_values: a token is a sweep, and runs by itself",
+            expected="a forward that takes past_key_values, since each sweep runs one token",
             remedy="export the model and generate with transformers",
         )
     takes_positions = "position_ids" in arguments
     forward = NextToken(model, DynamicCache(config=model.config))
     ended = torch.zeros(len(ids), dtype=torch.bool)
     ends = torch.tensor(sorted(eos_token_ids), dtype=torch.int64)
-    context, draw = ids, _drawing(sampling)
+    context, draw = ids, _token_choice(sampling)
     run = engine.forwards if at is None else partial(_trained(engine).forwards, at=at)
     for _ in range(max_new_tokens):
         batch = {"input_ids": ids, "attention_mask": mask, **({"position_ids": positions} if takes_positions else {})}
         [[logits]] = run([batch], forward)
         if not bool(logits.isfinite().all()):
             raise NonFiniteLossError(
-                "generation", found="logits that are no numbers", expected="finite logits", remedy="check the weights"
+                "generation", found="logits that are not finite", expected="finite logits", remedy="check the weights"
             )
         tokens = draw(context, logits.cpu())
-        yield tuple(None if over else int(token) for over, token in zip(ended, tokens, strict=True))
+        yield tuple(None if is_ended else int(token) for is_ended, token in zip(ended, tokens, strict=True))
         tokens = tokens.masked_fill(ended, pad_token_id)
         ended = ended | torch.isin(tokens, ends)
         if ended.all():
@@ -180,8 +184,8 @@ def _trained(engine: Runner) -> ZOEngine:
     raise OptionError("at", found="a replayer, which has no evaluations", expected="a ZOEngine", remedy="leave it out")
 
 
-def _drawing(sampling: Sampling | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """What chooses tokens (rows,) given all token ids (rows, tokens) and logits (rows, vocabulary)."""
+def _token_choice(sampling: Sampling | None) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Make a function that chooses tokens (rows,) from all token ids (rows, tokens) and logits (rows, vocabulary)."""
     if sampling is None:
         return lambda ids, logits: logits.argmax(dim=-1)
     warp: Any = sampling.processors()  # its annotations ask for tensor types that no tensor has
@@ -201,18 +205,18 @@ def _padded_left(prompts: Sequence[Sequence[int]], pad_token_id: int) -> tuple[t
 
 
 def require_lengths(model: HFBlockModel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Refuse prompts, and lengths of what follows them, that the model does not take.
+    """Refuse prompts and lengths of continuations that the model does not support.
 
     Raises:
         BatchError, OptionError: as ``generate`` does.
     """
     if not prompts:
-        raise BatchError("prompts", found="none", expected="at least one", remedy="pass a prompt")
+        raise BatchError("prompts", found="none", expected="at least one prompt", remedy="pass a prompt")
     vocabulary = model.config.get_text_config().vocab_size
     for number, prompt in enumerate(prompts):
         if not prompt or not 0 <= min(prompt) <= max(prompt) < vocabulary:
             found = f"tokens {min(prompt)} to {max(prompt)}" if prompt else "an empty prompt"
-            expected = f"at least one token, from 0 to {vocabulary - 1}"
+            expected = f"at least one token, with ids from 0 to {vocabulary - 1}"
             raise BatchError(f"prompts[{number}]", found=found, expected=expected, remedy="use this model's own tokenizer")
     longest = model.longest_row
     for number, prompt in enumerate(prompts):
@@ -220,12 +224,12 @@ def require_lengths(model: HFBlockModel, prompts: Sequence[Sequence[int]], max_n
             raise BatchError(
                 f"prompts[{number}]",
                 found=f"{len(prompt)} tokens",
-                expected=f"at most {longest - 1}: the model takes {longest}, and what it writes has to fit, too",
+                expected=f"at most {longest - 1}, one less than the model's longest sequence",
                 remedy="shorten this prompt",
             )
     most = None if longest is None else longest - max(map(len, prompts))
     if max_new_tokens < 1 or (most is not None and max_new_tokens > most):
-        expected = "at least 1" if most is None else f"1 to {most}, what the prompts leave of the {longest} the model takes"
+        expected = "at least 1" if most is None else f"1 to {most}, with which prompts reach the model's limit of {longest}"
         raise OptionError(
-            "max_new_tokens", found=repr(max_new_tokens), expected=expected, remedy="choose a number in this range"
+            "max_new_tokens", found=repr(max_new_tokens), expected=expected, remedy="pass a value in this range"
         )

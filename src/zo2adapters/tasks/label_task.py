@@ -1,4 +1,4 @@
-"""Texts with labels, trained on the loss of a model that classifies or rates."""
+"""A task for texts with labels, for models that classify or predict numbers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from zo2adapters.models.called_forward import CalledForward
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.labelled import LabelledRow, LabelledRows, classifies, labelled_batch, padding_of
-from zo2adapters.tasks.sharding import in_order, is_own_shard
+from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
 from zo2adapters.tasks.task import StepReport, Task, TaskOptions, TrainingEngine
 from zo2core import Batch, Runner
 
 
 class LabelTask(Task):
-    """Texts with labels, by the model's own loss; padded as the model's config says, not as the options do. See ``Task``.
+    """A task for texts with labels, with the model's own loss and the padding token of its config. See ``Task``.
 
     Raises:
-        OptionError: if the config names no padding.
+        OptionError: if the config has no padding token.
     """
 
     def __init__(self, model: HFBlockModel, rows: LabelledRows, options: TaskOptions) -> None:
@@ -28,7 +28,7 @@ class LabelTask(Task):
         self._rows_at_once = options.micro_batch_size or options.batch_size
 
     def batch(self, rows: Sequence[LabelledRow]) -> Batch:
-        """Pad the rows."""
+        """Pad the rows to one length."""
         return labelled_batch(rows, pad_token_id=self._pad)
 
     def step(self, engine: TrainingEngine, rows: Sequence[LabelledRow], batch: Batch) -> StepReport:
@@ -36,7 +36,7 @@ class LabelTask(Task):
         return engine.step(batch)
 
     def evaluate(self, engine: Runner, rows: LabelledRows) -> dict[str, float]:
-        """The mean loss over rows and, of classes, how often the likeliest one is right."""
+        """Compute the mean loss over rows and, for rows with a class, accuracy."""
         return evaluate_labels(engine, self._model, rows, batch_size=self._rows_at_once, pad=self._pad)
 
 
@@ -49,8 +49,8 @@ def evaluate_labels(
         engine: Runner whose current weights are evaluated.
         model: The model that the runner was made with.
         rows: The rows to evaluate on.
-        batch_size: Rows of a batch.
-        pad: Token id at padded positions, as ``padding_of`` gives it.
+        batch_size: Number of rows in a batch.
+        pad: Token id at padded positions, from ``padding_of``.
 
     Returns:
         ``loss``, the mean over rows; where rows have a class also ``accuracy``, the share whose likeliest class is right.
@@ -60,14 +60,14 @@ def evaluate_labels(
         labelled_batch(group, pad_token_id=pad) for number, group in enumerate(groups) if is_own_shard(engine, number)
     )
     outputs = engine.forwards(batches, CalledForward(model, _loss_and_right))
-    own = [value for outputs_of_sweep in outputs for output in outputs_of_sweep for value in output.tolist()]
-    values = in_order(engine, own, [2] * len(groups), rows.rows)
-    means = [math.fsum(values[place::2]) / len(rows) for place in (0, 1)]
+    own_values = [value for outputs_of_sweep in outputs for output in outputs_of_sweep for value in output.tolist()]
+    values = gather_in_order(engine, own_values, [2] * len(groups), rows.rows)
+    means = [math.fsum(values[start::2]) / len(rows) for start in (0, 1)]
     return dict(zip(("loss", "accuracy"), means, strict=True)) if classifies(model.config) else {"loss": means[0]}
 
 
 def _loss_and_right(model: Any, batch: dict[str, Any]) -> torch.Tensor:
-    """Of a batch: its loss times its rows, and how many rows' likeliest class is the right one."""
+    """A batch's loss times its number of rows, and its number of rows whose likeliest class is right: (2,), float64."""
     output, labels = model(**batch), batch["labels"]
     right = (output.logits.argmax(-1) == labels).sum() if labels.dim() == 1 else labels.new_zeros(())
     return torch.stack([output.loss.double() * len(labels), right.double()])

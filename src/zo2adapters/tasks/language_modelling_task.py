@@ -1,4 +1,4 @@
-"""Rows of text, trained on the model's own loss over labelled tokens."""
+"""A task for rows of text, with the model's own loss over labelled tokens."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zo2core import Batch, EvaluationResult, Runner
 
 
 class LanguageModelling(Task):
-    """Rows of text, by the model's own loss. See ``Task``."""
+    """A task for rows of text, with the model's own loss. See ``Task``."""
 
     def __init__(self, model: HFBlockModel, rows: Dataset, options: TaskOptions) -> None:
         self._options = options
 
     def batch(self, rows: Sequence[TokenizedRow]) -> Batch:
-        """Pad the rows, or pack them."""
+        """Pad the rows to one length, or pack them."""
         batch = collate(rows, pad_token_id=self._options.pad)
         return pack(batch) if self._options.pack else batch
 
@@ -29,7 +29,7 @@ class LanguageModelling(Task):
         return engine.step(batch)
 
     def evaluate(self, engine: Runner, rows: Dataset) -> dict[str, float]:
-        """The mean loss over labelled tokens."""
+        """Compute the mean loss over labelled tokens."""
         options = self._options
         result = evaluate_dataset(engine, rows, batch_size=options.batch_size, pad=options.pad, packed=options.pack)
         return {"loss": result.loss}
@@ -44,15 +44,15 @@ def evaluate_dataset(
     packed: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> EvaluationResult:
-    """Evaluate the present weights on a whole data set, in file order.
+    """Evaluate the current weights on a whole data set, in file order.
 
     Args:
-        engine: The engine whose present weights are evaluated.
+        engine: The engine whose current weights are evaluated.
         dataset: The rows to evaluate on.
-        batch_size: Rows a batch.
+        batch_size: Number of rows in a batch.
         pad: Token id at padded positions.
-        packed: Whether a batch's rows lie one behind the other instead of being padded.
-        progress: Told how many rows are being taken up, batch by batch.
+        packed: Whether the rows of a batch are concatenated instead of padded.
+        progress: Called with the number of rows of each batch.
     """
 
     def batches() -> Iterator[Batch]:

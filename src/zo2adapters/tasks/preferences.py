@@ -1,4 +1,4 @@
-"""JSONL files of preferences: rows of ``prompt``, ``chosen`` and ``rejected``, as TRL's DPOTrainer takes them."""
+"""JSONL files of preferences: rows of ``prompt``, ``chosen`` and ``rejected``, as for TRL's DPOTrainer."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ _KEYS = ("prompt", "chosen", "rejected")
 
 @dataclass(frozen=True, slots=True)
 class Preferences(Choices):
-    """The rows of a file of preferences, in file order: the first candidate is the one that was chosen."""
+    """The rows of a file of preferences, in file order; the first candidate is the chosen one."""
 
     format: ClassVar = RowFormat.PREFERENCES
 
 
 def read_preferences(path: Path, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int) -> Preferences:
-    """Read and tokenise a file of preferences: three strings a row, or three lists of messages.
+    """Read and tokenise a file of preferences.
 
     Args:
-        path: JSONL file. Both completions are closed as in ``read_dataset``.
+        path: JSONL file. The three values of a row are strings, or lists of messages. Completions get an EOS as in
+            ``read_dataset``.
         tokenizer: The model's tokenizer.
-        sequence_length: Most tokens of a prompt and a completion; longer ones are refused.
+        sequence_length: Most tokens of a prompt with a completion; longer ones are refused.
 
     Raises:
-        DataError: if the file cannot be read, or a row is malformed or too long; it names the line.
+        DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
     """
     return Preferences(tuple(_preferences(path, tokenizer, sequence_length)))
 
@@ -48,19 +49,19 @@ def _preferences(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length
         kinds = {type(row.get(key)) for key in _KEYS}
         if kinds not in ({str}, {list}):
             found = f"the keys {', '.join(map(repr, row))}" if type(None) in kinds else json.dumps(row)[:60]
-            raise refuse(found, "'prompt', 'chosen' and 'rejected', all texts or all lists of messages", "write it as such")
+            raise refuse(found, "'prompt', 'chosen' and 'rejected', all texts or all lists of messages", "correct the row")
         try:
             both = [tokenized_row({"prompt": row["prompt"], "completion": row[key]}, tokenizer) for key in _KEYS[1:]]
-        except DataError as error:  # about the row; only here its path and line are known
+        except DataError as error:  # the error lacks path and line
             raise refuse(error.found, error.expected, error.remedy) from error
         shared = min(length for _, length in both)
         longest = max(len(ids) for ids, _ in both)
         choice = Choice(tuple(both[0][0][:shared]), tuple(tuple(ids[shared:]) for ids, _ in both), 0)
         if not choice.prompt or not all(choice.candidates):
             lengths = " and ".join(str(len(candidate)) for candidate in choice.candidates)
-            found = f"{shared} tokens that both share as prompt, and {lengths} of the completions"
-            raise refuse(found, "at least 1 of prompt and of each completion", "mend the row")
+            found = f"a common prompt of {shared} tokens, completions of {lengths} tokens"
+            raise refuse(found, "at least 1 token of each", "lengthen the texts, or remove the row")
         if longest > sequence_length:
-            found = f"{shared} tokens of prompt, {longest} with the longer completion"
-            raise refuse(found, f"at most {sequence_length} in all", TOO_LONG)
+            found = f"a prompt of {shared} tokens, {longest} with the longer completion"
+            raise refuse(found, f"at most {sequence_length} together", TOO_LONG)
         yield choice

@@ -1,6 +1,6 @@
-"""All tasks by name: what ``--objective`` takes, which rows each task is for, and where it is.
+"""All tasks by name: the values of ``--objective``, the format of each task's rows, and its class.
 
-Tasks are imported when a run asks for one, so that a command line is read without transformers.
+A task is imported when a run uses it, so that command lines are parsed without importing transformers.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class TaskEntry(NamedTuple):
 
     name: str
     rows: RowFormat
-    location: str  # module of this folder, and class
+    location: str  # module of this folder, and class, as "module:Class"
     options: tuple[str, ...] = ()  # fields of TaskOptions that this task supports and most do not
-    other_rows: tuple[RowFormat, ...] = ()  # formats that it takes beside its own, if it is asked for by name
+    other_rows: tuple[RowFormat, ...] = ()  # further formats that the task takes if it is given by name
     has_gradient: bool = True  # whether its objective can be differentiated
 
     def load(self) -> Callable[[HFBlockModel, Rows, TaskOptions], Task]:
@@ -44,7 +44,7 @@ class TaskEntry(NamedTuple):
         return loaded
 
 
-_PREFERENCES = (RowFormat.PREFERENCES,)  # are candidates, too: the chosen one is right
+_PREFERENCES = (RowFormat.PREFERENCES,)  # rows of preferences are candidates, too: the chosen one is right
 
 TASKS = (
     TaskEntry(MODEL_LOSS, RowFormat.TEXT, "language_modelling_task:LanguageModelling", options=("pack", "per_row")),
@@ -64,17 +64,17 @@ def names_model_loss(objective: str) -> bool:
 
 
 def function_file(objective: str) -> Path | None:
-    """The file of an objective that is a function of the user's own."""
+    """The file of an objective that is the user's own function; None for other objectives."""
     return Path(objective.rpartition(":")[0]) if ".py:" in objective else None
 
 
 def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
-    """Make the task that the options name, for rows.
+    """Make the task that the options name.
 
     Args:
         model: The model to train.
         rows: The rows to train on.
-        options: What the run's options say about the task.
+        options: The task's options; their objective is the name of a task.
 
     Raises:
         OptionError: if there is no such task, it takes rows of another format, or it does not support an option.
@@ -82,38 +82,38 @@ def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
     entry = _find(options.objective, rows.format)
     for option in ("pack", "beta", "per_row"):
         if getattr(options, option) not in (None, False) and option not in entry.options:
-            supporting = " or ".join(known.name for known in TASKS if option in known.options)
-            raise OptionError(option, found=f"{entry.name} as objective", expected=supporting, remedy="leave it out")
+            supporting = " or ".join(task.name for task in TASKS if option in task.options)
+            raise OptionError(
+                option, found=f"the objective {entry.name}", expected=f"the objective {supporting}", remedy="leave it out"
+            )
     if options.differentiates and not entry.has_gradient:
-        differentiable = [
-            known.name for known in TASKS if known.has_gradient and rows.format in (known.rows, *known.other_rows)
-        ]
+        differentiable = [task.name for task in TASKS if task.has_gradient and rows.format in (task.rows, *task.other_rows)]
         raise OptionError(
             "objective",
             found=f"{entry.name}, which has no gradient",
             expected=f"{' or '.join(differentiable)} with --method",
-            remedy="choose another objective, or leave --method out: zeroth-order steps need no gradient",
+            remedy="pass another objective, or leave --method out: zeroth-order steps need no gradient",
         )
     if rows.format not in (entry.rows, *entry.other_rows):
         raise OptionError(
             "objective",
             found=f"{options.objective} for rows with {rows.format.value}",
             expected=f"rows with {entry.rows.value}",
-            remedy="choose another objective, or other rows",
+            remedy="pass another objective, or other rows",
         )
     name = entry.name if options.objective == AUTO else options.objective
     return entry.load()(model, rows, replace(options, objective=name))
 
 
 def _find(objective: str, rows: RowFormat) -> TaskEntry:
-    """The task of a name: the one for rows of this format, else the first one."""
+    """The task of this name for rows of this format; if there is none for them, the first task of this name."""
     if objective == AUTO:
-        return next(known for known in TASKS if known.rows is rows)
+        return next(task for task in TASKS if task.rows is rows)
     name = objective if function_file(objective) is None else FUNCTION
-    named = [known for known in TASKS if known.name == name]
+    named = [task for task in TASKS if task.name == name]
     if not named:
-        names = ", ".join(dict.fromkeys([AUTO, *(known.name for known in TASKS if known.name != FUNCTION)]))
+        names = ", ".join(dict.fromkeys([AUTO, *(task.name for task in TASKS if task.name != FUNCTION)]))
         raise OptionError(
-            "objective", found=repr(objective), expected=f"one of {names}, or {FUNCTION}", remedy="choose one of these"
+            "objective", found=repr(objective), expected=f"one of {names}, or {FUNCTION}", remedy="pass one of these"
         )
-    return next((known for known in named if known.rows is rows), named[0])
+    return next((task for task in named if task.rows is rows), named[0])

@@ -1,4 +1,4 @@
-"""JSONL files of rows of any format: which format a file has, and its rows as tokens."""
+"""Recognise the format of a JSONL file of rows, and read it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Rows = Dataset | Choices | LabelledRows
 
 
 def format_of(path: Path) -> RowFormat:
-    """The format of a file's rows, by its first row.
+    """Recognise the format of a file by its first row.
 
     Args:
         path: JSONL file for a causal language model.
 
     Raises:
-        DataError: if the file cannot be read, or its first row is no JSON object.
+        DataError: if the file cannot be read, or its first row is not a JSON object.
     """
     return RowFormat.of(next((row for _, row in parsed_rows(path)), {}))
 
@@ -34,13 +34,13 @@ def read_rows(
     sequence_length: int,
     labelled_for: PretrainedConfig | None = None,
 ) -> Rows:
-    """Read a file of rows of any format that can be trained on.
+    """Read and tokenise a file of rows of any format that can be trained on.
 
     Args:
         path: JSONL file.
         tokenizer: The model's tokenizer.
         sequence_length: Most tokens of a row.
-        labelled_for: Config of the model, if the model takes texts with labels.
+        labelled_for: Config of a model that takes texts with labels; None for a causal language model.
 
     Raises:
         DataError: if the file cannot be read, or a row is malformed.

@@ -1,4 +1,4 @@
-"""The kinds of rows that files hold."""
+"""The formats of rows in data files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class RowFormat(Enum):
-    """What a row of a file has; the value names its keys, for messages."""
+    """The format of a row; the value lists its keys, for messages."""
 
     TEXT = "text, or prompt and completion"
     CANDIDATES = "prompt, candidates and answer"
@@ -24,4 +24,4 @@ class RowFormat(Enum):
             row: A JSON object of a file.
         """
         formats = {"candidates": cls.CANDIDATES, "chosen": cls.PREFERENCES, "answers": cls.ANSWERS}
-        return next((own for key, own in formats.items() if key in row), cls.TEXT)
+        return next((known for key, known in formats.items() if key in row), cls.TEXT)

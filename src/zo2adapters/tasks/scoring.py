@@ -1,6 +1,6 @@
 """Log-likelihoods of candidate answers: multiple choice, and classification by label words.
 
-Every pair of prompt and candidate is a row; as many batches of rows share a sweep as the engine's activation budget holds.
+Every pair of prompt and candidate is a row; the batches whose activations fit into the engine's budget share a sweep.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.prepared_batch import predictions
 from zo2adapters.tasks.batches import collate
 from zo2adapters.tasks.rows import TokenizedRow
-from zo2adapters.tasks.sharding import in_order, is_own_shard
+from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
 from zo2core import Batch, BatchError, Runner
 
 
 class Scored(NamedTuple):
     """How likely the candidates of each prompt are."""
 
-    log_likelihoods: tuple[tuple[float, ...], ...]  # a prompt, a candidate: summed over the candidate's tokens, in nats
-    tokens: tuple[tuple[int, ...], ...]  # a prompt, a candidate: how many tokens the candidate has
-    sweeps: int  # passes over all blocks that this took
+    log_likelihoods: tuple[tuple[float, ...], ...]  # [prompt][candidate], summed over the candidate's tokens, in nats
+    tokens: tuple[tuple[int, ...], ...]  # [prompt][candidate], number of the candidate's tokens
+    sweeps: int  # number of passes over all blocks
 
     def choices(self, *, by_length: bool = False) -> tuple[int, ...]:
-        """The likeliest candidate of each prompt, the first of equal ones.
+        """The index of each prompt's likeliest candidate, the first one if several are equal.
 
         Args:
-            by_length: Compare means over tokens instead of sums.
+            by_length: Whether means over tokens are compared instead of sums.
         """
         rows = zip(self.log_likelihoods, self.tokens, strict=True)
         values = [[v / n if by_length else v for v, n in zip(*row, strict=True)] for row in rows]
@@ -39,10 +39,10 @@ class Scored(NamedTuple):
 
 
 class LogLikelihood:
-    """The model's forward, ending in each row's log-likelihood of its labelled tokens instead of a loss.
+    """The model's forward, which returns each row's log-likelihood of its labelled tokens instead of a loss.
 
     Args:
-        model: The model whose forward this is.
+        model: The model that runs.
     """
 
     def __init__(self, model: HFBlockModel) -> None:
@@ -60,14 +60,14 @@ class LogLikelihood:
         hidden = self._model.by_token(activations.hidden)
         sums = torch.zeros(len(targets), dtype=torch.float64, device=targets.device)
         for start in range(0, len(rows), chunk):
-            at = rows[start : start + chunk], columns[start : start + chunk]
-            logits = self._model.logits(hidden[at]).float()
-            log_probabilities = logits.log_softmax(dim=-1).gather(1, targets[at][:, None])[:, 0]
-            sums.index_add_(0, at[0], log_probabilities.double())
+            index = rows[start : start + chunk], columns[start : start + chunk]
+            logits = self._model.logits(hidden[index]).float()
+            log_probabilities = logits.log_softmax(dim=-1).gather(1, targets[index][:, None])[:, 0]
+            sums.index_add_(0, index[0], log_probabilities.double())
         return sums
 
     def forward_bytes(self, batch: Batch) -> int:
-        """Count as the model does, but logits of the labelled tokens only."""
+        """The model's bytes of activations, with logits of the labelled tokens only."""
         rows, tokens = batch["input_ids"].shape
         labelled = len(predictions(batch)[0])
         chunk = min(labelled, self._model.loss_chunk or labelled)
@@ -84,38 +84,38 @@ def score(
     pad_token_id: int = 0,
     progress: Callable[[int], object] | None = None,
 ) -> Scored:
-    """Log-likelihoods of each prompt's candidates at the engine's present weights.
+    """Compute the log-likelihoods of each prompt's candidates with the engine's current weights.
 
     Args:
-        engine: The engine whose present weights are used.
+        engine: The engine whose current weights are used.
         model: The model that the engine was made with.
-        prompts: Token ids, at least one each.
-        candidates: For each prompt, one or more lists of token ids that may follow it, at least one each.
-        batch_size: Rows a batch; a row is a prompt and one candidate.
+        prompts: Token ids of each prompt, at least one.
+        candidates: One or more candidates of each prompt, as token ids, at least one.
+        batch_size: Number of rows in a batch; a row is a prompt with one candidate.
         pad_token_id: Token id at padded positions.
-        progress: Told how many rows are being taken up, batch by batch.
+        progress: Called with the number of rows of each batch.
 
     Raises:
-        BatchError: if a prompt or a candidate is empty, or a row is longer than the model takes.
-        WorkerError: if another worker is silent, or has other rows.
+        BatchError: if a prompt or a candidate is empty, or a row is longer than the model supports.
+        WorkerError: if another worker does not answer, or has other rows.
     """
     rows: list[TokenizedRow] = []
     for number, (prompt, answers) in enumerate(zip(prompts, candidates, strict=True)):
-        given = (("prompts", prompt), ("candidates", answers), *(("candidates", answer) for answer in answers))
-        for name, tokens in given:
+        sequences = (("prompts", prompt), ("candidates", answers), *(("candidates", answer) for answer in answers))
+        for name, tokens in sequences:
             if not tokens:
-                raise BatchError(f"{name}[{number}]", found="nothing", expected="at least one token", remedy="fill it in")
-        tokens_in_all, longest = len(prompt) + max(map(len, answers)), model.longest_row
-        if longest is not None and tokens_in_all > longest:
+                raise BatchError(f"{name}[{number}]", found="nothing", expected="at least one token", remedy="add tokens")
+        longest_row, longest = len(prompt) + max(map(len, answers)), model.longest_row
+        if longest is not None and longest_row > longest:
             raise BatchError(
                 f"prompts[{number}]",
-                found=f"{len(prompt)} tokens, {tokens_in_all} with the longest candidate",
-                expected=f"at most {longest} in all, what the model takes",
+                found=f"{len(prompt)} tokens, {longest_row} with the longest candidate",
+                expected=f"at most {longest} together, the model's longest sequence",
                 remedy="shorten this prompt or its candidates",
             )
         rows += [TokenizedRow(array("i", [*prompt, *answer]), len(prompt), 0) for answer in answers]
     if not rows:
-        raise BatchError("prompts", found="none", expected="at least one", remedy="pass prompts to score")
+        raise BatchError("prompts", found="none", expected="at least one prompt", remedy="pass prompts to score")
 
     groups = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
 
@@ -131,7 +131,7 @@ def score(
     for outputs in engine.forwards(batches(), LogLikelihood(model)):
         sums += torch.cat(outputs).tolist()
         sweeps += 1
-    values = iter(in_order(engine, sums, [len(group) for group in groups], rows))
+    values = iter(gather_in_order(engine, sums, [len(group) for group in groups], rows))
     return Scored(
         log_likelihoods=tuple(tuple(next(values) for _ in answers) for answers in candidates),
         tokens=tuple(tuple(len(answer) for answer in answers) for answers in candidates),

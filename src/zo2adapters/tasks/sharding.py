@@ -1,4 +1,4 @@
-"""Groups of rows that the workers of a run take in turns, and what they make of them, in order again."""
+"""Shard groups of rows over the workers of a run, and gather the results in order."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ from zo2core import Runner
 
 
 def is_own_shard(engine: Runner, number: int) -> bool:
-    """Whether a group of rows is this worker's."""
+    """Whether a group of rows belongs to this worker.
+
+    Args:
+        engine: The engine with the workers.
+        number: Index of the group.
+    """
     return number % engine.workers.size == engine.workers.rank
 
 
-def in_order(engine: Runner, values: Sequence[float], counts: Sequence[int], rows: object) -> list[float]:
-    """The numbers of all groups, in their order.
+def gather_in_order(engine: Runner, values: Sequence[float], counts: Sequence[int], rows: object) -> list[float]:
+    """Gather the results of all workers' groups, in the order of the groups.
 
     Args:
-        engine: Whose workers took them in turns.
-        values: What this worker made of its groups, one after the other.
-        counts: How many numbers each group has.
-        rows: What all groups are of; workers have to have equal ones, by their ``repr``.
+        engine: The engine with the workers.
+        values: The results of this worker's groups, concatenated.
+        counts: Number of results of each group of all workers.
+        rows: The rows of all groups; their ``repr`` has to be the same on all workers.
 
     Raises:
-        WorkerError: if another worker has other groups, or is silent.
+        WorkerError: if another worker has other rows, or does not answer.
     """
     engine.workers.require_same("rows", zlib.crc32(repr(rows).encode()))
-    taken = iter(values)
-    own = [[next(taken) for _ in range(count)] for number, count in enumerate(counts) if is_own_shard(engine, number)]
+    remaining = iter(values)
+    own = [[next(remaining) for _ in range(count)] for number, count in enumerate(counts) if is_own_shard(engine, number)]
     return [value for group in engine.workers.in_order(own) for value in group]

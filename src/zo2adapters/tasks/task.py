@@ -1,4 +1,4 @@
-"""The contract of a task: how a run learns from rows of one format, and how it is evaluated on them."""
+"""The contract of a task: how a run trains on rows of one format, and how it is evaluated on them."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ StepReport: TypeAlias = StepResult | GradientStepResult
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """What a run's options say about its task."""
+    """The options of a run that concern its task."""
 
     objective: str  # name of the task or FILE.py:function; "auto" until the registry has chosen a task
     pad: int  # token id at padded positions
-    batch_size: int  # rows of a batch
-    micro_batch_size: int | None = None  # sequences that run at a time; None: all of a batch
-    beta: float | None = None  # weight of DPO's penalty; None: the default
+    batch_size: int  # number of rows in a batch
+    micro_batch_size: int | None = None  # sequences that run at a time; None runs all of a batch
+    beta: float | None = None  # strength of DPO's penalty; None is the default
     pack: bool = False  # whether rows of a batch are concatenated instead of padded
     per_row: bool = False  # whether each row of a batch has a loss and a direction of its own
     differentiates: bool = False  # whether steps take the gradient of the objective
 
 
 class Task(Protocol):
-    """How a run learns from rows of one format.
+    """How a run trains on rows of one format.
 
-    A task is made as ``maker(model, rows, options)``, from an ``HFBlockModel``, the rows to train on, and ``TaskOptions``.
+    A task's constructor takes an ``HFBlockModel``, the rows to train on, and ``TaskOptions``.
     """
 
     provenance: Mapping[str, Any] = MappingProxyType({})
-    """What the steps depend on and the options leave open, as JSON values for the journal's header."""
+    """Values that the steps depend on and the options do not determine, as JSON values for the journal's header."""
 
     def prepare(
         self, open_base: Callable[[], AbstractContextManager[Runner]], rows_to_come: Callable[[], Sequence[Any]]
     ) -> None:
-        """Compute what the task needs of the base model, before the first step of a new or resumed run.
+        """Compute what the task needs from the base model, before the first step of a new or resumed run.
 
-        By default nothing is needed, and neither argument is called.
+        The default needs nothing, and calls neither argument.
 
         Args:
-            open_base: Opens a runner of the base model, whatever steps the run has taken.
-            rows_to_come: Lists the rows of all steps and evaluations to come.
+            open_base: Opens a runner of the base model, without the run's steps.
+            rows_to_come: Lists the rows of all remaining steps and evaluations.
         """
 
     @abstractmethod
     def batch(self, rows: Sequence[Any]) -> Batch:
-        """Make a batch of the rows of one step."""
+        """Make a batch from the rows of one step."""
 
     @abstractmethod
     def step(self, engine: TrainingEngine, rows: Sequence[Any], batch: Batch) -> StepReport:
@@ -61,7 +61,7 @@ class Task(Protocol):
         Args:
             engine: The run's engine.
             rows: The rows of the step.
-            batch: What ``batch`` made of these rows.
+            batch: The batch that ``batch`` made from these rows.
         """
 
     @abstractmethod
@@ -70,8 +70,8 @@ class Task(Protocol):
 
         Args:
             engine: Runner whose current weights are evaluated.
-            rows: A file of rows of the task's format.
+            rows: The rows of a file, in the task's format.
 
         Returns:
-            Results by name. ``loss`` is among them, and smaller is better.
+            Results by name, among them ``loss``, of which smaller is better.
         """

@@ -1,4 +1,4 @@
-"""A task for a confined process: a chat template, which is a program, makes a text of messages."""
+"""The program of a limited process that renders chat templates."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def answer(request: dict[str, Any]) -> str:
     """Render one conversation as ``tokenizer.apply_chat_template`` does.
 
     Args:
-        request: ``messages``, as JSON; ``template``; ``special_tokens`` by name; ``reply_follows``; and ``longest``, in
-            characters, what the text may have.
+        request: ``messages``, as JSON; ``template``; ``special_tokens`` by name; ``reply_follows``; and ``longest``, the
+            most characters of the text.
 
     Raises:
-        ValueError: if the text is longer.
+        ValueError: if the text is longer than ``longest``.
     """
     messages = [
         {key: value for key, value in message.items() if value is not None} for message in json.loads(request["messages"])
@@ -29,5 +29,5 @@ def answer(request: dict[str, Any]) -> str:
     )
     ((text,), _) = rendered
     if len(text) > request["longest"]:
-        raise ValueError(f"a text of {len(text)} characters, where {request['longest']} are allowed")
+        raise ValueError(f"a text of {len(text)} characters, but at most {request['longest']} are allowed")
     return str(text)

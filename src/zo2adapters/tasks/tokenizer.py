@@ -15,18 +15,18 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """Load a model directory's tokenizer, without running remote code.
 
     Raises:
-        DataError: if there is none.
-        CheckpointError: if its files are not to be read.
+        DataError: if there is no tokenizer, or it cannot be loaded.
+        CheckpointError: if a file is a link that leads out of the directory.
     """
-    companion_files(directory)  # refuses links out of the directory
+    companion_files(directory)  # refuses links that lead out of the directory
     for path in directory.iterdir():
-        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would hang whoever reads it
-            raise _unusable(directory, f"{path.name} is no regular file")
+        if path.exists() and not (path.is_file() or path.is_dir()):  # reading a pipe would hang
+            raise _unusable(directory, f"{path.name} is not a regular file")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit):
         raise
-    # A damaged tokenizer.json leads to whatever it leads to; a panic of the Rust library is no Exception even.
+    # A damaged tokenizer.json may raise anything: a panic of the Rust library is not even an Exception.
     except BaseException as error:
         raise _unusable(directory, (str(error).splitlines() or [type(error).__name__])[0][:200]) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -38,11 +38,11 @@ def _unusable(directory: Path, why: str) -> DataError:
     return DataError(
         directory,
         found=f"no usable tokenizer ({why})",
-        expected="tokenizer files beside the model",
+        expected="tokenizer files in the model's directory",
         remedy="copy the tokenizer files of the base model into the directory",
     )
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Token id to pad with: the tokenizer's padding token, else its EOS, else 0."""
+    """The token id for padding: the tokenizer's padding token, else its EOS, else 0."""
     return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if isinstance(token, int)), 0)

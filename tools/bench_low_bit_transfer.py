@@ -1,13 +1,13 @@
-"""What travels to a device, and who replays: six ways on a simulated bus, at three ratios of compute to transfer.
+"""Compare six combinations of transfer dtype and place of replay, at three ratios of compute to transfer.
 
-    python tools/bench_carrying.py --output carrying.json
-    python tools/bench_carrying.py --gpu --geometry opt-1.3b --tokens 2048        # behind a GPU's own bus
+    python tools/bench_low_bit_transfer.py --output low-bit-transfer.json
+    python tools/bench_low_bit_transfer.py --gpu --geometry opt-1.3b --tokens 2048        # behind a GPU's own bus
 
-The bus is simulated (``threaded_device.py``): copies run in threads that keep to a rate, each way at the same time. The CPU
-is the device as well as the host, so that what the host does for a device (replaying, rounding: the lane 'carry') takes
-cores from the device's own compute, which it would not beside a GPU. A ratio of 4 means that a sweep computes four times as
-long as float32 blocks take one way. With ``--gpu`` device and bus are the real ones. All sides run mixed precision, bfloat16
-under autocast, with the default noise; they take turns in one process. Prints a table and JSON.
+The bus is simulated (``threaded_device.py``): copies run in threads at a given rate, in both directions simultaneously. The
+CPU is both device and host, so the host's work for a device (replaying and rounding: the lane 'carry') takes cores from the
+device's compute, unlike with a GPU. A ratio of 4 means that a sweep computes four times as long as the transfer of float32
+blocks in one direction takes. ``--gpu`` uses a real GPU and bus. All configurations run mixed precision, bfloat16 under
+autocast, with the default noise, and alternate in one process. Prints a table and JSON.
 """
 
 from __future__ import annotations
@@ -31,32 +31,34 @@ from zo2core import CudaDevice, DevicePlan, Distribution, MemoryPolicy, PhiloxNo
 from zo2core.planning.low_bit import Replay
 from zo2core.types import Batch, Lane, StepResult
 
-RATIOS = (0.25, 1.0, 4.0)  # of compute to the transfer of float32 blocks, one way
+RATIOS = (0.25, 1.0, 4.0)  # ratios of compute to the transfer of float32 blocks in one direction
 
 
-class Way(NamedTuple):
-    """What travels, and who replays."""
+class Configuration(NamedTuple):
+    """A transfer dtype and a place of replay."""
 
     name: str
-    transfer_dtype: torch.dtype | None
-    comes_back: bool
+    transfer_dtype: torch.dtype | None  # None transfers blocks as they are stored
+    transfer_back: bool  # whether blocks return from the device in that dtype
     replay: Replay
 
 
 FP8 = torch.float8_e4m3fn
-WAYS = (
-    Way("float32, both ways", None, comes_back=False, replay="device"),
-    Way("bfloat16, both ways (ZO2)", torch.bfloat16, comes_back=True, replay="device"),
-    Way("float8, both ways (ZO2)", FP8, comes_back=True, replay="device"),
-    Way("float32, replayed by the host", None, comes_back=False, replay="host"),
-    Way("bfloat16, replayed by the host", torch.bfloat16, comes_back=False, replay="host"),
-    Way("float8, replayed by the host", FP8, comes_back=False, replay="host"),
+CONFIGURATIONS = (
+    Configuration("float32, both ways", None, transfer_back=False, replay="device"),
+    Configuration("bfloat16, both ways (ZO2)", torch.bfloat16, transfer_back=True, replay="device"),
+    Configuration("float8, both ways (ZO2)", FP8, transfer_back=True, replay="device"),
+    Configuration("float32, replayed by the host", None, transfer_back=False, replay="host"),
+    Configuration("bfloat16, replayed by the host", torch.bfloat16, transfer_back=False, replay="host"),
+    Configuration("float8, replayed by the host", FP8, transfer_back=False, replay="host"),
 )
 
 
-def opened(directory: Path, way: Way | None = None) -> HFBlockModel:
+def opened(directory: Path, configuration: Configuration | None = None) -> HFBlockModel:
     """The model in mixed precision."""
-    transfer_dtype, back = (None, False) if way is None else (way.transfer_dtype, way.comes_back)
+    transfer_dtype, back = (
+        (None, False) if configuration is None else (configuration.transfer_dtype, configuration.transfer_back)
+    )
     return open_checkpoint(
         directory,
         precision=Precision(
@@ -66,32 +68,32 @@ def opened(directory: Path, way: Way | None = None) -> HFBlockModel:
 
 
 def compute_seconds(directory: Path, batch: Batch) -> float:
-    """What a sweep's replay and forwards take where nothing travels."""
+    """The seconds of a sweep's replay and forwards without transfers."""
     with ZOEngine(opened(directory), estimator(), noise=PhiloxNoise(Distribution.RADEMACHER)) as engine:
         steps = [engine.step(batch).lanes for _ in range(WARM_UP + 3)]
     return min(lanes[Lane.REPLAY].busy_seconds + lanes[Lane.EVALUATE].busy_seconds for lanes in steps)
 
 
 def on_a_bus(rate: float) -> ThreadedDevice:
-    """A device behind a simulated bus of so many bytes a second, each way."""
+    """A device behind a simulated bus of ``rate`` bytes a second in each direction."""
     return ThreadedDevice(ThreadedStreams(lambda lane, nbytes: nbytes / rate, poison=False))
 
 
 def bench(directory: Path, batch: Batch, rate: float | None, steps: int) -> dict[str, Any]:
-    """Every way on a bus of so many bytes a second, or on a GPU's own, step by step in turn."""
-    measured: dict[str, list[StepResult]] = {way.name: [] for way in WAYS}
+    """Measure all configurations, step by step in turn, on a bus of ``rate`` bytes a second; None uses a GPU's own bus."""
+    measured: dict[str, list[StepResult]] = {configuration.name: [] for configuration in CONFIGURATIONS}
     with ExitStack() as opened_engines:
         engines: dict[str, ZOEngine] = {}
-        for way in WAYS:
+        for configuration in CONFIGURATIONS:
             device = CudaDevice() if rate is None else on_a_bus(rate)
             opened_engines.enter_context(closing(device))
-            engines[way.name] = opened_engines.enter_context(
+            engines[configuration.name] = opened_engines.enter_context(
                 ZOEngine(
-                    opened(directory, way),
+                    opened(directory, configuration),
                     estimator(),
                     noise=PhiloxNoise(Distribution.RADEMACHER),
                     device=device,
-                    replay=way.replay,
+                    replay=configuration.replay,
                     memory=MemoryPolicy(device=DevicePlan((), 1 << 40, kept=0, activation_bytes=1 << 28)),
                 )
             )
@@ -104,7 +106,7 @@ def bench(directory: Path, batch: Batch, rate: float | None, steps: int) -> dict
 
 
 def report(results: list[StepResult]) -> dict[str, Any]:
-    """Of one side: seconds, bytes and busy lanes of a step."""
+    """Summarise one configuration: seconds, bytes and busy lanes of a step."""
     lanes = [result.lanes for result in results]
     compute = [use[Lane.REPLAY].busy_seconds + use[Lane.EVALUATE].busy_seconds for use in lanes]
     return {
@@ -119,10 +121,10 @@ def report(results: list[StepResult]) -> dict[str, Any]:
 
 
 def table(measured: dict[str, Any]) -> str:
-    """For people."""
+    """Format the results as a table."""
     lines: list[str] = []
     for ratio, sides in measured["ratios"].items():
-        base = sides[WAYS[0].name]["seconds"]["median"]
+        base = sides[CONFIGURATIONS[0].name]["seconds"]["median"]
         rate = measured["rates"].get(ratio)
         lines.append(ratio if rate is None else f"compute to transfer {ratio}: {rate / 1e9:.2f} GB/s each way")
         lines.append(f"  {'':32s}{'step':>8s}{'share':>8s}{'up':>9s}{'back':>9s}{'compute':>9s}{'upload':>8s}{'carry':>8s}")
@@ -137,15 +139,15 @@ def table(measured: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", default="opt-125m", choices=sorted(geometries()))
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
-    parser.add_argument("--gpu", action="store_true", help="on a GPU, without a simulated bus")
-    parser.add_argument("--output", type=Path, help="write JSON here")
+    parser.add_argument("--gpu", action="store_true", help="use a GPU and its own bus instead of a simulated one")
+    parser.add_argument("--output", type=Path, help="file for the JSON")
     options = parser.parse_args()
     measured: dict[str, Any] = {"machine": machine(), "geometry": options.geometry, "rows": options.rows}
     measured |= {"tokens": options.tokens, "steps": options.steps, "rates": {}, "ratios": {}}
