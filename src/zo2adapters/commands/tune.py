@@ -41,9 +41,10 @@ class Tune(RunOptions):
     output: Path
     """Directory for tune.json and the trials, each of which is a run. The same command continues interrupted trials."""
     forwards: int = 2000
-    """Forward passes of a batch that all trials together may take."""
+    """Forward passes of a batch that all trials together may take. With --method, a step counts as three."""
     learning_rates: tuple[float, ...] = ()
-    """Learning rates to try; by default seven from 1e-6 to 1e-3. --lr has no effect here and is refused."""
+    """Learning rates to try; by default seven from 1e-6 to 1e-3, and with --method five from 3e-5 to 3e-3. --lr has no effect
+    here and is refused."""
     zo_eps_to_try: tuple[float, ...] = ()
     """Perturbation scales to try with each learning rate; by default --zo-eps alone."""
     key_file: Path | None = None
@@ -54,28 +55,12 @@ class Tune(RunOptions):
         return f"run the same command again to continue: finished work is in {self.output} and is not repeated"
 
     def run(self) -> None:
-<<<<<<< HEAD
-        """Say what it takes, try, print a table after each round, and say how to go on with the best trial."""
+        """Print the cost, run the trials, print a table after each round, and print how to continue the best trial."""
         from zo2adapters.trainers.tuning import tune
 
         require_at_least("forwards", self.forwards, 1)
         if self.optimization.lr != Optimization().lr:
             raise OptionError("lr", found=repr(self.optimization.lr), expected="none", remedy="pass --learning-rates")
-=======
-        """Print the cost, run the trials, print a table after each round, and print how to continue the best trial."""
-        from zo2adapters.trainers.tuning import LEARNING_RATES, tune
-
-        require_at_least("forwards", self.forwards, 1)
-        if self.optimization.lr != Optimization().lr:
-            raise OptionError("lr", found=repr(self.optimization.lr), expected="no --lr", remedy="pass --learning-rates")
-        if self.first_order != RunOptions().first_order:
-            raise OptionError(
-                "method",
-                found=f"{self.first_order.method}",
-                expected="no --method, because trials take zeroth-order steps",
-                remedy="leave it out, or compare runs of zo2 train --method with zo2 report",
-            )
->>>>>>> part-w6
         if self.steps != RunOptions().steps:
             raise OptionError(
                 "steps",
@@ -101,13 +86,8 @@ class Tune(RunOptions):
             return
         scale = "" if self.first_order.method else f", zo_eps {best.zo_eps:g}"
         print(
-<<<<<<< HEAD
             f"lr {best.lr:g}{scale}: mean loss {best.loss:.4f} over the last steps of {best.steps}\n"
-            f"its run goes on with: zo2 train --resume {best.directory} --steps 1000"
-=======
-            f"lr {best.lr:g}, zo_eps {best.zo_eps:g}: mean loss {best.loss:.4f} over the last steps of {best.steps}\n"
             f"to continue this run: zo2 train --resume {best.directory} --steps 1000"
->>>>>>> part-w6
         )
 
 
