@@ -104,7 +104,7 @@ COMMANDS: dict[str, CommandEntry] = {
     "verify": CommandEntry(
         "zo2adapters.commands.verify",
         "Verify",
-        "Run a few steps block by block and as monolithic MeZO on your checkpoint, and compare every bit.",
+        "Run a few steps block by block and on the whole model with your checkpoint, and compare every bit.",
         ("zo2adapters.trainers.verification",),
     ),
     "journal": CommandEntry("zo2adapters.commands.journal", "ShowJournal", "Print what happened in a run, step by step."),

@@ -494,7 +494,6 @@ def test_choices_are_learned_by_the_gradient_of_their_loss(here: Path) -> None:
         (("--objective", "exact-match"), "--objective: found exact-match, which has no gradient; expected loss"),
         (("--data", "choices.jsonl", "--objective", "accuracy"), "found accuracy, which has no gradient; expected choice-"),
         (("--objective", "flat.py:flat"), "a loss that has no gradient"),
-        (("--head", "sequence-classification"), "--head: found sequence-classification"),
     ],
 )
 def test_what_has_no_effect_or_no_gradient_is_refused_before_any_work(more: Sequence[object], told: str, here: Path) -> None:

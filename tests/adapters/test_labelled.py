@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,22 @@ def test_rows_are_padded_as_the_models_config_says_or_refused(tmp_path: Path) ->
         (tmp_path / "model" / "config.json").write_text(json.dumps({**text, "pad_token_id": pad}))
         assert "pad_token_id" in refusal(*asked(tmp_path, *HEAD, output="unpadded"))
         assert not (tmp_path / "unpadded").exists()
+
+
+@pytest.mark.parametrize("family", sorted(SIZES))
+def test_an_adapter_beside_a_classifier_is_trained_by_gradients(tmp_path: Path, family: str) -> None:
+    made(tmp_path, family, classes())
+    targets = ["query", "dense"] if family == "bert" else ["q_proj", "up_proj"]
+    config = tmp_path / "lora.json"
+    config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": targets}))
+    adapter = ("--method", "adamw", "--adapter", config)
+    verified = run_here("verify", "--model", tmp_path / "model", *HEAD, *adapter, "--tokens", 8)
+    assert verified.out.startswith("EQUAL over 3 steps, bit for bit"), verified.err
+    common = ("--model", tmp_path / "model", "--data", tmp_path / "rows.jsonl", *HEAD)
+    training = run_here(
+        "train", *common, *adapter, "--output", tmp_path / "run", "--steps", 20, "--batch-size", 4, "--lr", 1e-2
+    )
+    assert training.status == 0, training.err
+    evaluated = [run_here("evaluate", *common, *more) for more in ((), ("--adapter", tmp_path / "run" / "model"))]
+    before, after = (float(re.search(r"loss ([\d.]+)", ended.out).group(1)) for ended in evaluated)  # type: ignore[union-attr]
+    assert after < before

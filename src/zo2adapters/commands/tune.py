@@ -43,7 +43,7 @@ class Tune(RunOptions):
     forwards: int = 2000
     """Forward passes of a batch that all trials together may take. With --method, a step counts as three."""
     learning_rates: tuple[float, ...] = ()
-    """Learning rates to try; by default seven from 1e-6 to 1e-3, and with --method five from 3e-5 to 3e-3. --lr has no effect
+    """Learning rates to try; by default seven from 1e-6 to 1e-3, with --method five from 3e-5 to 3e-3. --lr has no effect
     here and is refused."""
     zo_eps_to_try: tuple[float, ...] = ()
     """Perturbation scales to try with each learning rate; by default --zo-eps alone."""
