@@ -2,7 +2,7 @@
 
 Importing this package imports nothing else: torch and transformers take seconds, which a command that needs neither, or that
 is told to stop while it starts, should not spend. A name is imported when it is first asked for. A star import brings all
-names but ``ZOLightningModule``, which needs the extra ``zo2core[lightning]``.
+names but Lightning's modules, which need the extra ``zo2core[lightning]``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zo2adapters.edge.running import ProgramStep as ProgramStep
     from zo2adapters.edge.running import TrainingProgram as TrainingProgram
     from zo2adapters.frameworks.arguments import ZOArguments as ZOArguments
+    from zo2adapters.frameworks.backprop_lightning_module import BackpropLightningModule as BackpropLightningModule
     from zo2adapters.frameworks.backprop_trainer_mixin import BackpropTrainerMixin as BackpropTrainerMixin
     from zo2adapters.frameworks.lightning_module import ZOLightningModule as ZOLightningModule
     from zo2adapters.frameworks.trainer_mixin import ZOTrainerMixin as ZOTrainerMixin
@@ -43,6 +44,7 @@ _MODULES = {
     "ProgramState": "zo2adapters.edge.running",
     "ProgramStep": "zo2adapters.edge.running",
     "TrainingProgram": "zo2adapters.edge.running",
+    "BackpropLightningModule": "zo2adapters.frameworks.backprop_lightning_module",
     "BackpropTrainerMixin": "zo2adapters.frameworks.backprop_trainer_mixin",
     "ZOArguments": "zo2adapters.frameworks.arguments",
     "ZOLightningModule": "zo2adapters.frameworks.lightning_module",
@@ -68,7 +70,7 @@ _MODULES = {
 }
 
 if not TYPE_CHECKING:  # type checkers take the aliases above
-    __all__ = [name for name in _MODULES if name != "ZOLightningModule"]
+    __all__ = [name for name in _MODULES if not name.endswith("LightningModule")]
 
 
 def __getattr__(name: str) -> Any:

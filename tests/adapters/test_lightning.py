@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from models import make_batch, save_model, small_config
 from transformers import AutoModelForCausalLM
 
-from zo2adapters import ZOLightningModule, open_checkpoint
+from zo2adapters import Adapter, BackpropLightningModule, ZOLightningModule, open_checkpoint
 from zo2core import Distribution, Guarded, JournalError, MeZOSGD, OptionError, PhiloxNoise, ZO2Warning, ZOEngine
 
 lightning = pytest.importorskip("lightning.pytorch")
@@ -234,3 +235,87 @@ def test_a_loader_that_repeats_batches_of_a_resumed_epoch_is_said(base: Path, tm
         three: Any = BATCHES[:3]
         whole: Any = torch.utils.data.DataLoader(three, batch_size=None)
         assert resume("whole epoch", whole) == [], "at the end of an epoch there is nothing to repeat"
+
+
+LORA: Any = {"r": 2, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
+ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def first_order(base: Path, **options: Any) -> BackpropLightningModule:
+    peft: Any = pytest.importorskip("peft")
+    model = open_checkpoint(base, adapter=Adapter(config=peft.LoraConfig(**LORA), seed=1))
+    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=halving)
+    return BackpropLightningModule(model, ADAMW, schedule=schedule, **options)
+
+
+def test_gradients_train_as_a_plain_loop_over_the_whole_model(base: Path, tmp_path: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+    ours = first_order(base)
+    whole: Any = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    peft.inject_adapter_in_model(peft.LoraConfig(**LORA), whole)
+    first = {name: value.detach().clone() for name, value in ours.engine.parameters.items()}
+    for name, parameter in whole.named_parameters():
+        parameter.requires_grad = name in first
+        # What was mapped from a file lies where no allocator puts it, and products round otherwise there.
+        parameter.data = first.get(name, parameter.data).clone()
+    trained = {name: parameter for name, parameter in whole.named_parameters() if name in first}
+    optimizer = ADAMW(list(trained.values()))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
+    losses = []
+    for batch in BATCHES[:6]:
+        loss = whole(**batch, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(list(trained.values()), 0.5)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    logged: list[float] = []
+    log = ours.log
+
+    def note(name: str, value: float, **how: Any) -> None:
+        logged.extend([value] if name == "train_loss" else [])
+        log(name, value, **how)
+
+    ours.log = note
+    held_out: Any = torch.utils.data.DataLoader(Held(), batch_size=None)
+    trainer(tmp_path, 6, val_check_interval=2, gradient_clip_val=0.5).fit(ours, ResumableLoader(), held_out)
+    assert logged == losses
+    for name, value in ours.engine.parameters.items():
+        assert torch.equal(value, trained[name]), name
+    with torch.inference_mode():
+        expected = [whole(**batch, use_cache=False).loss.item() for batch in BATCHES[6:]]
+    assert ours.engine.evaluate(BATCHES[6:]).losses == tuple(expected)
+    ours.export(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_first_order_checkpoints_are_lightnings_own(base: Path, tmp_path: Path) -> None:
+    whole, part, resumed = (first_order(base) for _ in range(3))
+    trainer(tmp_path / "whole", 6).fit(whole, ResumableLoader())
+    trainer(tmp_path / "part", 3).fit(part, ResumableLoader())
+    [kept] = (tmp_path / "part" / "kept").glob("*.ckpt")
+    trainer(tmp_path / "part", 6).fit(resumed, ResumableLoader(), ckpt_path=kept, weights_only=False)
+    for name, value in whole.engine.parameters.items():
+        assert torch.equal(value, resumed.engine.parameters[name]), name
+
+
+def test_lists_of_batches_are_accumulated_in_one_pass(base: Path, tmp_path: Path) -> None:
+    ours = first_order(base)
+    lists: Any = [BATCHES[:2], BATCHES[2:5]]
+    trainer(tmp_path, 2).fit(ours, torch.utils.data.DataLoader(lists, batch_size=None))
+    with first_order(base).engine as engine:
+        optimizer = ADAMW(list(engine.parameters.values()))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
+        for batches in (BATCHES[:2], BATCHES[2:5]):
+            engine.gradients(batches)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        for name, value in engine.parameters.items():
+            assert torch.equal(value, ours.engine.parameters[name]), name
+
+
+def test_accumulation_by_lightning_is_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="have the loader give lists of batches"):
+        trainer(tmp_path, 2, accumulate_grad_batches=2).fit(first_order(base), ResumableLoader())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,14 @@ import torch
 
 from zo2adapters.frameworks.arguments import ZOArguments
 from zo2adapters.frameworks.saved_run import JOURNAL, read_journal
+from zo2adapters.frameworks.streamed_lightning_module import StreamedLightningModule
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.optional_package import optional_package
-from zo2core import Batch, Journal, JournalError, OptionError, ZO2Warning, ZOEngine, copy_journal
-
-lightning = optional_package("lightning.pytorch", install="zo2core[lightning]")
-CombinedLoader: Any = optional_package("lightning.pytorch.utilities", install="zo2core[lightning]").CombinedLoader
+from zo2core import Batch, Journal, JournalError, OptionError, ZOEngine, copy_journal
 
 _VERSION = "journal.version"  # of a checkpoint
 
 
-class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-defined]
+class ZOLightningModule(StreamedLightningModule):
     """Trains a model in Lightning's loop: ``Trainer().fit(ZOLightningModule(open_checkpoint("model"), lr=1e-6), loader)``.
 
     The loader's batches are what the model's forward takes. A training step is ``engine.step(batch)``, bit for bit. What
@@ -64,7 +60,6 @@ class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-d
         self._weight_decay, self._seed = weight_decay, seed
         self._engine: ZOEngine | None = None
         self._journal = Journal()
-        self._to_evaluate: list[Batch] = []
 
     @property
     def engine(self) -> ZOEngine:
@@ -91,39 +86,16 @@ class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-d
         Raises:
             OptionError: naming what was asked for.
         """
-        trainer = self.trainer
-        asked: dict[str, tuple[float | None, float | None, str]] = {
-            "accumulate_grad_batches": (
-                trainer.accumulate_grad_batches,
-                1,
-                "leave it out, and have the loader give lists of batches: a step takes all batches of a list at once",
-            ),
-            "gradient_clip_val": (
-                trainer.gradient_clip_val or None,
-                None,
-                "leave it out: there is no gradient; an estimator Clipped(...) in ZOArguments clips projected gradients",
-            ),
-        }
-        for name, (found, expected, remedy) in asked.items():
-            if trainer.state.fn == "fit" and found != expected:
-                raise OptionError(f"Trainer({name})", found=str(found), expected=str(expected), remedy=remedy)
+        self.require_whole_steps()
+        clipping = self.trainer.gradient_clip_val or None
+        if self.trainer.state.fn == "fit" and clipping is not None:
+            raise OptionError(
+                "Trainer(gradient_clip_val)",
+                found=str(clipping),
+                expected="None",
+                remedy="leave it out: there is no gradient; Clipped(...) in ZOArguments clips projected gradients",
+            )
         return []
-
-    def setup(self, stage: str) -> None:
-        """Refuse what concerns weights that are whole in memory.
-
-        Raises:
-            OptionError: naming what was asked for.
-        """
-        asked = {"precision": (str(self.trainer.precision), "32-true"), "devices": (str(self.trainer.world_size), "1")}
-        for name, (found, expected) in asked.items():
-            if found != expected:
-                raise OptionError(
-                    f"Trainer({name})",
-                    found=found,
-                    expected=expected,
-                    remedy="leave it out; open_checkpoint(precision=...) and ZOArguments say how the model runs",
-                )
 
     def configure_optimizers(self) -> Any:
         """What the schedule is told to; the engine takes the steps."""
@@ -141,40 +113,6 @@ class ZOLightningModule(lightning.LightningModule):  # type: ignore[misc, name-d
             schedule.step()
         self.log("train_loss", result.loss, prog_bar=True)
         return torch.tensor(result.loss)
-
-    def on_train_start(self) -> None:
-        """Warn if a resumed epoch repeats batches, as it does with a data loader that cannot restore its position."""
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        is_in_epoch = self.trainer.fit_loop.restarting and progress.current.ready > 0 and not progress.is_last_batch
-        loaders = CombinedLoader(self.trainer.train_dataloader, "sequential").flattened
-        if is_in_epoch and not all(hasattr(loader, "load_state_dict") for loader in loaders):
-            warnings.warn(
-                f"the checkpoint was saved after {progress.current.ready} batches of an epoch, and the data loader has no "
-                "load_state_dict, so it gives the epoch's first batches again: the steps are not those of an uninterrupted "
-                "run. Resume from a checkpoint at the end of an epoch, or train with a loader that has state_dict and "
-                "load_state_dict, such as torchdata's StatefulDataLoader",
-                ZO2Warning,
-                stacklevel=2,
-            )
-
-    def on_validation_epoch_start(self) -> None:
-        """Forget the batches of a validation that was broken off."""
-        self._to_evaluate = []
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Keep the batch: all of them share sweeps at the end. A subclass that evaluates by itself need not call it."""
-        self._to_evaluate.append(batch)
-
-    def on_validation_epoch_end(self) -> None:
-        """Evaluate the batches that were kept, as many a sweep as activations may take memory, and log ``val_loss``."""
-        batches, self._to_evaluate = self._to_evaluate, []
-        if not batches:
-            return
-        self.log("val_loss", self.engine.evaluate(batches).loss, prog_bar=True)
-
-    def export(self, directory: Path | str) -> None:
-        """Write the model, as ``from_pretrained`` loads it. See ``ZOEngine.export``."""
-        self.engine.export(directory)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Put the journal into a checkpoint of Lightning's, and how many steps it holds."""
