@@ -45,7 +45,9 @@ def compare(model_type: str, directory: Path) -> dict[str, Any]:
     try:
         small_model(small_config(model_type)).save_pretrained(directory)
         whole: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        names = {name for name, module in whole.named_modules() if type(module) is torch.nn.Linear and "layers." in name}
+        head = whole.get_output_embeddings()
+        linear = {name: module for name, module in whole.named_modules() if type(module) is torch.nn.Linear}
+        names = {name for name, module in linear.items() if module is not head and any(c.isdigit() for c in name)}
         config = peft.LoraConfig(r=2, target_modules=sorted(names), init_lora_weights=False)
         optimizer = partial(torch.optim.SGD, lr=1e-2)
         model = open_checkpoint(directory, adapter=Adapter(config=config, seed=1))

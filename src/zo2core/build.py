@@ -77,7 +77,7 @@ class Parts(NamedTuple):
     activations: ActivationOffload
     activation_bytes: int  # that activations may take where forwards run
     worker: ThreadPoolExecutor | None  # the second thread; None where one host thread issues the work of a device
-    landing: UpdateLoss
+    update_loss: UpdateLoss
     workers: Workers  # of the run; often one alone
     visits: Visits  # makes the visitor of each sweep
     require_version: Callable[[int], None]  # refuses what was made of bytes that another worker has taken further
@@ -189,8 +189,8 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             opened.callback(kept.close)
         base_digests = BaseDigests(run.journal.base_digests, learns=options.takes_steps(run.estimator))
         source = _open_source(spec, run, base_digests, opened, is_shared=is_shared)
-        landing = UpdateLoss(run.noise)
-        scheduler = _scheduler(spec, run, source, landing, opened, overlap=options.overlap)
+        update_loss = UpdateLoss(run.noise)
+        scheduler = _scheduler(spec, run, source, update_loss, opened, overlap=options.overlap)
         room = None if options.memory.least_activations is None else spec.activation_bytes
         return _assembled(
             run,
@@ -198,7 +198,7 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             source=source,
             scheduler=scheduler,
             base_digests=base_digests,
-            landing=landing,
+            update_loss=update_loss,
             activations=ActivationOffload(run.device, room, spec.waiting_bytes, timeline=run.timeline),
             activation_bytes=spec.activation_bytes,
             keep_noise=spec.host_plan.keep_noise,
@@ -212,7 +212,7 @@ def adopt(model: BlockModel, estimator: ZOEstimator, given: GivenParts, options:
 
     Args:
         model: The model to run.
-        estimator: Of its steps.
+        estimator: Defines the evaluations and updates of a step.
         given: What the caller made.
         options: What the caller says of the rest: journal, seed, micro-batches, trace, provenance and workers.
 
@@ -247,7 +247,7 @@ def adopt(model: BlockModel, estimator: ZOEstimator, given: GivenParts, options:
             source=given.source,
             scheduler=scheduler,
             base_digests=BaseDigests({}, learns=False),
-            landing=UpdateLoss(noise),
+            update_loss=UpdateLoss(noise),
             activations=ActivationOffload(device, None, timeline=timeline),
             activation_bytes=activation_bytes,
             keep_noise=True,
@@ -263,7 +263,7 @@ def _assembled(
     source: BlockSource,
     scheduler: Scheduler,
     base_digests: BaseDigests,
-    landing: UpdateLoss,
+    update_loss: UpdateLoss,
     activations: ActivationOffload,
     activation_bytes: int,
     keep_noise: bool,
@@ -276,7 +276,7 @@ def _assembled(
         model.layouts, device, run.noise, keep_noise=device.in_place and keep_noise, perturbs_in_place=run.perturb_in_place
     )
     worker = _start_worker(device, opened)
-    visits = _visits(run, source, buffer, activations, worker, landing)
+    visits = _visits(run, source, buffer, activations, worker, update_loss)
     buffer.bind(model.bind)
     return Parts(
         estimator=run.estimator,
@@ -294,7 +294,7 @@ def _assembled(
         activations=activations,
         activation_bytes=activation_bytes,
         worker=worker,
-        landing=landing,
+        update_loss=update_loss,
         workers=run.workers,
         visits=visits,
         require_version=source.require_version if isinstance(source, SharedSource) else _any_version,
@@ -397,13 +397,13 @@ def _open_source(spec: RunSpec, run: _Run, base_digests: BaseDigests, opened: Ex
 
 
 def _scheduler(
-    spec: RunSpec, run: _Run, source: BlockSource, landing: UpdateLoss, opened: ExitStack, *, overlap: bool
+    spec: RunSpec, run: _Run, source: BlockSource, update_loss: UpdateLoss, opened: ExitStack, *, overlap: bool
 ) -> Scheduler:
     """What moves segments, as planned; where blocks travel other than as they are stored, the host makes them ready."""
     if spec.low_bit is None:
         return _plain_scheduler(spec, run, source, overlap=overlap, goes_round=True)
     assert isinstance(run.noise, CounterNoise), "what is carried otherwise was refused"
-    host = HostReplay(spec.layouts, run.noise, run.journal.updates, landing)
+    host = HostReplay(spec.layouts, run.noise, run.journal.updates, update_loss)
     opened.callback(host.close)
     low_bit = LowBitSource(
         source,
@@ -430,7 +430,7 @@ def _visits(
     buffer: WorkBuffer,
     activations: ActivationOffload,
     worker: ThreadPoolExecutor | None,
-    landing: UpdateLoss,
+    update_loss: UpdateLoss,
 ) -> Visits:
     """What makes the visitors of this run's sweeps. A run without an estimator perturbs nothing."""
     model, estimator = run.model, run.estimator
@@ -449,7 +449,7 @@ def _visits(
     perturber = choose_perturber(run.noise, buffer, worker)
     if isinstance(source, SharedSource):
         perturber = partial(_shared_perturber, perturber, source, model)
-    return WeightVisits(model=model, perturber=perturber, landing=landing, **common)
+    return WeightVisits(model=model, perturber=perturber, update_loss=update_loss, **common)
 
 
 def _shared_perturber(

@@ -64,8 +64,8 @@ class BlockSource(Protocol):
 
         Args:
             bucket: From ``acquire``.
-            version: Of the bytes that are in it now. ``None`` if they are lost because a visit failed half-way: the next
-                ``acquire`` then starts again from bytes whose version is known.
+            version: Version of the bytes that the bucket holds now. ``None`` if a visit failed half-way and they are lost:
+                the next ``acquire`` then starts again from bytes whose version is known.
         """
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class Visitor(Protocol):
         Args:
             index: As for ``visit``.
             store: Changed in place; final when this returns.
-            version: Of ``store`` before.
+            version: Version of ``store`` before.
 
         Returns:
             The version after.
@@ -175,7 +175,7 @@ class ZOEstimator(Protocol):
             evaluations: What ``evaluations`` gave; of a run of several workers with a deadline, those pairs that were made.
             losses: 0-d tensors, one an evaluation, in the dtype and on the device in which the model computed them: MeZO
                 takes their difference there.
-            lr: Of this step.
+            lr: Learning rate of this step.
             past: The run's updates as the journal has them, of which only the first ``step`` are this step's past.
         """
 
@@ -195,7 +195,7 @@ class NoiseGenerator(Protocol):
 
         Args:
             out: 1-D, contiguous, of the parameter's dtype; as long as the chunk.
-            seed: Of the direction.
+            seed: Seed of the direction.
             parameter: Whose noise is drawn.
             start: The chunk's first element. Drawing is fastest with parameters in drawing order and chunks in ascending
                 order, for up to ``SEEDS_IN_TURN`` seeds in turn.
@@ -214,7 +214,7 @@ class CounterNoise(NoiseGenerator, Protocol):
 
     @property
     def distribution(self) -> Distribution:
-        """Of the numbers: all that kernels need to know to draw them."""
+        """Distribution of the numbers: all that kernels need to know to draw them."""
 
 
 class Wait(Enum):
@@ -367,13 +367,13 @@ class Objective(Forward, Protocol):
     """A forward whose outputs become one number, which steps make smaller. It need not have a gradient."""
 
     def split(self, batch: Batch, rows: int | None) -> Sequence[Batch]:
-        """Cut a batch into pieces of at most so many rows, which run one after the other; None leaves it whole.
+        """Cut a batch into micro-batches of at most so many rows, which run one after the other; None leaves it whole.
 
         A batch that says nothing may have none: beside others it is then left out.
         """
 
-    def loss(self, outputs: Sequence[torch.Tensor], pieces: Sequence[Batch]) -> torch.Tensor:
-        """Make one number, 0-d, of what the head gave for each piece: of a batch, or of all batches of an evaluation."""
+    def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """Make one number, 0-d, of what the head gave for all micro-batches: of a batch, or of an evaluation."""
 
 
 class BlockModel(Forward, Protocol):

@@ -279,7 +279,7 @@ def test_what_cannot_be_heeded_is_refused_and_takes_no_step(base: Path) -> None:
     model = open_checkpoint(base)
     batch = make_batch(40, [6, 4])
     engine = ZOEngine(model, MeZOSGD(**NUMBERS), micro_batch_size=1)
-    with engine, pytest.raises(OptionError, match="does not say how pieces of a batch join"):
+    with engine, pytest.raises(OptionError, match="does not say how micro-batches of a batch join"):
         engine.step(batch, FirstLogit(model))
     model = open_checkpoint(base)
     with ZOEngine(model, MeZOSGD(**NUMBERS)) as engine:

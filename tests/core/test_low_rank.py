@@ -362,7 +362,7 @@ def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
 
 def test_stacks_are_the_runs_and_not_the_memorys(tmp_path: Path) -> None:
     base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
-    estimator, move = MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=3), LowRankModules.move
+    estimator, move = MultiQueryRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=3), LowRankModules.perturb
     for stack, expected in ((None, [6]), (4, [4, 2]), (1, [1] * 6)):
         for activations in (1, "1GiB"):
             sizes: list[int] = []
@@ -374,7 +374,7 @@ def test_stacks_are_the_runs_and_not_the_memorys(tmp_path: Path) -> None:
                     memory=MemoryPolicy(activations=activations),
                     perturbation=LowRankPerturbation(rank=2, stack=stack),
                 ) as engine,
-                patch.object(LowRankModules, "move", autospec=True, side_effect=move) as moves,
+                patch.object(LowRankModules, "perturb", autospec=True, side_effect=move) as moves,
             ):
                 engine.step(batch)
                 sizes = [call.args[2] for call in moves.mock_calls]
@@ -451,9 +451,9 @@ def test_a_command_line_that_cannot_be_heeded_is_one_line(more: list[str], said:
 def test_a_run_stacks_all_of_a_step_and_its_branch_keeps_its_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options, move = small_run(tmp_path), LowRankModules.move
+    options, move = small_run(tmp_path), LowRankModules.perturb
     train = ["train", "--model", options.model, "--data", str(options.data), "--lr", "1e-2", "--rank", "2"]
-    with patch.object(LowRankModules, "move", autospec=True, side_effect=move) as moves:
+    with patch.object(LowRankModules, "perturb", autospec=True, side_effect=move) as moves:
         main([*train, "--output", str(tmp_path / "run"), "--steps", "2", "--queries", "2"])
     assert [call.args[2] for call in moves.mock_calls][:5] == [4] * 5
     branch = ["--resume", str(tmp_path / "run"), "--from-step", "1", "--output", str(tmp_path / "branch")]
@@ -567,13 +567,13 @@ def test_rows_in_another_order_are_refused() -> None:
     modules.begin(2, 6)
     expected = layer(rows)
     moved: dict[str, Moved] = {"linear.weight": Factors(torch.zeros(2, 4, 1), torch.zeros(4, 1))}
-    modules.move({**moved, "linear.bias": torch.zeros(2, 4)}, 2)
+    modules.perturb({**moved, "linear.bias": torch.zeros(2, 4)}, 2)
     with (
         torch.inference_mode(),
         pytest.raises(UnsupportedModelError, match=r"linear.*\[6, 2, 4\] in a batch of 2 rows of 6"),
     ):
         layer(rows)
-    modules.move({}, 1)
+    modules.perturb({}, 1)
     assert torch.equal(layer(rows), expected)
 
 

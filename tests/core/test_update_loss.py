@@ -104,11 +104,11 @@ def test_a_run_that_goes_on_looks_at_its_first_step(base: Path, tmp_path: Path) 
 
 
 def test_a_step_without_update_says_nothing_and_the_next_one_is_looked_at() -> None:
-    landing, store = UpdateLoss(SequentialNoise([])), [torch.ones(100)]
+    update_loss, store = UpdateLoss(SequentialNoise([])), [torch.ones(100)]
     for step, grad in enumerate((0.0, 1.0, 1.0)):
-        landing.begin(step)
-        landing.sample(0, store)
-        share = landing.share_applied(update_of(0.1, grad, step=step))
+        update_loss.begin(step)
+        update_loss.sample(0, store)
+        share = update_loss.share_applied(update_of(0.1, grad, step=step))
         assert share == (None, 1.0, None)[step]
 
 
@@ -117,20 +117,20 @@ def test_the_sample_is_spread_over_every_segment_and_is_small() -> None:
     large = torch.full((10 * SAMPLED,), 1e9)
     for still in range(3):
         store = [large if place == still else torch.full((10 * SAMPLED,), 1e-3) for place in range(3)]
-        landing = UpdateLoss(PhiloxNoise(Distribution.RADEMACHER))
-        landing.begin(0)
-        landing.sample(0, store)
-        landing.sample(1, [torch.full((20 * SAMPLED,), 1e-3)])
-        assert landing.share_applied(update_of(0.1, 1.0)) == pytest.approx(1 - 1 / 6, abs=0.01)
+        update_loss = UpdateLoss(PhiloxNoise(Distribution.RADEMACHER))
+        update_loss.begin(0)
+        update_loss.sample(0, store)
+        update_loss.sample(1, [torch.full((20 * SAMPLED,), 1e-3)])
+        assert update_loss.share_applied(update_of(0.1, 1.0)) == pytest.approx(1 - 1 / 6, abs=0.01)
 
 
 @pytest.mark.parametrize("queries", [1, 4])
 def test_each_direction_rounds_on_its_own_and_dtypes_count_together(queries: int) -> None:
     """Nine tenths of half the distance to the next smaller bfloat16: however many follow each other, each is lost."""
-    landing = UpdateLoss(PhiloxNoise(Distribution.RADEMACHER))
-    landing.begin(0)
-    landing.sample(0, [torch.full((1000,), 1.0, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)])
-    share = landing.share_applied(update_of(2.0**-9, *(0.9 + 0.001 * 2**query for query in range(queries))))
+    update_loss = UpdateLoss(PhiloxNoise(Distribution.RADEMACHER))
+    update_loss.begin(0)
+    update_loss.sample(0, [torch.full((1000,), 1.0, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)])
+    share = update_loss.share_applied(update_of(2.0**-9, *(0.9 + 0.001 * 2**query for query in range(queries))))
     assert share == pytest.approx(0.5, abs=0.01)
 
 

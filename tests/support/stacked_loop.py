@@ -94,7 +94,7 @@ class StackedLoop:
         for alias in aliases:  # the head is the embedding
             moved[alias] = next(moved[name] for name in moved if "embed_tokens" in name)
         self.modules.begin(len(evaluations) * len(batch["labels"]), batch["labels"].shape[1])
-        self.modules.move(moved, len(evaluations))
+        self.modules.perturb(moved, len(evaluations))
         stacked = {key: torch.cat([value] * len(evaluations)) for key, value in batch.items() if key != "labels"}
         logits = self.whole(**stacked, use_cache=False).logits.split(len(batch["labels"]))
         vocab = self.whole.config.vocab_size

@@ -31,10 +31,10 @@ def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed
 
     Args:
         model: Opened with an ``Adapter`` of which B alone is trained; it stays as it is.
-        rows: Of a step's batch; a step runs two times as many.
-        tokens: Of a row.
+        rows: Rows of a step's batch; a step runs two times as many.
+        tokens: Tokens of a row.
         zo_eps: Perturbation scale.
-        seed: Of the first step's direction; each later step's is greater by 1.
+        seed: Seed of the first step's direction; each later step's is greater by 1.
 
     Raises:
         UnsupportedModelError: if the model has no adapter, or is quantised.

@@ -37,7 +37,7 @@ class ProgramDescription:
         """Read what ``to_json`` wrote.
 
         Args:
-            text: Of the program.
+            text: Text of the program.
             path: Where the program is, for messages.
 
         Raises:

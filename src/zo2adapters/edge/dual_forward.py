@@ -34,8 +34,8 @@ class DualForwardLinear(nn.Module):
     Args:
         base: The layer; it is only read.
         lora_a: A of the adapter, float32 (rank, inputs); frozen.
-        scaling: Of the adapter.
-        path: Of the layer in the model, for messages.
+        scaling: Scaling of the adapter.
+        path: Path of the layer in the model, for messages.
         batch: Rows of both halves, and tokens of each row.
     """
 
@@ -84,7 +84,7 @@ class AdapterState(nn.Module):
 
     Args:
         values: B of each layer, float32 (outputs, rank).
-        seed: Of the first step.
+        seed: Seed of the first step.
     """
 
     adapter: torch.Tensor
@@ -103,9 +103,9 @@ class TrainingStep(nn.Module):
 
     Args:
         model: Hugging Face's, with a ``DualForwardLinear`` for each layer of the adapter.
-        names: Of the layers in it.
-        indices: Of each layer's B: its place among the parameters, which its noise depends on.
-        state: Of these layers, in this order; changed by each step.
+        names: Names of the layers in it.
+        indices: Indices of each layer's B: its place among the parameters, which its noise depends on.
+        state: State of these layers, in this order; changed by each step.
         zo_eps: Perturbation scale.
     """
 

@@ -12,7 +12,7 @@ def executorch(module: str) -> Any:
     """Import a module of ExecuTorch.
 
     Args:
-        module: Its name within the package.
+        module: Name of the module within the package.
 
     Raises:
         MissingPackageError: if ExecuTorch is not installed.

@@ -67,10 +67,10 @@ def write_program(
         path: The file, ``.pte`` by custom; must not exist.
         model: Opened with ``open_checkpoint(..., adapter=Adapter(config=..., frozen=("lora_A",)))``; it stays as it is. Its
             adapter's values are what the program begins with.
-        rows: Of a step's batch, at most; a step runs two times as many.
-        tokens: Of a row, at most.
+        rows: Rows of a step's batch, at most; a step runs two times as many.
+        tokens: Tokens of a row, at most.
         zo_eps: Perturbation scale, of all steps. The learning rate is an input of each.
-        seed: Of the first step's direction; each later step's is greater by 1.
+        seed: Seed of the first step's direction; each later step's is greater by 1.
         partitioners: ExecuTorch's, of the backends that are to compute the forward. None is XNNPACK's, for CPUs; an empty
             sequence leaves everything to the portable kernels.
 

@@ -32,7 +32,7 @@ class Signs(nn.Module):
     """Draws z of several parameters at once: each number is +1 or -1, by Philox4x32-10.
 
     Args:
-        indices: Of the parameters: their places in the model's registration order.
+        indices: Indices of the parameters: their places in the model's registration order.
         sizes: Their numbers of elements.
     """
 

@@ -35,7 +35,7 @@ class ZOArguments:
         estimator: Makes the estimator of ``lr`` (a function of the step), ``zo_eps`` and ``weight_decay``: a class such as
             ``MeZOSGD``, or ``functools.partial(MultiQueryRGE, q=4)``.
         guard: Whether steps far outside the run's range are refused, and a run that diverges ends. See ``Guarded``.
-        distribution: Of the directions; None: MeZO's own numbers, drawn one after the other. MeZO bit for bit is this and
+        distribution: Distribution of the directions; None: the numbers that MeZO draws. MeZO bit for bit needs None and
             ``estimator=MeZOSGD``.
         device: "cpu", "cuda" or "cuda:N"; None is the trainer's.
         memory: How much memory the process may take.
@@ -89,7 +89,7 @@ class ZOArguments:
             journal: The run's, in memory.
             lr: From the 0-based step to its learning rate.
             weight_decay: The trainer's.
-            seed: Of the run's directions.
+            seed: Seed of the run's directions.
             device: Where it computes if ``self.device`` does not say.
 
         Raises:

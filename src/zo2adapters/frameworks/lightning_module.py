@@ -31,7 +31,7 @@ class ZOLightningModule(StreamedLightningModule):
         lr: Peak learning rate.
         lr_lambda: From the 0-based step to a factor of ``lr``; None: constant.
         weight_decay: MeZO's.
-        seed: Of the run's directions.
+        seed: Seed of the run's directions.
         zo: What a zeroth-order run takes beyond that; ``device`` is the CPU if it is not given.
 
     Logs:

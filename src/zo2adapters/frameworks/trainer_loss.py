@@ -40,7 +40,7 @@ class TrainerLoss(CalledForward):
             )
         return [batch]
 
-    def loss(self, outputs: Sequence[torch.Tensor], pieces: Sequence[Batch]) -> torch.Tensor:
+    def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
         """Join the losses of a step's batches, in float64 if there are several. See the contract."""
         if len(outputs) == 1:
             return outputs[0]

@@ -121,7 +121,7 @@ def require_axes(hidden: torch.Tensor, ids: torch.Tensor, axes: tuple[int, int],
         hidden: The hidden states that the layers are given.
         ids: The batch's token ids, (rows, tokens).
         axes: As in ``Architecture``.
-        model_type: Of the model's config.
+        model_type: The config's model type.
 
     Raises:
         UnsupportedModelError: naming the model type.

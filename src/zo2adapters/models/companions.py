@@ -81,7 +81,7 @@ def refuse_hub_kernels(config: PretrainedConfig, path: Path) -> None:
 
     Args:
         config: As transformers has read it; the configs in it are looked at, too.
-        path: Of its file, for the error.
+        path: Path of its file, for the error.
 
     Raises:
         UnsupportedModelError: naming the repository.

@@ -101,7 +101,7 @@ def activation_bytes(
         streams: Evaluations of a step, or batches of an evaluation, whose activations are held at a time.
         micro_rows: Rows that run at a time; None: all of a batch.
         loss_chunk: Tokens whose logits are in memory at a time; None: all.
-        stacked: Of these streams, how many run as one batch.
+        stacked: Number of these streams that run as one batch.
         loss_rows: Rows of which one loss is made; None: those of a batch, or of a micro-batch.
     """
     running = rows if micro_rows is None else min(rows, micro_rows)

@@ -1,4 +1,4 @@
-"""A model that ends in something else than the next token: its loss says by itself what counts, and how pieces join."""
+"""Models with another head than a language model's: for classes, numbers or spans. Each model is its own objective."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class HFHeadModel(HFBlockModel):
     """A Hugging Face model with another head than a causal language model's. It is an ``Objective`` itself.
 
     Args:
-        head: Its kind.
+        head: Kind of the head.
         arguments: As for ``HFBlockModel``; ``loss_chunk`` has to be None.
         options: The same.
     """
@@ -56,25 +56,25 @@ class HFHeadModel(HFBlockModel):
         return self._prepared(batch)
 
     def split(self, batch: Batch, rows: int | None) -> list[Batch]:
-        """Cut a batch into pieces of at most so many rows; one without a label that counts is left out. See the contract."""
+        """Cut a batch into micro-batches of at most so many rows. Those without a label that counts are left out."""
         if not {"input_ids", *self.kind.targets} <= batch.keys():
             return [batch]  # to be refused as it is prepared
         total = len(batch["input_ids"])
         rows = total if rows is None else rows
-        pieces = [
+        micro_batches = [
             {
                 name: value[start : start + rows] if value.dim() and len(value) == total else value
                 for name, value in batch.items()
             }
             for start in range(0, total, rows)
         ]
-        return [piece for piece in pieces if self.kind.count(piece)]
+        return [micro_batch for micro_batch in micro_batches if self.kind.count(micro_batch)]
 
-    def loss(self, outputs: Sequence[torch.Tensor], pieces: Sequence[Batch]) -> torch.Tensor:
-        """The mean over all labels of the pieces, in float64; of one piece its loss itself. See the contract."""
+    def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
+        """The mean over all labels, in float64; of a single micro-batch its loss itself. See the contract."""
         if len(outputs) == 1:
             return outputs[0]
-        counts = [self.kind.count(piece) for piece in pieces]
+        counts = [self.kind.count(micro_batch) for micro_batch in micro_batches]
         summed = torch.stack([loss.double() * count for loss, count in zip(outputs, counts, strict=True)]).sum()
         return (summed / sum(counts)).to(outputs[0].dtype)
 

@@ -126,7 +126,7 @@ class HFBlockModel:
         self._skeleton = skeleton
         self._called: Callable[..., Any] = skeleton  # what runs HF's forward
         self._recorder = CallRecorder()
-        self._beside: LowRankModules | None = None  # the modules, once they are patched
+        self._low_rank: LowRankModules | None = None  # the modules, once they are patched
         self._stand_in_branches = BranchCache()  # the same for any number of stand-ins
         layers = skeleton.get_submodule(architecture.blocks)
         assert isinstance(layers, nn.ModuleList)
@@ -212,18 +212,18 @@ class HFBlockModel:
 
     def require_stackable(self) -> None:
         """Patch the modules for directions beside the activations. See the contract."""
-        self._beside = self._beside or LowRankModules(self._modules)
+        self._low_rank = self._low_rank or LowRankModules(self._modules)
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
         """Join batches of equal shapes. See the contract."""
         joined = stack_rows(batches)
         return None if joined is None else self._prepared(joined)
 
-    def move(self, index: int, moved: Mapping[str, Moved], streams: int) -> None:
+    def perturb(self, index: int, moved: Mapping[str, Moved], streams: int) -> None:
         """Hand each module what moves its parameters. See the contract."""
-        assert self._beside is not None, "made ready before"
+        assert self._low_rank is not None, "made ready before"
         aliases = {alias: value for name, value in moved.items() for alias in self._aliases[name].get(index, ())}
-        self._beside.move(aliases, streams)
+        self._low_rank.perturb(aliases, streams)
 
     def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
         """Run HF's norm and head on all streams, and its loss on each. See the contract."""
@@ -241,7 +241,7 @@ class HFBlockModel:
         """Run HF's forward with these arguments up to the first layer."""
         recorder = self._recorder
         recorder.reset()
-        tell_shape(self._beside, inputs["input_ids"])
+        tell_shape(self._low_rank, inputs["input_ids"])
         with contextlib.suppress(CutError), self._casting():
             self._called(**inputs)
         assert recorder.hidden is not None, "HF's forward did not reach the last layer"
@@ -252,7 +252,7 @@ class HFBlockModel:
     def block(self, index: int, activations: Activations) -> Activations:
         """Run one layer with the arguments HF gave it."""
         args, kwargs = activations.calls[index]
-        tell_shape(self._beside, self.by_token(activations.hidden))
+        tell_shape(self._low_rank, self.by_token(activations.hidden))
         with self._casting():
             out = self._layers[index](activations.hidden, *args, **kwargs)
         return activations._replace(hidden=out[0] if isinstance(out, (tuple, list)) else out)
@@ -283,7 +283,7 @@ class HFBlockModel:
     def epilogue(self, final: torch.Tensor, **inputs: Any) -> Any:
         """Run HF's forward with these arguments from the last layer's output on; returns what it returns."""
         self._recorder.final = final
-        tell_shape(self._beside, self.by_token(final))
+        tell_shape(self._low_rank, self.by_token(final))
         try:
             with self._casting():
                 return self._called(**inputs)

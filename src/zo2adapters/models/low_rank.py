@@ -50,7 +50,7 @@ class LowRankModules:
         """Tell the shape of the batch whose forward begins, by which a stream is known."""
         self._batch.rows, self._batch.tokens = rows, tokens
 
-    def move(self, moved: Mapping[str, Moved], streams: int) -> None:
+    def perturb(self, moved: Mapping[str, Moved], streams: int) -> None:
         """Move these parameters, and no others, in the next forwards.
 
         Args:
@@ -75,7 +75,7 @@ def tell_shape(modules: LowRankModules | None, tokens: torch.Tensor) -> None:
 
 
 class _Shape:
-    """Of the batch that runs."""
+    """The shape of the batch that runs."""
 
     rows = tokens = 1
 

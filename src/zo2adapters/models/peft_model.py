@@ -47,7 +47,7 @@ class Adapter:
         config: One of peft's, of a kind in ``KINDS``; a JSON file of one; or a directory with an adapter that peft has
             saved: then its values are what the run begins with.
         frozen: Parts of parameters' names that are not trained, as ``("lora_A",)`` for LoRA-FA (arXiv 2308.03303).
-        seed: Of a new adapter's values.
+        seed: Seed of a new adapter's values.
     """
 
     config: Any
@@ -111,7 +111,7 @@ def inject(skeleton: PreTrainedModel, adapter: Adapter, chosen: ChosenConfig, ba
     Args:
         skeleton: Changed.
         adapter: What was asked for.
-        chosen: Of ``peft_config``.
+        chosen: What ``peft_config`` returned.
         base: Opens the base as it is without the adapter, for first values that follow from its weights.
 
     Raises:

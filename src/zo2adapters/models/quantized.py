@@ -59,7 +59,7 @@ class Quantization:
     Args:
         where: The file, for messages.
         method: Name of the encoding, of ``SUFFIXES``.
-        block: Of ``fp8``: rows and columns a scale.
+        block: Rows and columns that share a scale in ``fp8``.
     """
 
     where: Path
@@ -169,7 +169,7 @@ def without_encodings(
     Args:
         entries: The checkpoint's tensors by their names.
         quantization: What its config says.
-        dtype: That encoded matrices are said to have.
+        dtype: Dtype that encoded matrices appear in.
 
     Raises:
         CheckpointError: as ``Quantization.encoded``.

@@ -22,7 +22,7 @@ def whole_losses(
     """The losses that Hugging Face's model makes of all its logits.
 
     Args:
-        batches: Of each stream.
+        batches: Batches of each stream.
         targets: Entries that the loss alone reads.
         logits: What the model makes of the other entries: (rows of all streams, tokens, vocabulary).
         loss_function: The model's own, by Hugging Face.
@@ -52,8 +52,8 @@ def stacked_losses(
     """``chunked_loss`` of several streams, whose logits are made together.
 
     Args:
-        hidden: Of all streams, one after the other: as many rows of each.
-        batches: Of each stream. One with fewer labelled tokens than another is filled up, for logits that nobody reads.
+        hidden: Hidden states of all streams, one after the other, with as many rows each.
+        batches: Batches of each stream. Those with fewer labelled tokens are padded; the logits of padding are not used.
         chunk: Labelled tokens of all streams whose logits are in memory at a time.
         logits: Norm and head of all streams: as many rows of each, one stream's after another's.
         loss_function: As there.

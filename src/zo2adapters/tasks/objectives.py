@@ -167,10 +167,10 @@ class ChoiceObjective(ABC):
         parts = {key: torch.split(value, sizes) for key, value in batch.items()}
         return [{key: values[index] for key, values in parts.items()} for index in range(len(sizes))]
 
-    def loss(self, outputs: Sequence[torch.Tensor], pieces: Sequence[Batch]) -> torch.Tensor:
+    def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
         """Compute the loss from the scores of all micro-batches. See the contract."""
         rated: list[CandidateScores] = []
-        for scores, micro_batch in zip(outputs, pieces, strict=True):
+        for scores, micro_batch in zip(outputs, micro_batches, strict=True):
             sizes = _sizes(micro_batch)
             answers = [part.nonzero()[:, 0].tolist() for part in torch.split(micro_batch[ANSWER], sizes)]
             rated += map(CandidateScores, torch.split(scores.cpu(), sizes), answers)
@@ -244,10 +244,10 @@ class PreferenceLoss(ChoiceObjective):
             raise _refusal(f"the keys {', '.join(batch)}", f"also {REFERENCE}", "preference_batch")
         return super().split(batch, rows)
 
-    def loss(self, outputs: Sequence[torch.Tensor], pieces: Sequence[Batch]) -> torch.Tensor:
+    def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
         """Compute the loss from the scores of all micro-batches, relative to the reference model's. See the contract."""
-        pairs = zip(outputs, pieces, strict=True)
-        return super().loss([scores.cpu() - micro_batch[REFERENCE].cpu() for scores, micro_batch in pairs], pieces)
+        pairs = zip(outputs, micro_batches, strict=True)
+        return super().loss([scores.cpu() - micro_batch[REFERENCE].cpu() for scores, micro_batch in pairs], micro_batches)
 
     def value(self, rated: Sequence[CandidateScores]) -> torch.Tensor:
         """The mean over prompts of -log sigmoid(beta x margin of the chosen completion)."""

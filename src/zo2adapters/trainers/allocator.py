@@ -31,7 +31,7 @@ def with_kept_memory(plan: HostPlan, activation_bytes: int) -> HostPlan:
     What is kept was in use, so the peak hardly rises; but it is kept in pieces, and not every request finds one that fits.
 
     Args:
-        plan: Of a run that computes on the host.
+        plan: Plan of a run that computes on the host.
         activation_bytes: Bytes that a step's activations and logits take.
 
     Returns:

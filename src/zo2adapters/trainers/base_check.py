@@ -21,7 +21,7 @@ def verify_with_progress(model: HFBlockModel, journal: Journal, *, quiet: bool =
 
     Args:
         model: Whose base.
-        journal: Of a run on it.
+        journal: Journal of a run on it.
         quiet: Whether to show no progress bar.
 
     Raises:

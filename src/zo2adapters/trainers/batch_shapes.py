@@ -15,7 +15,7 @@ _SAMPLED = 200  # batches: more do not change their mean
 
 
 class BatchShape(NamedTuple):
-    """Of one batch, or of the mean of several."""
+    """The shape of one batch, or the mean shape of several."""
 
     rows: int
     tokens: float  # of each row, padding included
@@ -23,7 +23,7 @@ class BatchShape(NamedTuple):
 
     @classmethod
     def whole(cls, rows: int, tokens: int) -> BatchShape:
-        """Of rows without padding, all of whose tokens have labels."""
+        """The shape of rows without padding, all of whose tokens have labels."""
         return cls(rows, tokens, rows * (tokens - 1))
 
 
@@ -37,19 +37,19 @@ class RowShapes(NamedTuple):
 
     @classmethod
     def of_length(cls, batching: Batching, tokens: int) -> RowShapes:
-        """Of rows that are all so many tokens long."""
+        """Shapes for rows that all have so many tokens."""
         shape = BatchShape.whole(*batching.shape(batching.batch_size, tokens))
         return cls(shape, shape, None, 0)
 
     @classmethod
     def of_rows(cls, batching: Batching, data: Rows, evaluation: Rows | None, *, seed: int) -> RowShapes:
-        """Of rows as a run takes them.
+        """Shapes for rows as a run batches them.
 
         Args:
             batching: How rows become batches.
             data: The rows to train on.
             evaluation: The rows to evaluate on; None: there are none.
-            seed: Of the order of rows.
+            seed: Seed of the order of rows.
         """
         read = [data, *([] if evaluation is None else [evaluation])]
         longest, sequences = max(rows.longest for rows in read), max(rows.most_sequences for rows in read)

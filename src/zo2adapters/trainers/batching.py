@@ -22,7 +22,7 @@ class Batching:
     batch_size: int = 16
     """Rows a batch has."""
     micro_batch_size: int | None = None
-    """Rows that run at a time, where a whole batch does not fit. Each block serves all pieces in its one visit."""
+    """Rows that run at a time, where a whole batch does not fit. Each block serves all micro-batches in its one visit."""
     loss_chunk: int | None = None
     """Labelled tokens whose logits are in memory at a time. By default all of a batch's in exact precision, and in mixed
     precision what a cache holds. The loss differs by the order of its sum only."""

@@ -26,7 +26,7 @@ def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[Non
     Args:
         parent: Directory of the run to branch from. It is only read.
         step: How many of its steps are taken over.
-        options: Of the new run, in ``options.output``: the parent's, but for how steps are taken from here on.
+        options: Options of the new run, in ``options.output``: the parent's, but for how steps are taken from here on.
 
     Raises:
         OptionError: if the parent has no such step, or fewer steps were asked for.

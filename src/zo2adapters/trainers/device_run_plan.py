@@ -107,7 +107,7 @@ def plan_device_run(
         write_limit_tb: Most terabytes that 1,000 steps may write; None: no limit.
         replay: Who replays.
         perturbation: Where directions live. Factors are those of a run that begins: each period adds as many.
-        stacked: Of the forwards of a step, how many run as one batch.
+        stacked: Number of a step's forwards that run as one batch.
 
     Raises:
         MemoryBudgetError: if the host, or the device, is too small for any arrangement.

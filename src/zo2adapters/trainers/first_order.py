@@ -37,7 +37,7 @@ class FirstOrder:
         """Refuse options that do not go with the method.
 
         Args:
-            options: Of the run that these are part of.
+            options: Options of the run that these are part of.
 
         Raises:
             OptionError: naming the option.

@@ -42,11 +42,11 @@ def plan_first_order_run(
 
     Args:
         model: From ``open_checkpoint``, with an adapter.
-        shapes: Of the run's batches.
+        shapes: Shapes of the run's batches.
         memory: Host memory the process may take in all.
         micro_rows: Rows that run at a time; None: all of a batch.
-        steps: Of the run.
-        evaluations: Of the run.
+        steps: Steps of the run.
+        evaluations: Evaluations of the run.
 
     Raises:
         MemoryBudgetError: if no arrangement fits.
@@ -104,7 +104,7 @@ def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> int:
 
     Args:
         model: The model; an engine binds its modules anew.
-        shape: Of the batch.
+        shape: Shape of the batch.
     """
     bind_probe(model)
     tokens = min(math.ceil(shape.tokens), _PROBED_TOKENS)

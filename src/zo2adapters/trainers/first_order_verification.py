@@ -31,7 +31,7 @@ def verify_first_order(
         directory: Model directory.
         opening: How the checkpoint is opened.
         method: Names the optimizer.
-        adapter: Of peft: a config, or a directory.
+        adapter: Adapter of peft: a config, or a directory.
         size: The optimizer's learning rate and weight decay.
         batches: What to compare on; their seed is that of the adapter's first values, too.
 

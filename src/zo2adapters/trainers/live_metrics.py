@@ -17,8 +17,9 @@ class LiveMetrics:
 
     Args:
         tracker: Which; "none" passes nothing on.
-        directory: Of the run: its folder ``tensorboard`` gets TensorBoard's files, ``wandb`` those of Weights & Biases.
-        options: Of the run, as JSON values.
+        directory: Directory of the run. TensorBoard's files go to its folder ``tensorboard``, those of Weights & Biases to
+            ``wandb``.
+        options: Options of the run, as JSON values.
 
     Raises:
         MissingPackageError: if the tracker is not installed.

@@ -39,7 +39,7 @@ def align_rows(raw: bytes, journal: Journal) -> MetricsRows:
 
     Args:
         raw: The file's bytes.
-        journal: Of the run.
+        journal: Journal of the run.
     """
     known = journal.steps
     rows = [row for row in map(_parsed, raw.split(b"\n")) if row is not None]

@@ -112,7 +112,7 @@ class Directions:
 
     @property
     def stacked(self) -> int:
-        """Of these forwards, how many run as one batch."""
+        """Number of these forwards that run as one batch."""
         return 1 if self.rank is None else min(self.evaluations, self.stack or self.evaluations)
 
     def loss_rows(self, rows: int) -> int:
@@ -209,8 +209,8 @@ class Optimization(StepSize, Directions):
         """The estimator of a run.
 
         Args:
-            steps: Of the run.
-            rows: Of a batch.
+            steps: Steps of the run.
+            rows: Rows of a batch.
 
         Raises:
             OptionError: if a number is out of its range, or options do not go together.

@@ -32,7 +32,7 @@ def evaluations_due(steps: int, every: int | None, *, version: int = 0) -> int:
     """Evaluations of a run that are due from a version on: before the first step, after every so many, after the last one.
 
     Args:
-        steps: Of the run.
+        steps: Steps of the run.
         every: Steps after which to evaluate again; None: there are none in between.
         version: Steps that were taken; an evaluation that is due there is counted.
     """
@@ -128,7 +128,7 @@ class RunOptions:
     the share of completions that the model does not write by itself. FILE.py:function: a function of the model and a batch.
     auto is loss, choice-loss of rows with candidates, or dpo of rows with preferences."""
     beta: float | None = None
-    """Of dpo: how much a step away from the base costs. By default 0.1."""
+    """Strength of the penalty for moving away from the base, in dpo; by default 0.1."""
     keep_best: bool = False
     """Export the model of the step whose evaluation was best, not the last one."""
     report_to: TrackerName = "none"

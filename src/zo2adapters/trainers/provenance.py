@@ -44,7 +44,7 @@ def provenance(
         options: The run's.
         base: The model's directory, for the tokenizer's files.
         tokens: What the data became by the tokenizer, as ``RunDirectory`` takes it.
-        sequence_length: Of the longest row that is not cut.
+        sequence_length: Length of the longest row that is not cut.
         devices: The kinds of devices that it is computed on.
         task: What the task adds, where the options leave it open.
 
@@ -87,8 +87,8 @@ def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) 
     """Refuse other files than those that a run was begun with, before anything in them is read or imported.
 
     Args:
-        options: Of the run that goes on. Looked at are the files of a function of the user's own and of an architecture.
-        header: Of the run's journal; None: it has none yet, and nothing is compared.
+        options: Options of the resumed run. The files of a user's function and of an architecture are compared.
+        header: Header of the run's journal; None: it has none yet, and nothing is compared.
 
     Raises:
         OptionError: naming the option.
@@ -121,8 +121,8 @@ def distrust(options: TrainOptions, header: Mapping[str, Any] | None) -> str | N
     """Why the file of a run's own function is not imported on the word of the run's directory alone.
 
     Args:
-        options: Of the run, as its directory has them.
-        header: Of its journal, if it has one.
+        options: Options of the run, as its directory has them.
+        header: Header of its journal, if it has one.
 
     Returns:
         What is wrong with the file, in words; None if it is where the run was begun with it, and has the digest that the

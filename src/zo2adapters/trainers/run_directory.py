@@ -121,7 +121,7 @@ class RunDirectory:
         """Refuse another base, or adapter, at a path that a resumed run was told anew.
 
         Args:
-            options: Of the run that goes on.
+            options: Options of the run that goes on.
             model: Opened as they say.
 
         Raises:
@@ -222,7 +222,7 @@ def checksums_at(options: TrainOptions, record: Mapping[str, Any]) -> dict[str, 
     """A run's checksums of its data files, by the paths where options say that the files are now.
 
     Args:
-        options: Of the run that goes on.
+        options: Options of the run that goes on.
         record: What the run's ``options.json`` holds.
     """
     now, then = options.to_json(), record["options"]

@@ -117,7 +117,7 @@ def build_engine(
     Args:
         options: The run's.
         model: Opened as they say.
-        estimator: Of the options.
+        estimator: The estimator that the options name.
         activations: Bytes that activations may take.
         least_activations: Bytes that they take at least, on a device.
         decides: What beside base and estimator decides the run.

@@ -28,9 +28,9 @@ class Watch:
         """What there is to say after a step.
 
         Args:
-            result: Of the step.
-            updates: Of the run, this step's the last.
-            options: Of the run.
+            result: Result of the step.
+            updates: Updates of the run, this step's the last.
+            options: Options of the run.
         """
         lines = []
         rounding = None if self._said_rounding else rounded_away(result, options)
@@ -62,9 +62,9 @@ def rounded_away(result: StepResult, options: TrainOptions) -> str | None:
     """Say if a step's update changes fewer than half of the weights; None if it does not, or was not looked at.
 
     Args:
-        result: Of the step.
-        options: Of the run, by which the remedy is chosen: weights that are rounded to the dtype in which they come back
-            from a device are in mixed precision already.
+        result: Result of the step.
+        options: Options of the run. They decide the remedy: a run whose weights are rounded as they travel back from a device is
+            in mixed precision already.
     """
     if result.share_applied is None or result.share_applied >= LEAST_APPLIED:
         return None

@@ -37,8 +37,8 @@ def storage(host: HostPlan, device: DevicePlan | None, device_name: str, written
     """Where a run's weights live and what it writes.
 
     Args:
-        host: Of the run's memory.
-        device: Of its device's; None where that is host memory.
+        host: Plan of the run's memory.
+        device: Plan of the device's memory; None where that is host memory.
         device_name: As the options name it.
         written: What is written of the weights, in words.
     """
@@ -56,7 +56,7 @@ def written_back(options: TrainOptions, every: int | None, layouts: Sequence[Blo
     Args:
         options: The run's.
         every: Steps after which a block is written back; None: never.
-        layouts: Of the model.
+        layouts: Layouts of the model.
     """
     if every is not None:
         return f"written back every {every} steps, {_terabytes(terabytes_written(layouts, every))}"

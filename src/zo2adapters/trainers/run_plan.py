@@ -133,16 +133,16 @@ def plan_run(
 
     Args:
         model: From ``open_checkpoint``.
-        shapes: Of the run's batches.
+        shapes: Shapes of the run's batches.
         optimization: How a step is taken. Factors of a low rank are those of a run that begins: each period adds as many.
         memory: Host memory the process may take in all.
         scratch: A directory on the disk to write back to.
         micro_rows: Rows that run at a time; None: all of a batch.
         write_limit_tb: Most terabytes that 1,000 steps may write; None: no limit.
-        workers: Of this host: memory is that of one of them, which has its part of the blocks that they share. Time is that
-            of one worker alone.
-        steps: Of the run.
-        evaluations: Of the run.
+        workers: Number of workers on this host. Memory is that of one of them, with its part of the shared blocks; time is
+            that of one worker alone.
+        steps: Steps of the run.
+        evaluations: Evaluations of the run.
 
     Raises:
         MemoryBudgetError: if no arrangement fits.
@@ -211,7 +211,7 @@ def step_seconds(model: HFBlockModel, shape: BatchShape, optimization: Optimizat
 
     Args:
         model: From ``open_checkpoint``.
-        shape: Of a step's batch.
+        shape: Shape of a step's batch.
         optimization: How a step is taken.
         micro_rows: Rows that run at a time; None: all of a batch.
     """
@@ -226,7 +226,7 @@ def _update_seconds(
 
     Args:
         model: The model.
-        layouts: Its segments, as they lie in memory.
+        layouts: Segments, as they lie in memory.
         optimization: How a step is taken.
         lag: Updates that a segment is behind when it is visited, on average.
         keeps_noise: Whether z is held from one evaluation to the next.
@@ -302,7 +302,7 @@ def measured_forward_seconds(model: HFBlockModel, shape: BatchShape, *, running:
 
     Args:
         model: The model, whose modules are bound to one block's memory, filled with a constant; an engine binds them anew.
-        shape: Of the batch.
+        shape: Shape of the batch.
         running: Rows that run at a time; None: all.
     """
     numel = sum(spec.numel for spec in model.layouts[1].parameters)

@@ -14,7 +14,7 @@ class StepBar(tqdm):  # type: ignore[type-arg]
 
     Args:
         evaluations: Evaluations that are still to come.
-        options: As tqdm takes them.
+        options: Options of tqdm.
     """
 
     def __init__(self, *, evaluations: int = 0, **options: Any) -> None:

@@ -96,7 +96,7 @@ def tune(
     """Find the learning rate, and ``zo_eps`` if several are given, with which the loss falls furthest.
 
     Args:
-        options: Of the runs; ``output`` is the directory for all of them. The steps are what the budget allows.
+        options: Options of the runs; ``output`` is the directory for all of them. The steps are what the budget allows.
         forwards: Forwards of a batch that all trials may take together.
         learning_rates: To try; none: those that are usual for the method.
         zo_eps: Perturbation scales to try with each of them; none: that of the options.
@@ -195,7 +195,7 @@ def expected_seconds(options: TrainOptions, schedule: Schedule) -> float:
     """Seconds that all trials are expected to take on the CPU, one after another. The probes take a few seconds.
 
     Args:
-        options: Of the runs.
+        options: Options of the runs.
         schedule: What the trials take.
 
     Raises:
@@ -219,8 +219,8 @@ def planned_rounds(trials: int, forwards: int, evaluations: int) -> list[int]:
     """How many steps each trial that is left has taken at the end of each round; every round costs about as much.
 
     Args:
-        trials: Of the first round; half of them, rounded up, go on.
-        forwards: Of all rounds.
+        trials: Trials of the first round; half of them, rounded up, go on.
+        forwards: Forwards of all rounds.
         evaluations: Forwards of a step.
 
     Raises:
@@ -274,8 +274,8 @@ def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial]) -> dic
     """Make the directory, or see that it is that of the same trials, which were interrupted. Returns what was asked for.
 
     Args:
-        options: Of the runs.
-        forwards: Of all trials.
+        options: Options of the runs.
+        forwards: Forwards of all trials.
         trials: All of them.
     """
     table = options.output / TABLE

@@ -155,7 +155,7 @@ def settled_alike(
     """Open the model, with what is chosen for a machine chosen by the first worker's.
 
     Args:
-        options: Of the run.
+        options: Options of the run.
         workers: Others that work on it.
         opened: Opens the model.
     """

@@ -58,7 +58,7 @@ class Snapshots:
     """The snapshots in a run's directory. One engine writes them; others may read meanwhile.
 
     Args:
-        directory: Of the run; made with the first snapshot.
+        directory: Directory of the run; made with the first snapshot.
         chain: The checksum of the run's journal at a version, or None if the journal is shorter. Asking makes the journal
             durable.
         require_version: Refuses a journal that is shorter than what a file, which is named, knows of.
@@ -94,7 +94,7 @@ class Snapshots:
         """Write a snapshot, durably; of the others only the one before it is kept, to fall back on.
 
         Args:
-            snapshot: Of a step that the journal has.
+            snapshot: Snapshot of a step that the journal has.
             keep: Steps whose snapshots are kept as well.
 
         Raises:

@@ -239,7 +239,7 @@ def write_index(directory: Path, weight_map: Mapping[str, str], *, total_size: i
     """Write the index of a checkpoint, if it has several shards.
 
     Args:
-        directory: Of the shards.
+        directory: Directory of the shards.
         weight_map: Tensor name to the name of its shard.
         total_size: Bytes of all tensors.
     """
@@ -252,7 +252,7 @@ def write_companions(directory: Path, companions: Mapping[str, Path | bytes]) ->
     """Write or copy the small files beside the weights.
 
     Args:
-        directory: Of the weights.
+        directory: Directory of the weights.
         companions: Name to content, or to the file to copy.
 
     Raises:

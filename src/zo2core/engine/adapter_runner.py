@@ -22,7 +22,7 @@ class AdapterRunner(Runner):
 
     Args:
         model: Cut into embedding, blocks and head, with an adapter.
-        parts: Of the run; closed with the runner, and also if it is refused.
+        parts: Parts of the run; closed with the runner, and also if it is refused.
 
     Raises:
         OptionError: if a block owns a trained parameter, or nothing is trained.
@@ -43,7 +43,7 @@ class AdapterRunner(Runner):
             activations=parts.activations,
             streams=parts.device.streams,
             timeline=parts.timeline,
-            landing=parts.landing,
+            update_loss=parts.update_loss,
         )
         super().__init__(model, parts._replace(visits=visits))
 

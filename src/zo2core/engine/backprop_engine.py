@@ -203,7 +203,7 @@ class BackpropEngine(AdapterRunner):
         """Take over what ``state_dict`` returned.
 
         Args:
-            state: Of an engine of the same model and the same optimizer.
+            state: State of an engine of the same model and the same optimizer.
 
         Raises:
             CheckpointError: if it is of other parameters; nothing was changed then.

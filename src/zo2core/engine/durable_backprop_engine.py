@@ -26,8 +26,8 @@ class DurableBackpropEngine(BackpropEngine):
 
     Args:
         model, optimizer, clip, device, memory, micro_batch_size, overlap, trace: as for ``BackpropEngine``.
-        directory: Of the run; its snapshots are there.
-        journal: Of the run, or the path of one, which is made if it is not there.
+        directory: Directory of the run; its snapshots are there.
+        journal: Journal of the run, or the path of one, which is made if it is not there.
         method: What decides the steps beside model and batches, as JSON values: the optimizer with its options. The journal
             keeps it and refuses another one.
         lr: The learning rate of a 0-based step; the optimizer is given it before the step.

@@ -31,7 +31,7 @@ class Runner:
 
     Args:
         model: Cut into embedding, blocks and head.
-        parts: Of the run; closed with the runner.
+        parts: Parts of the run; closed with the runner.
     """
 
     def __init__(self, model: BlockModel, parts: Parts) -> None:
@@ -241,7 +241,7 @@ class Runner:
         """Visit segments in an order. For methods that make their visitors.
 
         Args:
-            visitor: Of this sweep alone.
+            visitor: The visitor of this sweep.
             order: Segments; a block may be in it more than once.
 
         Returns:

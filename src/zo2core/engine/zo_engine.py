@@ -32,7 +32,7 @@ class ZOEngine(Runner):
             perturbation needs, else ``SequentialNoise``, MeZO's numbers.
         journal: Updates so far and to come: a journal, or the path of one, which is made if it is not there. None keeps the
             updates in memory. A journal with updates continues its run.
-        seed: Of the run: each step's directions depend on it and on the step only.
+        seed: Seed of the run: each step's directions depend on it and on the step only.
         write_back: When changed segments are written to disk. None: never; a resumed run replays the whole journal.
         provenance: What of the caller's decides the run, as JSON values: the journal keeps it and refuses another one.
         perturbation: ``DensePerturbation()``, the default of a new run, or ``LowRankPerturbation(rank=...)``.
@@ -106,7 +106,7 @@ class ZOEngine(Runner):
         Args:
             model, estimator: These and all that is not said here are as in the constructor.
             source, device, noise: Where the model's segments live and are computed on, and what draws z.
-            scheduler: Of this source and this device; by default an ``OverlappedScheduler``.
+            scheduler: Scheduler of this source and this device; by default an ``OverlappedScheduler``.
             journal, seed, micro_batch_size, trace, provenance, workers: As the constructor takes them.
             activations: Bytes, or a size, that an evaluation's activations may take at a time.
             timeline: What the parts note their work in, if they do: the engine takes the spans from it.
@@ -144,7 +144,7 @@ class ZOEngine(Runner):
                 one batch, as with gradient accumulation: the model's loss is the mean over the labelled tokens of all.
             forward: Ends in the number to make smaller: an ``Objective``, or any forward whose head gives a 0-d tensor, for
                 one batch that is not cut into micro-batches; by default the model itself, whose head gives its loss.
-            seed: Of the (first) direction; drawn from the run's seed if None.
+            seed: Seed of the (first) direction; drawn from the run's seed if None.
 
         Returns:
             The step's report.
@@ -167,7 +167,7 @@ class ZOEngine(Runner):
         """Begin a step whose losses the caller makes, from as many sweeps as they take: ``forwards(at=...)``, then ``tell``.
 
         Args:
-            seed: Of the (first) direction; drawn from the run's seed if None.
+            seed: Seed of the (first) direction; drawn from the run's seed if None.
 
         Returns:
             The evaluations to be made here: the step's, or this worker's share of them. A step that was begun before and not
@@ -241,7 +241,7 @@ def _zeroth_order(runner: Runner, model: BlockModel, seed: int, parts: Parts) ->
         journal=parts.journal,
         workers=parts.workers,
         base_digests=parts.base_digests,
-        landing=parts.landing,
+        update_loss=parts.update_loss,
         micro_batch_size=parts.micro_batch_size,
     )
 

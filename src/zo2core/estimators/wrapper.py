@@ -24,31 +24,31 @@ class EstimatorWrapper:
 
     @property
     def lr(self) -> float | Callable[[int], float]:
-        """Of the wrapped estimator."""
+        """See the wrapped estimator."""
         return self.estimator.lr
 
     @property
     def zo_eps(self) -> float:
-        """Of the wrapped estimator."""
+        """See the wrapped estimator."""
         return self.estimator.zo_eps
 
     @property
     def perturb_in_place(self) -> bool | None:
-        """Of the wrapped estimator."""
+        """See the wrapped estimator."""
         return self.estimator.perturb_in_place
 
     @property
     def distribution(self) -> Distribution | None:
-        """Of the wrapped estimator."""
+        """See the wrapped estimator."""
         return self.estimator.distribution
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Of the wrapped estimator."""
+        """See the wrapped estimator."""
         return self.estimator.options
 
     def evaluations(self, step: int, rng: Iterator[int]) -> tuple[Evaluation, ...]:
-        """Of the wrapped estimator."""
+        """See the wrapped estimator."""
         return self.estimator.evaluations(step, rng)
 
     def update(
@@ -59,7 +59,7 @@ class EstimatorWrapper:
         lr: float,
         past: Sequence[Update],
     ) -> Update:
-        """Of the wrapped estimator."""
+        """See the wrapped estimator."""
         return self.estimator.update(step, evaluations, losses, lr, past)
 
 

@@ -65,8 +65,8 @@ def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file, without waiting for the other end of a FIFO.
 
     Args:
-        path: Of the file.
-        flags: Of ``os.open``; with O_NOFOLLOW a symbolic link as the path's last component is refused.
+        path: Path of the file.
+        flags: Flags of ``os.open``; with O_NOFOLLOW a symbolic link as the path's last component is refused.
 
     Returns:
         The descriptor, which the caller closes.
@@ -109,7 +109,7 @@ def open_locked(path: Path, flags: int = 0) -> int:
     file behind. A second opener is refused, in this process as in another one. Whoever only reads needs no lock.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         flags: O_CREAT makes the file if it is missing; with O_EXCL it has to be.
 
     Returns:
@@ -189,7 +189,7 @@ def replace_file(path: Path, content: bytes) -> None:
     """Give a file another content: on return the new one is durable, before that the old one counts.
 
     Args:
-        path: Of the file, which need not exist. A link there is replaced, not followed.
+        path: Path of the file, which need not exist. A link there is replaced, not followed.
         content: All of it.
 
     Raises:

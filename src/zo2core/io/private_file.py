@@ -21,7 +21,7 @@ class PrivateFile:
 
     Args:
         directory: Made if it does not exist; the one above it has to exist.
-        name: Of the file.
+        name: Name of the file.
 
     Raises:
         OSError: if the directory cannot be made, or is open to others.

@@ -25,7 +25,7 @@ class SharedMemory:
     process, however that ends.
 
     Args:
-        descriptor: Of the memory; it is this object's from now on, and closed if it cannot be mapped.
+        descriptor: Descriptor of the memory; it is this object's from now on, and closed if it cannot be mapped.
 
     Raises:
         OSError: if it cannot be mapped.
@@ -60,9 +60,10 @@ class SharedMemory:
         """Memory that another process of the same user made.
 
         Args:
-            process: Its number, as it says: anything but memory that ``made`` makes is refused before it is opened.
+            process: Process id, as the other process states it. Anything but memory that ``made`` makes is refused before it
+                is opened.
             descriptor: The memory's in that process, as it says.
-            nbytes: Of the memory.
+            nbytes: Number of bytes of the memory.
 
         Raises:
             OSError: if it cannot be reached, or is something else.

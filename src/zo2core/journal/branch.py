@@ -34,7 +34,7 @@ def branch_journal(
         destination: Path of the new one. It appears whole and durable, or not at all.
         step: How many steps are taken over.
         estimator: Options of the estimator of the run to come (``estimator.options``); None: the same as before.
-        provenance: Of the run to come; None: the same as before.
+        provenance: Provenance of the run to come; None: the same as before.
 
     Raises:
         JournalError: if the source is none, is damaged, or has fewer steps.

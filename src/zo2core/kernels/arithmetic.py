@@ -99,7 +99,7 @@ def apply(
     Args:
         theta: Weights, changed in place.
         program: What to do.
-        zs: Its directions, as many as it has seeds.
+        zs: Directions, one for each seed of the program.
         scratch: Overwritten; not any of the others. Where it is shorter than they are, the work is done in chunks.
         decay_scratch: As long as the scratch; overwritten; not any of the others.
     """

@@ -99,7 +99,7 @@ def apply_drawing(
     Args:
         theta: The range's weights, 1-D, contiguous, changed in place.
         program: What to do to them.
-        distribution: Of z.
+        distribution: Distribution of z.
         parameter: The parameter's place in registration order.
         start: Element of the parameter at which ``theta`` starts.
         out: Where the perturbed copy goes, for a program that makes one. May be ``theta``, else must not overlap it; may be
@@ -125,7 +125,7 @@ def move_each(theta: torch.Tensor, moves: Program, distribution: Distribution, p
     Args:
         theta: The whole of a parameter, 1-D, contiguous; only read.
         moves: Its instructions are the moves, one a row: perturbations, of which a shift of 0 moves nothing.
-        distribution: Of z.
+        distribution: Distribution of z.
         parameter: The parameter's place in registration order.
         out: (moves, elements), contiguous, of any floating-point dtype, to which a row is rounded once.
     """

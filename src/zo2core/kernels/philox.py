@@ -55,7 +55,7 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
 
     Args:
         out: 1-D, contiguous, of any floating dtype, on any device.
-        distribution: Of the numbers.
+        distribution: Distribution of the numbers.
         seed: 0 to 2**63 - 1.
         parameter: Place in registration order.
         start: First element.

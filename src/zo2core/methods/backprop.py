@@ -102,20 +102,20 @@ class Backprop:
         """Add the gradients of a batch to the parameters'. See ``BackpropEngine.gradients``."""
         is_own_shard = forward is None and not isinstance(self._model, Objective)
         runs = self._model if forward is None else forward
-        pieces = cut(batches_of(batch), self._micro_batch_size, None if is_own_shard else runs)
-        prepared = list(self._sweeps.prepared(pieces.batches, runs))
-        weights = _weights(pieces)
+        micro_batches = cut(batches_of(batch), self._micro_batch_size, None if is_own_shard else runs)
+        prepared = list(self._sweeps.prepared(micro_batches.batches, runs))
+        weights = _weights(micro_batches)
         outputs: list[torch.Tensor] = []
         for start, stop, graph_bytes in self._memory.groups(runs, prepared, together=weights is None):
             visitor = self._visits.visitor(
                 runs,
                 prepared[start:stop],
                 weights=None if weights is None else weights[start:stop],
-                joint_loss=pieces.loss,
+                joint_loss=micro_batches.loss,
                 graph_bytes=graph_bytes,
             )
             outputs += self._sweeps.run(visitor, visitor.order)[0]
-        return float(pieces.loss(outputs))
+        return float(micro_batches.loss(outputs))
 
     def _clipped(self, loss: float) -> float:
         """Clip the gradients; returns their norm before.
@@ -137,13 +137,13 @@ class Backprop:
         return norm.item()
 
 
-def _weights(pieces: MicroBatches) -> list[float] | None:
+def _weights(micro_batches: MicroBatches) -> list[float] | None:
     """The weight of each micro-batch in a mean over labelled tokens; None for an objective, which says it itself."""
-    if pieces.objective is not None:
+    if micro_batches.objective is not None:
         return None
-    if len(pieces.batches) == 1:
+    if len(micro_batches.batches) == 1:
         return [1.0]
-    return [tokens / sum(pieces.tokens) for tokens in pieces.tokens]
+    return [tokens / sum(micro_batches.tokens) for tokens in micro_batches.tokens]
 
 
 def _optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Any:

@@ -48,13 +48,13 @@ class ZerothOrder:
 
     Args:
         estimator: What to evaluate, and what the losses say about the weights.
-        seed: Of the run: each step's directions depend on it and on the step only.
+        seed: Seed of the run: each step's directions depend on it and on the step only.
         sweeps: Makes the sweeps.
         model: Runs batches where a step is given no other forward.
         journal: Takes the record of each step.
         workers: Share the step.
         base_digests: What the first sweep reads of the base is noted in the journal with the first record.
-        landing: Samples how much of an update the weights take.
+        update_loss: Samples how much of an update the weights take.
         micro_batch_size: Rows of a micro-batch; None: batches run whole.
     """
 
@@ -68,7 +68,7 @@ class ZerothOrder:
         journal: Journal,
         workers: Workers,
         base_digests: BaseDigests,
-        landing: UpdateLoss,
+        update_loss: UpdateLoss,
         micro_batch_size: int | None,
     ) -> None:
         self._estimator = estimator
@@ -78,7 +78,7 @@ class ZerothOrder:
         self._journal = journal
         self._workers = workers
         self._base_digests = base_digests
-        self._update_loss = landing
+        self._update_loss = update_loss
         self._micro_batch_size = micro_batch_size
         self._open_step: OpenStep | None = None
         self._first_version = self._version  # of this object's steps
@@ -171,16 +171,16 @@ class ZerothOrder:
             if self._version == self._first_version:
                 self._sweeps.sweep([])  # all the same: the first sweep notes what the base is
             return open_step, losses_as_tensors([0.0] * len(open_step.places))
-        pieces: dict[RowGroup | None, MicroBatches] = {}
+        micro_batches: dict[RowGroup | None, MicroBatches] = {}
         prepared: dict[RowGroup | None, list[Batch]] = {}
         for group in groups:
             rows = own if group is None else [rows_of_group(batch, group) for batch in own]
-            pieces[group] = cut(rows, self._micro_batch_size, None if is_own_shard else forward)
-            prepared[group] = list(self._sweeps.prepared(pieces[group].batches, forward))
+            micro_batches[group] = cut(rows, self._micro_batch_size, None if is_own_shard else forward)
+            prepared[group] = list(self._sweeps.prepared(micro_batches[group].batches, forward))
         swept = open_step.groups(lambda at: prepared[at.rows], in_place=bool(self._estimator.perturb_in_place))
         outputs = self._sweeps.sweep(swept, forward)
         losses = zip(open_step.own, outputs[len(outputs) - len(open_step.places) :], strict=True)
-        return open_step, [pieces[at.rows].loss(outputs_of_pieces) for at, outputs_of_pieces in losses]
+        return open_step, [micro_batches[at.rows].loss(outputs_of_micro_batches) for at, outputs_of_micro_batches in losses]
 
     def _take(self, open_step: OpenStep, losses: Sequence[torch.Tensor]) -> StepResult:
         """Take a step: gather all workers' losses, and append its record."""

@@ -20,7 +20,7 @@ class PhiloxNoise:
     """z by Philox4x32-10. ``kernels/philox.py`` says which number is which.
 
     Args:
-        distribution: Of the numbers.
+        distribution: Distribution of the numbers.
     """
 
     def __init__(self, distribution: Distribution = Distribution.GAUSSIAN) -> None:

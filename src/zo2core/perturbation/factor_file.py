@@ -41,10 +41,10 @@ class FactorFile:
     Its files are locked while they are open for writing: from the beginning if they are there, else from the first period.
 
     Args:
-        directory: Of the run; made with the first period that is kept.
+        directory: Directory of the run; made with the first period that is kept.
         elements: How many float32 numbers each parameter's sums have, by its name.
         period: Steps of a period.
-        journal: Of the run, begun.
+        journal: Journal of the run, begun.
         writes: Whether periods that end are kept.
 
     Raises:
@@ -227,7 +227,7 @@ class FactorFile:
         return {"format": FORMAT, "elements": list(self._elements.values()), "chain": self._journal.chain(0)}
 
     def _checksum(self, name: str, version: int, view: memoryview) -> str:
-        """Of a parameter's bytes, and of whose they are."""
+        """Checksum of a parameter's bytes and of its name."""
         return combined_checksum([self._places[name], version, piece_checksum(view)])
 
     def _try(self, action: Callable[[], Any]) -> Any:

@@ -61,7 +61,7 @@ class FactorStore:
 
     Args:
         settings: Rank and period.
-        distribution: Of U, V and the directions of vectors.
+        distribution: Distribution of U, V and the directions of vectors.
         run_seed: Periods' seeds follow from it.
         device: Where factors are.
     """
@@ -84,9 +84,9 @@ class FactorStore:
         """Begin with what ended periods have left in a directory, and leave there what will end. Before the first use.
 
         Args:
-            directory: Of the run.
-            layouts: Of the model.
-            journal: Of the run, begun.
+            directory: Directory of the run.
+            layouts: Layouts of the model.
+            journal: Journal of the run, begun.
             bytes_a_step: Most that may be written on average; None: no limit. Periods that take more are read, not kept.
 
         Returns:
@@ -114,9 +114,9 @@ class FactorStore:
 
         Args:
             spec: The parameter.
-            theta: Its base weights as they are stored, flat, on the device; only read.
+            theta: The base weights of the parameter as they are stored, flat, on the device; only read.
             updates: All of the run.
-            version: That many of them are applied.
+            version: Number of them to apply.
         """
         try:
             self._advance(spec, self._sums_of(spec, theta), updates, version)
@@ -150,7 +150,7 @@ class FactorStore:
 
         Args:
             spec: A parameter that ``forms``.
-            theta: Its base weights in its dtype, flat, on the device; only read.
+            theta: The base weights of the parameter in its dtype, flat, on the device; only read.
             out: Memory for the matrix, of its shape and dtype; may be ``theta``'s.
             helper: Runs a part of the work beside the caller.
         """
@@ -162,7 +162,7 @@ class FactorStore:
         """What ``moved`` does to a parameter, one move a stream.
 
         Args:
-            evaluations: Of the streams; None is the present weights.
+            evaluations: Evaluations of the streams; None is the present weights.
             zo_eps: Perturbation scale.
         """
         moved = [None if evaluation is None or evaluation.shift == 0 else evaluation for evaluation in evaluations]
@@ -174,9 +174,9 @@ class FactorStore:
         """A parameter at evaluations, one a stream. Of what ``forms``, beside what is formed.
 
         Args:
-            spec: Of a parameter that ``advance`` brought to the present version.
+            spec: A parameter that ``advance`` brought to the present version.
             theta: As there.
-            moves: Of ``moves``.
+            moves: What ``moves`` returned.
         """
         sums = self._sums_of(spec, theta)
         count = len(moves.instructions)
@@ -195,7 +195,7 @@ class FactorStore:
 
         Args:
             spec: As of ``moved``.
-            theta: Its base weights in its dtype, flat, on any device; only read.
+            theta: The base weights of the parameter in its dtype, flat, on any device; only read.
         """
         sums = self._sums_of(spec, theta)
         if sums.version == 0:
@@ -221,7 +221,7 @@ class FactorStore:
         return Learned(self._columns(spec, self._sums_of(spec, theta)) if len(spec.shape) == 2 else None, present)
 
     def _columns(self, spec: ParameterSpec, sums: _Sums) -> Columns:
-        """Of all periods, the present one's last."""
+        """Factors of all periods; those of the present period come last."""
         now = Columns(sums.now.view(spec.shape[0], -1), self._shared(spec, sums.version))
         return now if sums.past is None else sums.past.joined(now)
 
@@ -282,7 +282,7 @@ def factor_bytes(perturbation: Perturbation, layouts: Sequence[BlockLayout], upd
 
     Args:
         perturbation: The run's; directions in the weights have no factors.
-        layouts: Of the model.
+        layouts: Layouts of the model.
         updates: Steps that were taken.
     """
     if isinstance(perturbation, DensePerturbation):
@@ -299,8 +299,8 @@ def kept_bytes_a_step(perturbation: Perturbation, layouts: Sequence[BlockLayout]
 
     Args:
         perturbation: The run's; directions in the weights have no factors.
-        layouts: Of the model.
-        most: That it may write; None: no limit. A run whose periods take more keeps none of them.
+        layouts: Layouts of the model.
+        most: Number of bytes that it may write; None: no limit. A run whose periods take more keeps none of them.
     """
     if isinstance(perturbation, DensePerturbation):
         return 0.0
@@ -328,8 +328,8 @@ def open_factors(
         model: Whose parameters have factors.
         estimator: None for a run that takes no steps: then the journal's seed counts.
         noise: What draws U, V and the directions of vectors.
-        journal: Of the run.
-        seed: Of the run.
+        journal: Journal of the run.
+        seed: Seed of the run.
         device: Where factors are.
         replay: Who was asked to replay.
         write_back_every: How often it was asked to write back.

@@ -38,7 +38,7 @@ class StackedModel(BlockModel, Protocol):
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
         """Join prepared batches, one a stream; None if they cannot be joined. What one returns ``prepared`` is prepared."""
 
-    def move(self, index: int, moved: Mapping[str, Moved], streams: int) -> None:
+    def perturb(self, index: int, moved: Mapping[str, Moved], streams: int) -> None:
         """Run a segment's next forwards with these parameters moved, and no other segment's.
 
         Args:
@@ -51,6 +51,6 @@ class StackedModel(BlockModel, Protocol):
         """Run what comes after the blocks on a stack; the loss of each stream, 0-d.
 
         Args:
-            batches: Those that were joined.
-            activations: Of the stack.
+            batches: The batches that were stacked.
+            activations: Activations of the stack.
         """

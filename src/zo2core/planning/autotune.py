@@ -40,7 +40,7 @@ def replay_seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_
 
     Args:
         noise: Draws z.
-        layouts: Of the model.
+        layouts: Layouts of the model.
         in_place: With MeZO's walk.
     """
     walk = (1.0, -2.0, 1.0) if in_place else ()
@@ -73,7 +73,7 @@ def evaluation_seconds(noise: CounterNoise, layouts: Sequence[BlockLayout]) -> t
 
     Args:
         noise: Draws z.
-        layouts: Of the model.
+        layouts: Layouts of the model.
 
     Returns:
         Of a step's first evaluation, with one update replayed in the same pass, and of any other.

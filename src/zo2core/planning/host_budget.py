@@ -23,7 +23,7 @@ def parse_size(size: int | str, *, option: str = "memory") -> int:
 
     Args:
         size: To read.
-        option: That it was given for.
+        option: Name of the option, for errors.
 
     Raises:
         OptionError: if it is no size above 0.

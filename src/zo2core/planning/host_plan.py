@@ -59,7 +59,7 @@ def plan_host(
         factors: Bytes of the factors of directions beside the activations.
         trained: Bytes of trained parameters, their gradients and their optimizer's state.
         neighbours: Workers on this host: what is free is theirs together.
-        sharers: Those of them that have resident blocks together: each counts its part.
+        sharers: Number of workers that share resident blocks; each counts its part.
 
     Raises:
         MemoryBudgetError: if not even the smallest plan fits; it adds up what that needs.

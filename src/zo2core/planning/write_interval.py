@@ -78,7 +78,7 @@ def streamed_bytes(layouts: Sequence[BlockLayout], buckets: int | None, *, kept:
 
     Args:
         layouts: Segments in visiting order.
-        buckets: Of a streamed source; None: blocks are resident.
+        buckets: Number of buckets of a streamed source; None: blocks are resident.
         kept: Blocks that stay on a device.
     """
     sizes = [layout.nbytes for layout in layouts if not layout.resident]
@@ -107,10 +107,10 @@ def choose_interval(
     Args:
         layouts: Segments in visiting order, as they lie in the source's buckets.
         noise: Draws z.
-        speeds: Of this machine.
-        directory: Of the scratch file.
+        speeds: Speeds of this machine.
+        directory: Directory of the scratch file.
         in_place: Whether updates walk, as MeZO's do.
-        buckets: Of a streamed source; None: blocks are resident.
+        buckets: Number of buckets of a streamed source; None: blocks are resident.
         kept: Blocks that stay on a device.
         terabytes_per_1000_steps: Most that may be written; None: no limit.
 
@@ -147,7 +147,7 @@ def interval_of(
         noise: Draws z.
         speeds: Asked where the policy leaves the number to be chosen.
         in_place: With MeZO's walk.
-        buckets: Of the source.
+        buckets: Number of the source's buckets.
         kept: Blocks that stay on a device.
 
     Raises:

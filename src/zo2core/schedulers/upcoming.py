@@ -9,7 +9,7 @@ def upcoming(order: Sequence[int], position: int) -> list[int]:
     """Segments in the order in which they are needed from a position on, each once; the next sweep has the same order.
 
     Args:
-        order: Of the sweep. A block may be in it more than once.
+        order: Order of the sweep. A block may be in it more than once.
         position: The first visit that is still to come.
     """
     return list(dict.fromkeys([*order[position:], *order[:position]]))

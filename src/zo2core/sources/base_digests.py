@@ -34,7 +34,7 @@ class SegmentDigest:
     them are still in a cache, and no thread reads the segment once more.
 
     Args:
-        views: Of the segment's parameters, flat, in layout order.
+        views: Views of the segment's parameters, flat, in layout order.
     """
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
@@ -51,7 +51,7 @@ class SegmentDigest:
         """Take in elements of a parameter that are in memory now, each once.
 
         Args:
-            parameter: Its place in the layout.
+            parameter: Index of the parameter in the segment's layout.
             start: First element.
             stop: The element after the last one.
         """
@@ -128,7 +128,7 @@ def verify_base(model: BlockModel, journal: Journal, progress: Callable[[int], o
 
     Args:
         model: Its checkpoint is read; nothing of it stays in memory.
-        journal: Of a run on this base.
+        journal: Journal of a run on this base.
         progress: Told how many more bytes were read.
 
     Returns:

@@ -35,7 +35,7 @@ def open_source(
         weights: The base checkpoint.
         layouts: Segments in visiting order, as they lie in it.
         host_memory: Allocates its memory.
-        buckets: Of blocks that come and go; None: all are in memory.
+        buckets: Number of buckets for streamed blocks; None: all blocks are in memory.
         shared: Memory that workers of this host have together; None: the source has its own.
         scratch: Files that segments were written back to.
         write_back_every: Versions that a segment may be ahead of its bytes on disk; None: it is never written.

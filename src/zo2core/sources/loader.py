@@ -55,8 +55,8 @@ class Loading:
     """Reads under way.
 
     Args:
-        futures: Of the reads.
-        version: Of the bytes that come.
+        futures: Futures of the reads.
+        version: Version of the bytes that come.
         check: Says, once all have come, whether they count; it may raise CheckpointError.
     """
 
@@ -128,7 +128,7 @@ class SegmentLoader:
         Args:
             segment: Which one.
             pages: uint8, its memory in whole pages.
-            views: Of its parameters in that memory.
+            views: Views of its parameters in that memory.
         """
         if self._scratch is not None and self._scratch.version(segment) > 0:
             return self._load_written(self._scratch, segment, pages[: whole_pages(self._layouts[segment].nbytes)])

@@ -63,7 +63,7 @@ class Scratch:
     """Segments on disk at later versions than the base. Its files are locked until ``close``.
 
     Args:
-        directory: Of the run; what an earlier process left there is used.
+        directory: Directory of the run; what an earlier process left there is used.
         layouts: Segments in visiting order.
         chain: Version to the journal's checksum, None where the journal is not durable that far.
         require_version: Told every version beyond the journal's end that the manifest has, and where that stands: bytes are
@@ -156,7 +156,7 @@ class Scratch:
         Args:
             segment: Whose bytes.
             data: uint8, the segment's bucket, up to whole pages.
-            version: Of the bytes.
+            version: Version of the bytes.
 
         Raises:
             ScratchError: if that failed; the bytes written before still count.

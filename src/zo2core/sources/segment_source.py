@@ -101,7 +101,7 @@ class SegmentSource:
         """Wait until a segment's bytes are there and count.
 
         Args:
-            loading: Its reads, which have begun.
+            loading: Reads of the segment, which have started.
             load: Begins to read it again.
             ahead: Whether they began before the segment was needed: then only a second failure counts.
 

@@ -34,8 +34,8 @@ class SegmentLock:
     """A segment while its lock is held.
 
     Args:
-        marks: Of all segments, shared.
-        index: Of the segment.
+        marks: Marks of all segments, shared.
+        index: Index of the segment.
     """
 
     def __init__(self, marks: torch.Tensor, index: int) -> None:
@@ -44,7 +44,7 @@ class SegmentLock:
 
     @property
     def version(self) -> int:
-        """Of the bytes."""
+        """Version of the bytes."""
         return int(self._marks[self._index]) - 1
 
     @contextmanager
@@ -61,7 +61,7 @@ class SharedSource(SegmentSource):
     Args:
         weights: The base checkpoint. Belongs to the caller.
         layouts: Segments in visiting order.
-        memory: Of ``shared_bytes``, the same for all workers. It belongs to this source.
+        memory: Memory of ``shared_bytes``, the same for all workers. It belongs to this source.
         base_digests: What the base's segments have to be; None does not look.
         timeline: Every read is noted there.
     """
@@ -123,7 +123,7 @@ class SharedSource(SegmentSource):
         """Refuse what was made of bytes that other workers have changed in the meantime.
 
         Args:
-            version: That this worker is at: no segment may be further.
+            version: Version that this worker is at; no segment may be at a later one.
 
         Raises:
             OutrunError: if one is, or was on its way there.

@@ -237,7 +237,7 @@ class StreamedSource(SegmentSource):
 
         Args:
             segment: Which one.
-            memory: Its memory.
+            memory: Memory of the bucket.
             ahead: Reads that began before the segment was needed; None where they have to begin now.
         """
         reads = _NO_READS if ahead is None else ahead

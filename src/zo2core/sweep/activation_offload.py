@@ -235,7 +235,7 @@ class ActivationOffload:
             stream: The stream's number.
             activations: On the device; parts of them may be in the room.
             room: Where they go first.
-            extents: Of what is in the room.
+            extents: Extents of the activations in the room.
             memory: The stream's host memory. If it is too small another one is taken.
         """
         streams = self._device.streams

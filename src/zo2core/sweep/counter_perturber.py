@@ -83,21 +83,21 @@ class CounterPerturber:
         self._at = None
         missing = self._trajectory.updates[version : self._trajectory.version]
         if missing:
-            self._buffer.widen(index, stores)
+            self._buffer.load_low_bit(index, stores)
         if missing and version == 0:  # the base was never carried
-            self._buffer.carry(index, stores[index])
+            self._buffer.round_to_transfer_dtype(index, stores[index])
         for update in missing:
             if update.step not in self._updates:
                 self._updates[update.step] = compile_updates([update])
                 self.seeds.update(self._updates[update.step][False].seeds)
             self._run(index, stores, self._updates[update.step], None)
-            self._buffer.carry(index, stores[index])
+            self._buffer.round_to_transfer_dtype(index, stores[index])
 
-    def show(self, index: int, stores: Stores) -> None:
-        """Bring what a segment only reads to where its forward reads it. See the contract."""
-        self._buffer.show(index, stores)
+    def load_frozen(self, index: int, stores: Stores) -> None:
+        """Let the forward read a segment's frozen weights. See the contract."""
+        self._buffer.load_frozen(index, stores)
 
-    def move(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
+    def perturb(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
         """Bring the work buffer to an evaluation, unless the replay has done so. See the contract."""
         at, self._at = self._at, None
         if at is not None and at == evaluation:
@@ -105,14 +105,14 @@ class CounterPerturber:
         if before is not None and self._trajectory.perturb_in_place:
             self._move_in_place(index, before, evaluation)
         elif evaluation is None or evaluation.shift == 0:
-            self._buffer.take_over(index, stores)
+            self._buffer.load(index, stores)
         else:
-            self._buffer.widen(index, stores)
+            self._buffer.load_low_bit(index, stores)
             copy = self._copy(evaluation)
             self._run(index, stores, {False: copy, True: copy}, copy)
 
     def finish(self) -> None:
-        """Nothing is left to wait for: the second thread works only while ``replay`` and ``move`` do."""
+        """Nothing is left to wait for: the second thread works only while ``replay`` and ``perturb`` do."""
 
     def _programs(self, version: int, *, leads: bool) -> list[Mapping[bool, Program]]:
         """What brings segments to the present version, in rounds; the last one may also lead to the first evaluation."""
@@ -136,7 +136,7 @@ class CounterPerturber:
 
         Args:
             index: The segment.
-            stores: Its own store, and those it borrows from, by segment.
+            stores: The segment's store, and those of segments that it borrows from, by segment.
             own: For its own weights, by whether weight decay applies.
             borrowed: For weights that it borrows; None leaves them alone.
         """
@@ -164,7 +164,7 @@ class CounterPerturber:
         return store[view.position]
 
     def _move_in_place(self, index: int, before: Evaluation, evaluation: Evaluation | None) -> None:
-        """Walk the work buffer from one evaluation to the next."""
+        """Perturb the work buffer in place, from one evaluation to the next."""
         if (before, evaluation) not in self._moves:
             self._moves[before, evaluation] = compile_moves(before, evaluation, self._trajectory.zo_eps)
         program = self._moves[before, evaluation]

@@ -1,7 +1,7 @@
-"""Perturbs along noise that is drawn into memory, as a sequential generator draws it.
+"""Perturbs with noise that a sequential generator draws into memory.
 
-Drawing is what takes long. Two directions have generators of their own, so two threads draw at once (``_draw_ahead``): while
-the first replays the missing updates chunk by chunk, a second one draws the noise of the first evaluation and, as soon as a
+Drawing takes most of the time. Each direction has its own generator, so two threads draw at once (``_draw_ahead``):
+while the first replays the missing updates chunk by chunk, a second one draws the noise of the first evaluation and, as soon as a
 chunk is replayed and still in the cache, perturbs it into the work buffer.
 
 Where memory allows, a segment's z is kept from one evaluation to the next, and two threads perturb along it (``_halve``).
@@ -25,7 +25,7 @@ from zo2core.updates import Trajectory, compile_moves, compile_updates, rounds, 
 
 
 class _Chunk(Enum):
-    """What the replaying thread tells the second one."""
+    """What the replaying thread sends to the second thread."""
 
     REPLAYED = auto()
     LOST = auto()  # the replay failed: no chunk will follow
@@ -36,10 +36,10 @@ class DrawnPerturber:
 
     Args:
         noise: Draws z.
-        buffer: One sweep at a time may use it.
-        worker: The second thread; None does without.
-        trajectory: What the sweep does to the weights.
-        parallel_from: Fewest elements of a segment for which two threads are used.
+        buffer: The work buffer; one sweep uses it at a time.
+        worker: The second thread; None works on one thread.
+        trajectory: The updates and evaluations of the sweep.
+        parallel_from: Number of elements from which a segment is worked on by two threads.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class DrawnPerturber:
             raise
         return self._trajectory.version
 
-    def show(self, index: int, stores: Stores) -> None:
-        """Bring what a segment only reads to where its forward reads it. See the contract."""
-        self._buffer.show(index, stores)
+    def load_frozen(self, index: int, stores: Stores) -> None:
+        """Let the forward read a segment's frozen weights. See the contract."""
+        self._buffer.load_frozen(index, stores)
 
-    def move(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
-        """Bring the work buffer to an evaluation, unless the second thread has done so. See the contract."""
+    def perturb(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
+        """Write an evaluation's weights, unless the second thread has done so. See the contract."""
         if self._join() and evaluation == self._first:
             return
         origin = before if self._trajectory.perturb_in_place else None
@@ -101,7 +101,7 @@ class DrawnPerturber:
             self._moves[origin, evaluation] = compile_moves(origin, evaluation, self._trajectory.zo_eps)
         program = self._moves[origin, evaluation]
         if origin is None and not program.instructions:
-            self._buffer.take_over(index, stores)
+            self._buffer.load(index, stores)
         sources = None if origin is not None else stores
         for instruction in program.instructions:
             assert isinstance(instruction, Perturb)
@@ -109,7 +109,7 @@ class DrawnPerturber:
             sources = None
 
     def finish(self) -> None:
-        """Wait until the second thread has let go of the memory. See the contract."""
+        """Wait until the second thread no longer uses the memory. See the contract."""
         if self._ahead is not None:
             wait([self._ahead])
 

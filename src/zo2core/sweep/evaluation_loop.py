@@ -54,7 +54,7 @@ def evaluate(
     Args:
         forwards: Runs batches and yields their losses, 0-d, a list a sweep.
         batches: With labels. Each counts by its labelled tokens.
-        rows: Of a micro-batch; None runs each batch whole.
+        rows: Rows of a micro-batch; None runs each batch whole.
         workers: Take the batches in turns; each batch's loss is what one worker alone would make.
 
     Raises:
@@ -102,7 +102,7 @@ def evaluate_objective(
     Args:
         forwards: Runs batches and yields what the head gives, a list a sweep.
         batches: What the objective takes.
-        rows: Of a micro-batch; None runs each batch whole.
+        rows: Rows of a micro-batch; None runs each batch whole.
         objective: Says how batches are cut, and how outputs join.
 
     Raises:
@@ -119,15 +119,15 @@ def evaluate_objective(
     began = time.perf_counter()
     cut: list[Sequence[Batch]] = []
 
-    def pieces() -> Iterator[Batch]:
+    def micro_batches() -> Iterator[Batch]:
         for batch in batches:
             cut.append(objective.split(batch, rows) or [batch])
             yield from cut[-1]
 
-    outputs, sweeps = _outputs(forwards(pieces()))
+    outputs, sweeps = _outputs(forwards(micro_batches()))
     in_order = iter(outputs)
     of_batches = [require_number(objective.loss([next(in_order) for _ in batch], batch)) for batch in cut]
-    whole = require_number(objective.loss(outputs, [piece for batch in cut for piece in batch]))
+    whole = require_number(objective.loss(outputs, [micro_batch for batch in cut for micro_batch in batch]))
     losses = tuple(loss.item() for loss in of_batches)
     return EvaluationResult(whole.item(), losses, 0, sweeps, time.perf_counter() - began)
 

@@ -75,8 +75,8 @@ class GradientVisits:
         Args:
             forward: Runs the segments.
             batches: Micro-batches, prepared; all pass a segment before the next one comes.
-            weights: Of each micro-batch's loss in the step's loss. None: ``joint_loss`` makes it of all that the head gave,
-                and the graphs of all heads are there at a time.
+            weights: The weight of each micro-batch's loss in the step's loss. None: ``joint_loss`` computes it from all
+                outputs of the head, whose graphs are then in memory at the same time.
             joint_loss: The step's loss, 0-d, of what the head gave for each micro-batch; differentiable.
             graph_bytes: Memory for graphs that blocks keep from their forward to their backward.
         """
@@ -139,7 +139,7 @@ class GradientVisitor:
         """Run a segment's forwards, or on the way back its gradients. See the contract."""
         commit(self.replay(index, store, version))
         begun = self._queues.mark()
-        self._show(index)
+        self._load(index)
         if index == self._head:
             self._turn()
         elif self._turned:
@@ -148,7 +148,7 @@ class GradientVisitor:
             self._run_forwards(index)
         if self._turned and index == max(self._first, 1):
             if self._first == 0:
-                self._show(0)
+                self._load(0)
                 self._backward(0)
             self._add_tied()
         self._timeline.note(Lane.EVALUATE, self._layouts[index].name, begun, self._queues.mark(), track=0)
@@ -168,9 +168,9 @@ class GradientVisitor:
         self._tied_sums.clear()
 
     @torch.no_grad()
-    def _show(self, index: int) -> None:
-        self._present.show(index, self._stores)
-        self._present.move(index, self._stores, None, None)
+    def _load(self, index: int) -> None:
+        self._present.load_frozen(index, self._stores)
+        self._present.perturb(index, self._stores, None, None)
 
     def _run_forwards(self, index: int) -> None:
         """Run a segment's forward of each micro-batch, and keep what the next segment is given.

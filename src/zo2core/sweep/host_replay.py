@@ -27,16 +27,16 @@ class HostReplay:
         layouts: Segments in visiting order.
         noise: Whose numbers the kernels draw.
         updates: All of the run so far; the list grows.
-        landing: Takes samples of the segments.
+        update_loss: Takes samples of the segments.
     """
 
     def __init__(
-        self, layouts: Sequence[BlockLayout], noise: CounterNoise, updates: Sequence[Update], landing: UpdateLoss
+        self, layouts: Sequence[BlockLayout], noise: CounterNoise, updates: Sequence[Update], update_loss: UpdateLoss
     ) -> None:
         self._layouts = layouts
         self._noise = noise
         self._updates = updates
-        self._update_loss = landing
+        self._update_loss = update_loss
         self._buffer = WorkBuffer(
             layouts, HostDevice(), noise, keep_noise=False, perturbs_in_place=False
         )  # its pages stay untouched
@@ -67,7 +67,7 @@ class LowBitScheduler:
     """A scheduler whose source has the blocks made ready for each sweep anew.
 
     Args:
-        scheduler: Of the source.
+        scheduler: Scheduler of the source.
         source: Makes blocks ready.
         replay: What it brings them to their present version with.
     """

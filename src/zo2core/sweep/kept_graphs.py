@@ -151,7 +151,7 @@ class KeptGraphs:
         """Keep a graph, or drop it if it proves too large.
 
         Args:
-            graph: Of the forward that ran.
+            graph: Graph of the forward that ran.
             block: Index of the block's segment.
             stream: Index of the stream.
             blocks: Number of blocks that still have to run, this one included.

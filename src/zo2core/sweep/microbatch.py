@@ -54,7 +54,7 @@ def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
 
     Args:
         batch: With labels (rows, tokens); what the model would refuse is not split, so that the model does refuse it.
-        rows: Of a micro-batch; None leaves the batch whole.
+        rows: Rows of a micro-batch; None leaves the batch whole.
 
     Returns:
         The micro-batches in order, at least one; the batch itself where nothing is to be split.
@@ -103,7 +103,7 @@ def rows_of_group(batch: Batch, group: RowGroup) -> Batch:
 
 
 def rows_to_shard(batches: Sequence[Batch]) -> int | None:
-    """The rows of the smallest of batches, where all have labels (rows, tokens); None where they cannot be dealt."""
+    """The rows of the smallest of batches, where all have labels (rows, tokens); None where they cannot be sharded."""
     labels = [batch.get("labels") for batch in batches]
     counts = [len(label) for label in labels if isinstance(label, torch.Tensor) and label.dim() == 2]
     return min(counts) if counts and len(counts) == len(labels) else None

@@ -21,7 +21,7 @@ class MicroBatches(NamedTuple):
     tokens: Sequence[int]  # labelled ones of each, where there are several; counted once, before any sweep
 
     def loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One number, 0-d, of what the head gave for the pieces.
+        """One number, 0-d, of what the head gave for the micro-batches.
 
         Raises:
             OptionError: if it is none.
@@ -52,30 +52,34 @@ def batches_of(batch: Batch | Sequence[Batch]) -> list[Batch]:
 
 
 def cut(wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> MicroBatches:
-    """Cut a step's batches into pieces of at most so many rows.
+    """Cut a step's batches into micro-batches of at most so many rows.
 
     Args:
         wholes: What the forward takes, at least one.
-        rows: Of a micro-batch; None leaves each batch whole.
+        rows: Rows of a micro-batch; None leaves each batch whole.
         forward: None is the model's own.
 
     Raises:
-        OptionError: if there are to be pieces, and the forward does not say how they join.
+        OptionError: if there are to be micro-batches, and the forward does not say how they join.
     """
     if forward is None:
-        pieces = [piece for whole in wholes for piece in split_rows(whole, rows)]
-        if len(pieces) == 1:
-            return MicroBatches(None, pieces, [])
-        counted = [(piece, labelled_tokens(piece)) for piece in pieces]
+        micro_batches = [micro_batch for whole in wholes for micro_batch in split_rows(whole, rows)]
+        if len(micro_batches) == 1:
+            return MicroBatches(None, micro_batches, [])
+        counted = [(micro_batch, labelled_tokens(micro_batch)) for micro_batch in micro_batches]
         # What has no labelled token has no loss; what has no labels is refused as it is prepared.
-        counted = [(piece, tokens) for piece, tokens in counted if tokens or "labels" not in piece] or counted[:1]
-        return MicroBatches(None, [piece for piece, _ in counted], [tokens for _, tokens in counted])
+        counted = [
+            (micro_batch, tokens) for micro_batch, tokens in counted if tokens or "labels" not in micro_batch
+        ] or counted[:1]
+        return MicroBatches(None, [micro_batch for micro_batch, _ in counted], [tokens for _, tokens in counted])
     if isinstance(forward, Objective):
-        return MicroBatches(forward, [piece for whole in wholes for piece in forward.split(whole, rows)] or wholes[:1], [])
+        return MicroBatches(
+            forward, [micro_batch for whole in wholes for micro_batch in forward.split(whole, rows)] or wholes[:1], []
+        )
     if rows is not None or len(wholes) > 1:
         raise OptionError(
             "forward",
-            found="one that does not say how pieces of a batch join",
+            found="one that does not say how micro-batches of a batch join",
             expected="an Objective, which has split and loss, where `micro_batch_size` or several batches are given",
             remedy="pass one batch without `micro_batch_size`, or add these two",
         )

@@ -1,4 +1,4 @@
-"""What a visit asks of noise, and who does it: one perturber for noise drawn into memory, one for counter-based noise."""
+"""Perturbers apply updates and write perturbed weights: one for noise drawn into memory, one for counter-based noise."""
 
 from __future__ import annotations
 
@@ -14,66 +14,69 @@ from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Evaluation
 from zo2core.updates import Trajectory
 
-# Note: Second thread. Handing work over takes tens of microseconds; segments with fewer elements are done on one thread.
+# Note: Second thread. Starting work on it takes tens of microseconds, so smaller segments stay on one thread.
 PARALLEL_FROM = 1 << 17
 
 
 class Perturber(Protocol):
-    """Moves weights during one sweep: those in the stores through updates, those in the work buffer to evaluations."""
+    """Changes weights during one sweep: applies updates to the stores, and writes perturbed weights to the work buffer."""
 
     @property
     def seeds(self) -> Collection[int]:
-        """Directions that this sweep draws."""
+        """Seeds of the directions that this sweep draws."""
 
     @property
     def version(self) -> int:
-        """The present version, which replaying leads to."""
+        """The present version of the weights, at which segments are after ``replay``."""
 
     def replay(self, index: int, stores: Stores, version: int) -> int:
         """Bring a segment's store to the present version; its bytes are final for this sweep when this returns.
 
-        The work buffer may already be on its way to the first evaluation.
+        The work buffer may then hold weights of the first evaluation already.
 
         Args:
-            index: The segment.
-            stores: Its own store, and those it borrows from, by segment.
-            version: Of its store before.
+            index: Index of the segment.
+            stores: The segment's store, and those of segments that it borrows from, by segment.
+            version: Version of the segment's store before.
 
         Returns:
-            The version after.
+            The store's version after.
         """
 
-    def show(self, index: int, stores: Stores) -> None:
-        """Bring what a segment only reads to where its forward reads it, once a visit.
+    def load_frozen(self, index: int, stores: Stores) -> None:
+        """Let the forward read a segment's frozen weights. Called once a visit.
 
         Args:
-            index: The segment, replayed.
+            index: Index of the segment, which has been replayed.
             stores: As for ``replay``.
         """
 
-    def move(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
-        """Bring the work buffer to the weights of a segment's next evaluation.
+    def perturb(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
+        """Write the weights of a segment's next evaluation to the work buffer.
 
         Args:
-            index: The segment, replayed.
+            index: Index of the segment, which has been replayed.
             stores: As for ``replay``.
-            before: The evaluation that the work buffer is at; None for the first one of the visit.
-            evaluation: The one to come; None is the weights as they are.
+            before: The evaluation whose weights the work buffer holds; None for the first evaluation of a visit.
+            evaluation: The next evaluation; None stands for unperturbed weights.
         """
 
     def finish(self) -> None:
-        """Wait until the second thread has let go of the memory, however the sweep ended."""
+        """Wait until the second thread no longer uses the memory, however the sweep ended."""
 
 
 def choose_perturber(
     noise: NoiseGenerator, buffer: WorkBuffer, worker: ThreadPoolExecutor | None
 ) -> Callable[[Trajectory], Perturber]:
-    """What makes the perturber of a sweep from what the sweep does to the weights.
+    """Choose how perturbers are made.
 
     Args:
         noise: Draws z.
-        buffer: One sweep at a time may use it.
-        worker: The second thread; None does without.
+        buffer: The work buffer; one sweep uses it at a time.
+        worker: The second thread; None works on one thread.
+
+    Returns:
+        A function that makes the perturber of a sweep from the sweep's trajectory.
     """
     if isinstance(noise, CounterNoise):
         return partial(CounterPerturber, noise, buffer, worker, parallel_from=PARALLEL_FROM)

@@ -45,13 +45,13 @@ class SharedPerturber:
             version = self.version
         return self._perturber.replay(index, stores, version)
 
-    def show(self, index: int, stores: Stores) -> None:
+    def load_frozen(self, index: int, stores: Stores) -> None:
         """Bring what a segment only reads to where its forward reads it. See the contract."""
-        self._perturber.show(index, stores)
+        self._perturber.load_frozen(index, stores)
 
-    def move(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
+    def perturb(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
         """Bring the work buffer to an evaluation. See the contract."""
-        self._perturber.move(index, stores, before, evaluation)
+        self._perturber.perturb(index, stores, before, evaluation)
 
     def finish(self) -> None:
         """Wait until the second thread has let go of the memory. See the contract."""

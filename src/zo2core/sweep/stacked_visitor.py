@@ -34,7 +34,7 @@ class StackedVisitor:
     Args:
         model: Whose modules take the directions.
         forward: Runs the segments. The model itself runs stacks; any other forward runs one stream at a time.
-        factors: Of all parameters.
+        factors: Factors of all parameters.
         trajectory: To which version, and by which scale evaluations move.
         groups: The evaluations to make, each with the batches to run at it, as of ``SegmentVisitor``.
         buffer: Where weights are formed.
@@ -106,13 +106,13 @@ class StackedVisitor:
         layout, begun = self._model.layouts[index], self._queues.mark()  # decoding and forming are of the first stack's time
         weights = {spec.name: self._weights(spec) for spec in layout.used}
         if self._stacks:
-            self._model.bind(index, {spec.name: self._shown(index, spec, weights[spec.name]) for spec in layout.used})
+            self._model.bind(index, {spec.name: self._readable(index, spec, weights[spec.name]) for spec in layout.used})
         for number, stack in enumerate(self._stacks):
             moves = self._moves[number]
             moved: dict[str, Moved] = {
                 spec.name: self._factors.moved(spec, weights[spec.name], moves) for spec in layout.used if not spec.frozen
             }
-            self._model.move(index, moved, len(stack.groups))
+            self._model.perturb(index, moved, len(stack.groups))
             self._run(index, number, stack)
             done = self._queues.mark()
             self._timeline.note(Lane.EVALUATE, layout.name, begun, done, track=number)
@@ -122,17 +122,17 @@ class StackedVisitor:
 
     def finish(self) -> None:
         """Leave the model as it was: the next sweep may be another engine's."""
-        self._model.move(0, {}, 1)
+        self._model.perturb(0, {}, 1)
 
     def _weights(self, spec: ParameterSpec) -> torch.Tensor:
         owner, position = self._places[spec.name]
         return self._stores[owner][position]
 
-    def _shown(self, index: int, spec: ParameterSpec, theta: torch.Tensor) -> torch.Tensor:
+    def _readable(self, index: int, spec: ParameterSpec, theta: torch.Tensor) -> torch.Tensor:
         """The tensor that modules read a parameter from: its bytes themselves, or what was formed of them for this visit."""
         if can_be_read(spec, theta) and not self._factors.forms(spec):
             return theta.view(spec.shape)
-        formed = self._buffer.shown(index, spec.name)
+        formed = self._buffer.parameter_view(index, spec.name)
         if spec.encoding is not None:
             decode(spec, theta, formed, self._worker)
             theta = formed

@@ -31,7 +31,7 @@ def run_stream(
         forward: Runs embedding and blocks.
         kind: The segment's.
         index: The segment's position in visiting order.
-        stream: Its number in the sweep.
+        stream: Index of the stream in the sweep.
         batch: The stream's.
         head: Runs what comes after the blocks.
         last: Whether the sweep has no stream after it.

@@ -115,14 +115,14 @@ class PresentWeights:
         """Bring a segment's store to the present version. See the contract."""
         return self._trained.replay(index, stores[index], version)
 
-    def show(self, index: int, stores: Stores) -> None:
+    def load_frozen(self, index: int, stores: Stores) -> None:
         """Bring frozen weights to the work buffer. See the contract."""
-        self._buffer.show(index, stores)
+        self._buffer.load_frozen(index, stores)
 
-    def move(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
+    def perturb(self, index: int, stores: Stores, before: Evaluation | None, evaluation: Evaluation | None) -> None:
         """Bring trained weights to the work buffer. See the contract."""
         assert (before, evaluation) == (None, None), "nothing is perturbed"
-        self._buffer.take_over(index, stores)
+        self._buffer.load(index, stores)
 
     def finish(self) -> None:
         """Do nothing: there is no second thread."""
@@ -138,7 +138,7 @@ class PresentVisits:
     activations: ActivationOffload
     streams: Streams
     timeline: Timeline
-    landing: UpdateLoss
+    update_loss: UpdateLoss
 
     def visitor(self, version: int, groups: Groups, forward: Forward) -> SegmentVisitor:
         """The visitor of one sweep. See the contract."""
@@ -151,5 +151,5 @@ class PresentVisits:
             activations=self.activations,
             streams=self.streams,
             timeline=self.timeline,
-            landing=self.landing,
+            update_loss=self.update_loss,
         )

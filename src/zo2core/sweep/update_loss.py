@@ -42,8 +42,8 @@ class UpdateLoss:
 
         Args:
             index: The segment.
-            store: Its own parameters. What is only a rounded copy to compute with is passed over: the host looks at what
-                it is made from.
+            store: The segment's own parameters. Rounded copies are skipped: the host samples the weights that they are made
+                from.
             specs: Theirs, and in what they are kept from step to step; None: as they are. Frozen ones are passed over, and
                 so is what is kept in 8 bits: there it depends on a row's largest weight which updates land.
         """

@@ -1,6 +1,6 @@
-"""A visit, exactly: bring a segment to the present version, evaluate it at the perturbed weights.
+"""A visit: bring a segment to the present version, and run its forwards at the perturbed weights.
 
-Replaying works on the segment's own bytes; perturbing brings them, moved, to the work buffer, whose views are the model's
+Updates are applied to the segment's own bytes. Perturbed weights are written to the work buffer, whose views are the model's
 parameters. A ``Perturber`` does both; the visitor runs the forwards.
 """
 
@@ -29,13 +29,13 @@ class SegmentVisitor:
     Args:
         layouts: Segments in visiting order.
         forward: Runs the segments.
-        perturber: Moves the weights, this sweep.
-        groups: The evaluations to make, each with the batches (micro-batches of one step) to run at it; None instead of an
-            evaluation runs the weights as they are. Empty for a sweep that only replays.
-        activations: The streams' memory between segments; one sweep at a time may use it.
+        perturber: Applies updates and perturbs weights in this sweep.
+        groups: The evaluations to make, each with its batches (micro-batches of one step); None instead of an evaluation
+            stands for unperturbed weights. Empty for a sweep that only replays.
+        activations: Holds the streams' activations between segments; one sweep uses it at a time.
         streams: The device's queues of work.
-        timeline: Takes down what is done when.
-        landing: Takes samples of the segments, brought to the present version.
+        timeline: Records when work is done.
+        update_loss: Samples segments at the present version.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SegmentVisitor:
         activations: ActivationOffload,
         streams: Streams,
         timeline: Timeline,
-        landing: UpdateLoss,
+        update_loss: UpdateLoss,
     ) -> None:
         self._layouts = layouts
         self._forward = forward
@@ -60,14 +60,16 @@ class SegmentVisitor:
         self._activations = activations
         self._queues = streams
         self._timeline = timeline
-        self._update_loss = landing
-        self._stores: dict[int, Store] = {}  # of the segment being visited, and of resident ones
-        self.outputs: list[list[torch.Tensor]] = [[] for _ in groups]  # what the head gave, once it was visited
+        self._update_loss = update_loss
+        self._stores: dict[int, Store] = {}  # by segment: of the one being visited, and of resident ones
+        self.outputs: list[list[torch.Tensor]] = [
+            [] for _ in groups
+        ]  # of the head, by evaluation, once the head was visited
         activations.begin(len(self._batches), may_wait=any(evaluation is not None for evaluation in self._evaluations))
 
     @property
     def seeds(self) -> Collection[int]:
-        """Directions that this sweep draws."""
+        """Seeds of the directions that this sweep draws."""
         return self._perturber.seeds
 
     @torch.inference_mode()
@@ -85,20 +87,20 @@ class SegmentVisitor:
         if layout.trains:
             version = self._perturber.replay(index, self._stores, version)
             self._update_loss.sample(index, store, layout.parameters)
-        else:  # nothing is missing, and the first evaluation is made of what is borrowed
+        else:  # it has no updates; the weights that it borrows are perturbed for the first evaluation
             self._perturber.replay(index, self._stores, self._perturber.version)
         self._timeline.note(Lane.REPLAY, layout.name, begun, self._queues.mark())
         return version
 
     def _evaluate(self, index: int) -> None:
-        """Run the forwards of a segment, which was replayed."""
+        """Run the forwards of a segment that has been replayed."""
         layout = self._layouts[index]
         before: Evaluation | None = None
         begun = self._queues.mark()
         if self._evaluations:
-            self._perturber.show(index, self._stores)
+            self._perturber.load_frozen(index, self._stores)
         for group, evaluation in enumerate(self._evaluations):
-            self._perturber.move(index, self._stores, before, evaluation)
+            self._perturber.perturb(index, self._stores, before, evaluation)
             for stream in self._streams_of[group]:
                 self._run(index, stream, group)
             done = self._queues.mark()
@@ -108,7 +110,7 @@ class SegmentVisitor:
             del self._stores[index]
 
     def finish(self) -> None:
-        """Wait until nobody uses the memory of the sweep any more, however it ended."""
+        """Wait until no thread uses the sweep's memory any more, however the sweep ended."""
         self._perturber.finish()
 
     def _run(self, index: int, stream: int, group: int) -> None:

@@ -1,4 +1,4 @@
-"""What makes a sweep's visitor. Which one a run has is chosen once, when it is built; no sweep asks again."""
+"""Factories of visitors: a run's is chosen once, when the run is built."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Groups: TypeAlias = Sequence[tuple[Evaluation | None, Sequence[Batch]]]  # evalu
 
 
 class SweepVisitor(Visitor, Protocol):
-    """A visitor of one sweep, and what came of it."""
+    """The visitor of one sweep, with the sweep's results."""
 
     @property
     def outputs(self) -> list[list[torch.Tensor]]:
-        """What the head gave, a list an evaluation, once the head was visited."""
+        """The head's outputs, one list for each evaluation, once the head was visited."""
 
     @property
     def seeds(self) -> Collection[int]:
-        """Directions that the sweep draws."""
+        """Seeds of the directions that the sweep draws."""
 
     def finish(self) -> None:
         """Wait until nothing uses the sweep's memory any more, however the sweep ended."""
@@ -46,9 +46,9 @@ class Visits(Protocol):
         """The visitor of one sweep.
 
         Args:
-            version: The present one, to which segments are brought.
-            groups: The evaluations to make, each with the batches to run at it; None instead of an evaluation runs the
-                weights as they are. Empty for a sweep that only replays.
+            version: The present version of the weights, to which segments are brought.
+            groups: The evaluations to make, each with its batches; None instead of an evaluation stands for unperturbed
+                weights. Empty for a sweep that only replays.
             forward: Runs the segments.
         """
 
@@ -65,7 +65,7 @@ class WeightVisits:
     activations: ActivationOffload
     streams: Streams
     timeline: Timeline
-    landing: UpdateLoss
+    update_loss: UpdateLoss
 
     def visitor(self, version: int, groups: Groups, forward: Forward) -> SegmentVisitor:
         """The visitor of one sweep. See the contract."""
@@ -79,13 +79,13 @@ class WeightVisits:
             activations=self.activations,
             streams=self.streams,
             timeline=self.timeline,
-            landing=self.landing,
+            update_loss=self.update_loss,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StackedVisits:
-    """Visitors that leave weights as they are, and perturb by factors of low rank."""
+    """Visitors that only read weights, and add low-rank perturbations beside the activations."""
 
     model: StackedModel
     factors: FactorStore

@@ -1,13 +1,13 @@
-"""The memory that a visit works in, allocated once: the work buffer, the noise buffer and cache-sized scratch.
+"""Memory that is allocated once and used in every visit: work buffer, noise buffer and cache-sized scratch.
 
 The work buffer's views are the model's parameters. Segments share its memory, one after the other. What a forward only
 reads, and reads as it is stored, is not copied: while a segment is visited, its modules read such weights from the store. In
 the noise buffer weights that two segments use (tied ones) have a place of their own, so that their noise, once drawn, serves
 both.
 
-Where the forward computes in another dtype than is stored, the work buffer has the rounded weights. Evaluations that walk
-from one to the next then need the weights of the last one unrounded: they walk in memory of their own. A weight of which a
-device is given less than is stored is widened there, too, before it is perturbed.
+Where the forward computes in another dtype than is stored, the work buffer holds the rounded weights. Where evaluations are
+perturbed in place, each from the one before, they need the unrounded weights too, which have memory of their own. Weights
+that travel to a device in fewer bits are converted back there before they are perturbed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ParameterView(NamedTuple):
     spec: ParameterSpec
     owner: int  # segment whose store holds the weight
     position: int  # in that store
-    scales: int | None  # of a weight that is carried in 8 bits: their position in a store that has what was carried
+    scales: int | None  # position of the scales in a store of 8-bit weights; None for other weights
     work: torch.Tensor  # flat view of the work buffer: the perturbed weight, in the forward's dtype
     unrounded: (
         torch.Tensor | None
@@ -52,11 +52,11 @@ class ParameterView(NamedTuple):
     tied: bool  # used by more than one segment
 
     def is_stored_in(self, store: Store) -> bool:
-        """Whether a store of the owner's has the weight as it is stored, and not what was carried of it."""
+        """Whether a store holds the weight in its stored dtype, and not in its transfer dtype."""
         return store[self.position].dtype is self.spec.dtype
 
     def targets(self, start: int = 0, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Where a range's perturbed weights go: as they walk on from there, and rounded beside that, if they are."""
+        """Where a range's perturbed weights are written: unrounded, and rounded for the forward, if it needs them so."""
         if self.unrounded is None:
             return self.work[start:stop], None
         return self.unrounded[start:stop], self.work[start:stop]
@@ -68,10 +68,10 @@ class WorkBuffer:
     Args:
         layouts: Segments in visiting order.
         device: Allocates.
-        noise: Says into which chunks a parameter is cut.
+        noise: Defines the chunks of each parameter.
         keep_noise: Hold a segment's z from one evaluation to the next; without, it is drawn again for each. Counter-based
             noise is never held.
-        perturbs_in_place: Whether evaluations walk from one to the next.
+        perturbs_in_place: Whether each evaluation is perturbed in place from the one before.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class WorkBuffer:
         for index, parameters in enumerate(self.bound):
             bind(index, parameters)
 
-    def shown(self, index: int, name: str) -> torch.Tensor:
+    def parameter_view(self, index: int, name: str) -> torch.Tensor:
         """The shaped view of the work buffer for one of a segment's parameters."""
         return next(
             view.work.view(view.spec.shape)
@@ -156,7 +156,7 @@ class WorkBuffer:
             if view.spec.name == name
         )
 
-    def show(self, index: int, stores: Stores) -> None:
+    def load_frozen(self, index: int, stores: Stores) -> None:
         """Let a segment's modules read what is frozen: from the store, or decoded or rounded into the buffer if need be."""
         frozen = {}
         for view in self._frozen[index]:
@@ -165,24 +165,24 @@ class WorkBuffer:
                 self._reads_stores = True
                 frozen[view.spec.name] = stored.view(view.spec.shape)
             else:
-                _show(view, stores)
+                _load(view, stores)
                 frozen[view.spec.name] = view.work.view(view.spec.shape)
         if self._reads_stores and frozen:  # modules are other segments', too
             self.bound[index].update(frozen)
             self._bind(index, frozen)
 
-    def take_over(self, index: int, stores: Stores) -> None:
-        """Bring a segment's weights into the buffer as they are in the stores, or as a device is given them."""
-        self.widen(index, stores)
+    def load(self, index: int, stores: Stores) -> None:
+        """Copy a segment's weights from the stores, or as a device receives them, to the buffer."""
+        self.load_low_bit(index, stores)
         for view in self.segments[index]:
             target, rounded = view.targets()
             if not view.spec.is_low_bit:
-                _show(view, stores)
+                _load(view, stores)
             if rounded is not None:
                 rounded.copy_(target)
 
-    def widen(self, index: int, stores: Stores) -> None:
-        """Bring those of a segment's weights that are carried to where they are perturbed, as a device is given them."""
+    def load_low_bit(self, index: int, stores: Stores) -> None:
+        """Convert a segment's low-bit weights to the memory in which they are perturbed, as a device receives them."""
         for view in self.segments[index]:
             if view.spec.is_low_bit:
                 store, (target, _) = stores[view.owner], view.targets()
@@ -191,8 +191,8 @@ class WorkBuffer:
                 else:
                     decode(store[view.position], None if view.scales is None else store[view.scales], target)
 
-    def carry(self, index: int, store: Store) -> None:
-        """Round those of a segment's own weights that come back from a device to what comes back of them."""
+    def round_to_transfer_dtype(self, index: int, store: Store) -> None:
+        """Round those of a segment's own weights that travel back from a device to their transfer dtype."""
         for view in self.segments[index]:
             if view.owner == index and view.spec.is_low_bit and view.spec.transfer_back:
                 theta = store[view.position]
@@ -225,8 +225,8 @@ def can_be_read(spec: ParameterSpec, stored: torch.Tensor) -> bool:
     return is_plain and stored.data_ptr() % _READ_ALIGNMENT == 0
 
 
-def _show(view: ParameterView, stores: Stores) -> None:
-    """Bring a weight to where it is perturbed or read, as it is."""
+def _load(view: ParameterView, stores: Stores) -> None:
+    """Copy or decode a weight to the memory in which it is perturbed or read."""
     stored, (target, _) = stores[view.owner][view.position], view.targets()
     if view.spec.encoding is None:
         target.copy_(stored)

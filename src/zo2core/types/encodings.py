@@ -43,7 +43,7 @@ class Float8Blocks:
 
     Args:
         block: Rows and columns of a block; those at the edges may have fewer.
-        scale_dtype: Of the scales, float32 or bfloat16.
+        scale_dtype: Dtype of the scales, float32 or bfloat16.
     """
 
     block: tuple[int, int] = (128, 128)

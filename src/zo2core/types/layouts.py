@@ -44,7 +44,7 @@ class ParameterSpec:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Of the elements that are stored: of what is encoded, bytes."""
+        """Dtype of the stored elements; uint8 for encoded weights."""
         return self.dtype if self.encoding is None else torch.uint8
 
     @property

@@ -43,10 +43,10 @@ class Exchange:
     All workers take part in the same rounds in the same order.
 
     Args:
-        store: Of rank 0; only this object uses it.
-        rank: Of this worker.
+        store: Store of rank 0; only this object uses it.
+        rank: Rank of this worker.
         size: Workers.
-        seal: Of the run.
+        seal: Seal of the run.
         timeout: Seconds that it waits for the others.
     """
 

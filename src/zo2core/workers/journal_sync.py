@@ -22,7 +22,7 @@ def sync_journals(journal: Journal, exchange: Exchange) -> None:
 
     Args:
         journal: This worker's; it may not have begun.
-        exchange: Of the workers.
+        exchange: Exchange of the workers.
 
     Raises:
         WorkerError: if a journal is of another run, or does not begin as the longest one does.

@@ -15,9 +15,9 @@ class Round:
     """Messages of one round, one a worker.
 
     Args:
-        name: Of the round: what it is about, and its number.
+        name: Name of the exchange: its purpose and its number.
         size: Workers that are expected to say something.
-        seal: Of the run.
+        seal: Seal of the run.
         counts: Whether a payload counts; what does not is treated like a message that never came.
     """
 

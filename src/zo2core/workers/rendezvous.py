@@ -120,7 +120,7 @@ class AnnouncedInStore:
     """Across hosts: a key of the store that ``torchrun`` keeps for its workers. Its address stays there.
 
     Args:
-        store: That store.
+        store: The store.
         timeout: Seconds that the store may take for an answer.
     """
 
@@ -200,7 +200,7 @@ def join_workers(announcement: Announcement, rank: int, key: bytes | None, timeo
 
     Args:
         announcement: Where its address stands, or will.
-        rank: Of this worker, at least 1.
+        rank: Rank of this worker, at least 1.
         key: Secret of the run; None takes the one that is announced.
         timeout: Seconds to wait for rank 0.
 

@@ -62,8 +62,8 @@ def context_of(journal: int, evaluations: Sequence[Evaluation], batch: int | Non
     """A checksum over what all workers have to agree on.
 
     Args:
-        journal: Its checksum.
-        evaluations: Of the step.
+        journal: Checksum of the journal.
+        evaluations: Evaluations of the step.
         batch: Digest of the batch; None where it is not known.
         split: How the step is shared out.
     """
@@ -103,7 +103,7 @@ def combined(reports: Mapping[int, Report], split: Split, evaluations: int, unit
     Args:
         reports: By rank; of those whose losses count.
         split: How the step was shared out.
-        evaluations: Of the step.
+        evaluations: Evaluations of the step.
         unit: Evaluations that stay together.
 
     Returns:

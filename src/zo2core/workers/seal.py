@@ -32,7 +32,7 @@ class Seal:
 
         Args:
             payload: What is said.
-            name: Of the round that it is said in.
+            name: Name of the exchange that the message belongs to.
             sender: Rank of the worker that says it.
         """
         return self._seal(payload, name, sender) + payload

@@ -36,7 +36,7 @@ class Split(NamedTuple):
 
         Args:
             rank: The worker.
-            evaluations: Of the step.
+            evaluations: Evaluations of the step.
             unit: Evaluations that stay together.
         """
         group, part = divmod(rank, self.parts)
@@ -70,7 +70,7 @@ def choose_split(asked: str, size: int, units: int, rows: int | None) -> Split:
         asked: "auto", "rows", "directions", or "GxP".
         size: Workers.
         units: Parts of the step's evaluations that can be made apart.
-        rows: Of the batch; None where they cannot be dealt.
+        rows: Rows of the batch; None where they cannot be sharded.
 
     Raises:
         OptionError: if some worker would have nothing to do.
@@ -99,7 +99,7 @@ def evaluations_apart(evaluations: Sequence[Evaluation], *, whole: bool) -> int:
     """How many evaluations stay together: 1, or both sides of a direction.
 
     Args:
-        evaluations: Of a step.
+        evaluations: Evaluations of a step.
         whole: Whether directions have to stay whole, since a worker's losses may be left out.
 
     Raises:

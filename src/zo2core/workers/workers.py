@@ -100,7 +100,7 @@ class Workers:
         """Workers whose store the caller opened.
 
         Args:
-            rank: Of this worker, from 0.
+            rank: Rank of this worker, counted from 0.
             size: Workers.
             store: A client of its own for this worker; the server in the process of rank 0. None for a worker alone.
             key: Secret of the run, the same for all workers and new for each start: 16 bytes at least. Messages of those
@@ -166,7 +166,7 @@ class Workers:
 
     @property
     def rank(self) -> int:
-        """Of this worker, from 0."""
+        """Rank of this worker, counted from 0."""
         return self._exchange.rank
 
     @property
@@ -222,10 +222,10 @@ class Workers:
         """Refuse a journal that is not rank 0's, and noise that is not.
 
         Args:
-            journal: Of the run.
-            noise: Of the run, as this machine draws it.
-            layouts: Of the model.
-            device: That this worker computes on.
+            journal: Journal of the run.
+            noise: Noise of the run, as this machine draws it.
+            layouts: Layouts of the model.
+            device: Device that this worker computes on.
 
         Raises:
             JournalError: if the headers differ; each difference is spelled out.
@@ -237,7 +237,7 @@ class Workers:
         """Say something and hear what all say.
 
         Args:
-            value: Of JSON's kinds; numbers keep all their bits.
+            value: A JSON value; numbers keep all their bits.
 
         Returns:
             Values in the order of ranks, the same on all workers.
@@ -252,7 +252,7 @@ class Workers:
 
         Args:
             what: In words.
-            digest: Of this worker's.
+            digest: Digest of what this worker has.
 
         Raises:
             WorkerError: naming the worker whose are not rank 0's.
@@ -271,7 +271,7 @@ class Workers:
         """What the workers made of things that they took in turns, in the order of the things.
 
         Args:
-            values: Of what this worker took, as ``heard`` takes them: of the things at the places rank, rank + size, ...
+            values: This worker's values, in the order of its items, which are those at rank, rank + size, ...
 
         Raises:
             WorkerError: if the workers did not take the same things.
@@ -292,8 +292,8 @@ class Workers:
         """Share a step out.
 
         Args:
-            evaluations: Of the step.
-            rows: Of the batch; None where they cannot be dealt.
+            evaluations: Evaluations of the step.
+            rows: Rows of the batch; None where they cannot be sharded.
 
         Raises:
             OptionError: if some worker would have nothing to do, or directions cannot be left out and there is a deadline.
@@ -333,11 +333,11 @@ class Workers:
         """Send the losses of this worker's share, and gather those of all.
 
         Args:
-            plan: Of the step.
-            evaluations: Of the step, all.
-            losses: Of the share, 0-d; none if they were not made, since the step has been decided.
+            plan: Plan of the step.
+            evaluations: All evaluations of the step.
+            losses: Losses of this worker's shard, 0-d; none if they were not made, since the step has been decided.
             tokens: Labelled ones of the share's rows.
-            journal: Of the run.
+            journal: Journal of the run.
             batch: Digest of the batch; None where it is not known.
 
         Raises:

@@ -67,7 +67,7 @@ class PeftBlockModel(HFBlockModel):
         """Expected bytes that the adapter adds to what a sweep of the base takes.
 
         Args:
-            rows: That run at a time.
+            rows: Rows that run at a time.
             streams: Evaluations whose activations are held at a time.
         """
         return self.adapter.inserted.forward_bytes

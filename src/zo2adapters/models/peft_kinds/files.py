@@ -21,7 +21,7 @@ def write_adapter(directory: Path, config: Mapping[str, Any], values: dict[str, 
 
     Args:
         directory: Must not exist, or be empty. It appears whole or not at all.
-        config: Of ``plain_config``.
+        config: What ``plain_config`` returned.
         values: By name in peft's files.
 
     Raises:

@@ -71,7 +71,7 @@ class AdapterKind(ABC):
         Args:
             skeleton: After ``insert``. Only now is it used: when the values are asked for, a run may have it.
             config: The same.
-            seed: Of what is drawn.
+            seed: Seed of what is drawn.
             base: Called when the values are asked for, if they need the base's weights.
         """
 

@@ -34,7 +34,7 @@ class AdapterReader:
 
     @property
     def fingerprint(self) -> str:
-        """Of the base, and of all values of the adapter."""
+        """Fingerprint of the base and of all values of the adapter."""
         values = save({name: value.contiguous() for name, value in sorted(self._first_values().items())})
         return hashlib.sha256(self._base.fingerprint.encode() + hashlib.sha256(values).digest()).hexdigest()
 
