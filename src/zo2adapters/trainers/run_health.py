@@ -63,8 +63,8 @@ def rounded_away(result: StepResult, options: TrainOptions) -> str | None:
 
     Args:
         result: Result of the step.
-        options: Options of the run. They decide the remedy: a run whose weights are rounded as they travel back from a device is
-            in mixed precision already.
+        options: Options of the run. They decide the remedy: a run whose weights are rounded as they travel back from a
+            device is in mixed precision already.
     """
     if result.share_applied is None or result.share_applied >= LEAST_APPLIED:
         return None

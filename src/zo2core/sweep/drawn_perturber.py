@@ -1,8 +1,8 @@
 """Perturbs with noise that a sequential generator draws into memory.
 
 Drawing takes most of the time. Each direction has its own generator, so two threads draw at once (``_draw_ahead``):
-while the first replays the missing updates chunk by chunk, a second one draws the noise of the first evaluation and, as soon as a
-chunk is replayed and still in the cache, perturbs it into the work buffer.
+while the first one applies the missing updates chunk by chunk, the second one draws the noise of the first evaluation and
+perturbs each chunk into the work buffer as soon as it is up to date and still in the cache.
 
 Where memory allows, a segment's z is kept from one evaluation to the next, and two threads perturb along it (``_halve``).
 Elsewhere it is drawn again, on one thread.
