@@ -235,6 +235,11 @@ def test_a_trace_cut_anywhere_still_gives_its_whole_lines(tmp_path: Path) -> Non
         assert len(found.spans) + len(found.sweeps) == whole, size
 
 
+def test_a_name_that_no_file_can_have_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="name too long"):
+        Trace(tmp_path / ("n" * 300))
+
+
 def test_a_trace_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
     with pytest.raises(OutputError, match="something at this path"):

@@ -80,7 +80,7 @@ def test_the_interval_within_a_limit_is_the_smallest_that_keeps_to_it(nbytes: in
     require_within(segments, None, limit)
     require_within(segments, 1, None)
     if every > 1:
-        with pytest.raises(OptionError, match=f"TB in 1,000.*write every {every} steps"):
+        with pytest.raises(OptionError, match=f"B in 1,000.*write every {every} steps"):
             require_within(segments, every - 1, limit)
 
 

@@ -62,7 +62,13 @@ class Trace:
         self._named: set[int] = set()
         self._file: IO[str] | None = None
         self._closed = False
-        if os.path.lexists(path):
+        try:
+            os.lstat(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # a name that is too long, say
+            raise self._unwritable(reason(error)) from error
+        else:
             raise self._unwritable("something at this path")
         if not os.access(path.parent, os.W_OK):
             raise self._unwritable("a directory that is not there, or may not be written")
