@@ -21,7 +21,7 @@ from typing import Any
 import peft
 import torch
 from bench_overlap import keep, machine, spread
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
@@ -32,6 +32,7 @@ from zo2core import BackpropEngine, HostPlan, MemoryPolicy
 from zo2core.sweep.gradient_memory import GRAPH_FORWARDS
 
 WARM_UP = 2
+DROPOUTS = ("dropout", "attention_dropout", "activation_dropout", "layerdrop")  # of configs; checkpointing turns them on
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4)
 
 
@@ -57,7 +58,11 @@ class Resident:
     """
 
     def __init__(self, directory: Path, rank: int, values: dict[str, torch.Tensor], *, checkpointing: bool) -> None:
-        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+        config: Any = AutoConfig.from_pretrained(directory)
+        for name in DROPOUTS:
+            if hasattr(config, name):
+                setattr(config, name, 0.0)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(directory, config=config, dtype="auto")
         peft.inject_adapter_in_model(adapter(rank), self.model)
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad = name in values
@@ -66,7 +71,7 @@ class Resident:
         if checkpointing:
             whole: Any = self.model
             whole.gradient_checkpointing_enable({"use_reentrant": False})
-            self.model.train()  # what makes transformers checkpoint; no module of these models drops anything
+            self.model.train()  # what makes transformers checkpoint
         self.optimizer = OPTIMIZER([parameter for parameter in self.model.parameters() if parameter.requires_grad])
 
     def step(self, batch: Mapping[str, torch.Tensor]) -> float:
