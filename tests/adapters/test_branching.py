@@ -211,7 +211,7 @@ REFUSED = [
     (["--from-step", "7", "--output", "{new}"], f"--from-step: found 7; expected 0 to {STEPS}, the steps of the run"),
     (["--from-step", "-1", "--output", "{new}"], "--from-step: found -1"),
     (["--from-step", "2"], "--output: found nothing; expected a directory for the new run"),
-    (["--from-step", "2", "--output", "{run}"], "found something at this path"),
+    (["--from-step", "2", "--output", "{run}"], "found a run that has already started"),
     (["--from-step", "2", "--output", "{new}", "--batch-size", "2"], "--batch-size: found 2; expected 3"),
     (["--from-step", "2", "--output", "{new}", "--seed", "4"], "--seed: found 4; expected 3"),
     (["--from-step", "2", "--output", "{new}", "--noise", "mezo"], '--noise: found "mezo"'),

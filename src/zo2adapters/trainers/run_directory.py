@@ -82,9 +82,9 @@ class RunDirectory:
             if resume:
                 with _refusing_damage(self.path):
                     record = json.loads(read_regular(self.path / OPTIONS))
-                    checksums_then, tokens_then = checksums_at(options, record), dict(record["tokens"])
-                _require_same_data(checksums, checksums_then)
-                _require_same_tokens(options.model, dict(tokens), tokens_then)
+                    saved_checksums, saved_tokens = checksums_at(options, record), dict(record["tokens"])
+                _require_same_data(options, checksums, record["options"], saved_checksums)
+                _require_same_tokens(options.model, dict(tokens), saved_tokens)
                 self._record = record
             else:
                 self._record = {"options": options.to_json(), "checksums": checksums, "tokens": dict(tokens)}
@@ -231,12 +231,19 @@ def checksums_at(options: TrainOptions, record: Mapping[str, Any]) -> dict[str, 
 
 
 def require_new(path: Path) -> None:
-    """Refuse an output directory that is in use; take away what a process left that was killed before its run began.
+    """Refuse an output directory that is in use; remove the files of a process that was killed before its run started.
 
     Raises:
         OutputError: naming the directory.
     """
     names = {file.name for file in path.iterdir()} if path.is_dir() else set()
+    if OPTIONS in names:
+        raise OutputError(
+            path,
+            found="a run that has already started",
+            expected="a path that does not exist yet, or an empty directory",
+            remedy=f"continue the run with zo2 train --resume {path}, or choose another output directory",
+        )
     if names and names <= {LOCK, "options.partial", "tune.partial"}:
         with contextlib.suppress(OSError), _lock(path):  # refused where a process is about to begin: it is in use, then
             for name in {*names, LOCK}:
@@ -293,14 +300,30 @@ def _damaged(path: Path, found: str) -> OptionError:
     )
 
 
-def _require_same_data(now: dict[str, str], then: dict[str, Any]) -> None:
-    for path, checksum in now.items():
-        if then.get(path) != checksum:
+def _require_same_data(
+    options: TrainOptions, checksums: Mapping[str, str], saved: Mapping[str, Any], saved_checksums: Mapping[str, Any]
+) -> None:
+    """Refuse data files with other bytes than the run began with.
+
+    Args:
+        options: Options of the resumed run.
+        checksums: SHA-256 of each data file as it is now, by path.
+        saved: Options that the run has saved, as JSON values.
+        saved_checksums: SHA-256 of each data file when the run began, by the path where the file is now.
+
+    Raises:
+        DataError: naming the option.
+    """
+    for option, path in (("data", options.data), ("evaluation", options.evaluation)):
+        if path is None:
+            continue
+        checksum, before = checksums[str(path.resolve())], saved_checksums.get(str(path.resolve()))
+        if checksum != before:
             raise DataError(
-                path,
-                found=f"another content (sha256 {checksum[:12]})",
-                expected=f"what the run was begun with (sha256 {str(then.get(path))[:12]})",
-                remedy="restore the file, or begin a new run",
+                option,
+                found=f"{path}, which has the sha256 {checksum[:12]}",
+                expected=f"what the run began with: {saved.get(option)}, which had the sha256 {str(before)[:12]}",
+                remedy="restore the file, pass the path to which it was moved, or start a new run",
             )
 
 
