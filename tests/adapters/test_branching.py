@@ -274,7 +274,7 @@ def test_a_run_whose_steps_are_rounded_away_says_so_once(
 ) -> None:
     arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output, "--dtype", dtype]
     run(*arguments, "--precision", precision, "--steps", 103, "--batch-size", 3, "--lr", 1e-6)
-    assert capsys.readouterr().err.count("others round back to their old values") == warns
+    assert capsys.readouterr().err.count("others rounded back to their old values") == warns
 
 
 @pytest.mark.parametrize(

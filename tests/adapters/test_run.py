@@ -158,7 +158,7 @@ def test_a_resumed_run_without_its_checksums_is_refused(options: TrainOptions, k
     values = json.loads(path.read_bytes())
     del values[key]
     path.write_text(json.dumps(values))
-    with pytest.raises(OptionError, match=r"with options\.json as it was written"):
+    with pytest.raises(OptionError, match=r"the options that zo2 train saved in options\.json"):
         Trainer(options, resume=True, quiet=True)
 
 

@@ -97,7 +97,7 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
         """Where blocks are, and how often a snapshot is taken. See the contract."""
         every = self._policy.every
         often = "as often as costs 2 % of the time" if every is None else f"every {every} steps"
-        written = f"only read; a snapshot of adapter and optimizer {often}"
+        written = f"a snapshot of adapter and optimizer {often}"
         return storage(host, engine.device_plan, self.options.storage.device, written)
 
     def after_step(self, engine: DurableBackpropEngine, report: StepReport) -> list[str]:
