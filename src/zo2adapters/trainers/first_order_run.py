@@ -20,7 +20,7 @@ from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.run_method import Opening, RunMethod
 from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.snapshot_policy import SnapshotPolicy
-from zo2adapters.trainers.worker_options import local_device, own_trace
+from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import DurableBackpropEngine, HostPlan, Journal, MemoryPolicy, OptionError, Runner, SegmentKind
 from zo2core.checkpoint import Snapshots
 from zo2core.engine import SnapshotReplayer
@@ -79,7 +79,7 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
             memory=self._memory(opening.activations, opening.least_activations),
             micro_batch_size=options.batching.micro_batch_size,
             overlap=execution.scheduler is Order.OVERLAPPED,
-            trace=own_trace(execution.trace, None),
+            trace=worker_trace(execution.trace, None),
         )
         try:
             self._require_best(engine)

@@ -12,7 +12,7 @@ from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2adapters.trainers.worker_options import local_device, own_trace
+from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import Journal, MemoryPolicy, Replayer, Workers, WriteBackPolicy, ZOEngine, ZOEstimator
 from zo2core.planning.host_budget import parse_size
 
@@ -160,7 +160,7 @@ def build_engine(
         overlap=execution.scheduler is Order.OVERLAPPED,
         replay=execution.replay,
         perturbation=options.optimization.perturbation,
-        trace=own_trace(execution.trace, workers),
+        trace=worker_trace(execution.trace, workers),
         provenance=decides,
         workers=workers,
     )

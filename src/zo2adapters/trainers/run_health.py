@@ -108,7 +108,7 @@ def diverged(error: ZO2Error, updates: Sequence[Update], options: TrainOptions) 
         found=error.found,
         expected=error.expected,
         remedy=f"find a learning rate below {options.optimization.lr:g} that does not diverge, with this run's batch size "
-        f"and directions: zo2 tune --model {options.model} --data {options.data} --output TRIALS; then continue with it from "
+        f"and directions: zo2 tune --model {options.model} --data {options.data} --output TRIALS; then continue from "
         f"step {best}, the best so far: zo2 train --resume {options.output} --from-step {best} --output NEW --lr RATE",
         best_step=best,
     )

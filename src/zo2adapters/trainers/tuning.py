@@ -24,7 +24,7 @@ from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import OPTIONS, RunDirectory, replace_file, require_new
 from zo2adapters.trainers.run_plan import step_seconds
 from zo2adapters.trainers.trainer import Trainer
-from zo2adapters.trainers.worker_options import alone_on, is_first
+from zo2adapters.trainers.worker_options import is_first, storage_of_one
 from zo2core import DivergenceError, NonFiniteLossError, OptionError, OutputError, Update, Workers, ZO2Error
 from zo2core.errors import reason
 
@@ -153,7 +153,7 @@ def tune(
     except ZO2Error:
         _take_back(options.output)
         raise
-    options = replace(options, storage=alone_on(options.storage, workers))
+    options = replace(options, storage=storage_of_one(options.storage, workers))
     places = {trial.directory: place for place, trial in enumerate(trials)}
     finished: list[Trial] = []
     for number, steps in enumerate(rounds, 1):
