@@ -54,7 +54,7 @@ def test_memory_is_kept_where_the_budget_has_room_for_activations_twice(budget: 
     assert plan.nbytes == (60 + kept) * MIB
     assert plan.nbytes <= plan.budget
     assert keeps_memory(plan) is (kept > 0)
-    assert (f"{KEPT}: given back instead" in plan.table()) is (kept == 0)
+    assert (f"{KEPT}: none, returned to the system" in plan.table()) is (kept == 0)
 
 
 @glibc

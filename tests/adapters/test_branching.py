@@ -211,7 +211,7 @@ REFUSED = [
     (["--from-step", "7", "--output", "{new}"], f"--from-step: found 7; expected 0 to {STEPS}, the steps of the run"),
     (["--from-step", "-1", "--output", "{new}"], "--from-step: found -1"),
     (["--from-step", "2"], "--output: found nothing; expected a directory for the new run"),
-    (["--from-step", "2", "--output", "{run}"], "found something at this path"),
+    (["--from-step", "2", "--output", "{run}"], "found a run that has already started"),
     (["--from-step", "2", "--output", "{new}", "--batch-size", "2"], "--batch-size: found 2; expected 3"),
     (["--from-step", "2", "--output", "{new}", "--seed", "4"], "--seed: found 4; expected 3"),
     (["--from-step", "2", "--output", "{new}", "--noise", "mezo"], '--noise: found "mezo"'),
@@ -274,7 +274,7 @@ def test_a_run_whose_steps_are_rounded_away_says_so_once(
 ) -> None:
     arguments = ["train", "--model", options.model, "--data", options.data, "--output", options.output, "--dtype", dtype]
     run(*arguments, "--precision", precision, "--steps", 103, "--batch-size", 3, "--lr", 1e-6)
-    assert capsys.readouterr().err.count("others round back to their old values") == warns
+    assert capsys.readouterr().err.count("others rounded back to their old values") == warns
 
 
 @pytest.mark.parametrize(

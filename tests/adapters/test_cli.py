@@ -240,10 +240,10 @@ def test_a_run_with_an_estimator_that_this_version_does_not_have_is_refused_by_n
     ("arguments", "words"),
     [
         (["--estimator", "fzoo"], "--queries: found 1; expected at least 2"),
-        (["--estimator", "fzoo", "--queries", "4", "--exact-mezo"], "--exact-mezo: found it beside the estimator fzoo"),
+        (["--estimator", "fzoo", "--queries", "4", "--exact-mezo"], "--exact-mezo: found it with the estimator fzoo"),
         (["--estimator", "fzoo", "--queries", "4", "--noise", "mezo"], "--noise: found 'mezo'; expected 'rademacher'"),
         (["--estimator", "fzoo", "--queries", "4", "--noise", "gaussian"], "--noise: found 'gaussian'"),
-        (["--estimator", "fzoo", "--queries", "4", "--perturb-in-place"], "--perturb-in-place: found it beside"),
+        (["--estimator", "fzoo", "--queries", "4", "--perturb-in-place"], "--perturb-in-place: found it with"),
         (["--estimator", "adam"], "adam"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -398,6 +398,14 @@ def test_help_texts_fill_their_lines(
             assert len(f"{line.rstrip()} {word}") > len(line) - 2, f"a break before the line's end: {line}"
             breaks += 1
     assert breaks > 0 or command in {"demo", "export", "journal", "convert"}
+
+
+def test_the_help_of_adapters_names_the_kinds_that_can_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("train", "--help-all")
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "(LoRA, DoRA, prefix tuning)" in text
+    assert "VeRA" not in text
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

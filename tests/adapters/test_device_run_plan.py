@@ -57,7 +57,7 @@ def test_opt_175b_on_24_gb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     arguments += ["--batch-size", "1", "--sequence-length", "64"]
     main(arguments)
     table = capsys.readouterr().out
-    assert "compute, beside them       not predicted" in table
+    assert "compute, overlapped        not predicted" in table
     assert "at 25.0 GB/s each way (assumed)" in table
     main([*arguments, "--json", "--bus", "50GB"])
     found = json.loads(capsys.readouterr().out)

@@ -108,8 +108,17 @@ def test_changed_data_is_refused(options: TrainOptions) -> None:
     interrupt_after(options, 1)
     with options.data.open("a") as file:
         file.write('{"text": "the dog"}\n')
-    with pytest.raises(DataError, match="another content"):
+    with pytest.raises(DataError, match=f"^data: found {options.data}, which has the sha256 .*began with: {options.data}, "):
         Trainer(options, resume=True, quiet=True)
+
+
+def test_changed_evaluation_rows_are_refused_by_their_own_option(options: TrainOptions) -> None:
+    interrupt_after(options, 1)
+    assert options.evaluation is not None
+    changed = options.evaluation.with_name("changed.jsonl")
+    changed.write_text(options.evaluation.read_text() + '{"text": "the dog"}\n')
+    with pytest.raises(DataError, match=f"^evaluation: found {changed}, .*began with: {options.evaluation}, "):
+        Trainer(replace(options, evaluation=changed), resume=True, quiet=True)
 
 
 @pytest.mark.parametrize("change", ["a word's number", "the padding", "the end of a row"])
@@ -149,7 +158,7 @@ def test_a_resumed_run_without_its_checksums_is_refused(options: TrainOptions, k
     values = json.loads(path.read_bytes())
     del values[key]
     path.write_text(json.dumps(values))
-    with pytest.raises(OptionError, match=r"with options\.json as it was written"):
+    with pytest.raises(OptionError, match=r"the options that zo2 train saved in options\.json"):
         Trainer(options, resume=True, quiet=True)
 
 
@@ -256,7 +265,7 @@ def test_other_files_than_those_that_moved_are_refused_by_name(moved: TrainOptio
     for option, path in (("data", "other.jsonl"), ("evaluation", "other.jsonl"), ("model", "other")):
         given = {**paths, option: tmp_path / path}
         line = refusal("train", "--resume", moved.output, *[part for name in given for part in (f"--{name}", given[name])])
-        assert ("--model: found" if option == "model" else f"zo2: {tmp_path / path}: found another") in line
+        assert ("--model: found" if option == "model" else f"zo2: --{option}: found {tmp_path / path}, ") in line
     assert (moved.output / "options.json").read_bytes() == before
 
 

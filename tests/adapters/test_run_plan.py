@@ -95,7 +95,7 @@ def test_the_whole_run_is_its_steps_and_its_evaluations(options: TrainOptions, c
     assert (plan["steps"], plan["evaluations"]) == (50, 4)  # before the first step, after 20, 40 and 50
     assert plan["run_seconds"] == 50 * plan["seconds"] + 4 * plan["evaluation_seconds"] > 50 * plan["seconds"]
     main(["plan", "--model", options.model, "--data", str(options.data), "--steps", "7"])
-    assert "expected in all" in (printed := capsys.readouterr().out)
+    assert "expected in total" in (printed := capsys.readouterr().out)
     assert "(7 steps)" in printed
 
 

@@ -95,3 +95,11 @@ def test_an_interruption_before_the_run_began_leaves_no_rows(folder: Path, monke
     given = ["--model", folder / "base", "--data", folder / "sst2", "--output", folder / "run"]
     assert run_here("train", "--task", "sst2", *given).status == 130
     assert not (folder / "run.rows").exists()
+
+
+def test_the_command_given_again_is_told_to_resume_the_run(folder: Path) -> None:
+    options = ["--model", folder / "base", "--steps", 1, "--lr", 1e-3, "--batch-size", 2]
+    given = ["train", "--task", "sst2", "--data", folder / "sst2", "--output", folder / "run", *options]
+    assert run_here(*given).status == 0
+    assert f"continue the run with zo2 train --resume {folder / 'run'}" in refusal(*given)
+    assert run_here("train", "--resume", folder / "run").status == 0

@@ -67,7 +67,7 @@ def test_what_all_trials_take_is_told_before_the_first_one_and_holds(options: Tr
 @pytest.mark.filterwarnings("ignore:step")  # that are not applied
 def test_the_better_half_goes_on_and_the_best_journal_is_the_beginning_of_the_run(options: TrainOptions) -> None:
     told: list[list[Trial]] = []
-    best = tune(options, forwards=240, learning_rates=RATES, told=lambda trials: told.append(list(trials)))
+    best = tune(options, forwards=240, learning_rates=RATES, after_round=lambda trials: told.append(list(trials)))
     assert best.lr != 0.9
     taken = [{trial.lr: trial.steps for trial in trials} for trials in told]
     assert taken[0][1e-7] == taken[0][1e-3] > 0
@@ -97,7 +97,7 @@ def test_trials_take_the_same_rows_and_directions(options: TrainOptions) -> None
 @pytest.mark.filterwarnings("ignore:step")
 def test_a_trial_that_diverges_is_last_and_one_line_says_when_all_do(options: TrainOptions) -> None:
     told: list[list[Trial]] = []
-    tune(options, forwards=400, learning_rates=(1e-4, 1.0), told=lambda trials: told.append(list(trials)))
+    tune(options, forwards=400, learning_rates=(1e-4, 1.0), after_round=lambda trials: told.append(list(trials)))
     assert [math.isfinite(trial.loss) for trial in told[0]] == [True, False]
     with pytest.raises(DivergenceError, match="every learning rate"):
         tune(replace(options, output=options.output.parent / "hot"), forwards=400, learning_rates=(0.9, 1.0))
@@ -110,7 +110,7 @@ def test_interrupted_trials_go_on_and_other_trials_are_refused(options: TrainOpt
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tune(options, forwards=240, learning_rates=RATES[:2], told=interrupted)
+        tune(options, forwards=240, learning_rates=RATES[:2], after_round=interrupted)
     best = tune(options, forwards=240, learning_rates=RATES[:2])
     assert (best.lr, best.steps, best.loss) == (whole.lr, whole.steps, whole.loss)
     with pytest.raises(OutputError, match="other trials"):

@@ -20,7 +20,7 @@ from zo2adapters.trainers.live_metrics import LiveMetrics, TrackerName
 from zo2adapters.trainers.options import Storage, TrainOptions
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.tuning import Trial, tune
-from zo2adapters.trainers.worker_options import alone_on, device_kinds, own_trace, require_same_steps
+from zo2adapters.trainers.worker_options import device_kinds, require_same_steps, storage_of_one, worker_trace
 from zo2core import OptionError, WorkerError, Workers
 from zo2core.planning.host_budget import free_memory, resident_memory
 
@@ -64,7 +64,7 @@ def test_train_makes_the_model_of_one_process(tmp_path: Path, crew: Crew, *, kep
     ]
     assert (output / "model" / "model.safetensors").read_bytes() == (alone / "model" / "model.safetensors").read_bytes()
     assert not (tmp_path / "run.worker-1" / "model").exists()
-    assert said.count("blocks in memory") == 1
+    assert said.count("Disk writes: ") == 1
 
 
 def test_workers_find_their_journals_again_and_the_longest_counts(tmp_path: Path, crew: Crew) -> None:
@@ -146,12 +146,12 @@ def test_another_number_of_steps_than_the_first_workers_is_refused() -> None:
 def test_a_worker_that_runs_alone_has_its_part_of_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "2")
     auto, given = Storage(memory="auto", device="cuda"), Storage(memory="2GiB")
-    assert alone_on(auto, None) == auto
-    for storage in worked(4, lambda workers: alone_on(auto, workers)):
+    assert storage_of_one(auto, None) == auto
+    for storage in worked(4, lambda workers: storage_of_one(auto, workers)):
         assert storage.device == "cuda:2"
         assert resident_memory() < int(storage.memory) < resident_memory() + 0.3 * free_memory()
-    assert worked(2, lambda workers: alone_on(given, workers)) == [given, given]
-    [single] = worked(1, lambda workers: alone_on(auto, workers))
+    assert worked(2, lambda workers: storage_of_one(given, workers)) == [given, given]
+    [single] = worked(1, lambda workers: storage_of_one(auto, workers))
     assert single.memory == "auto"
 
 
@@ -223,10 +223,10 @@ def test_workers_that_try_other_trials_are_refused(tmp_path: Path) -> None:
 
 def test_every_worker_traces_into_a_file_of_its_own() -> None:
     trace = Path("runs/trace.json")
-    names = worked(3, lambda workers: own_trace(trace, workers))
+    names = worked(3, lambda workers: worker_trace(trace, workers))
     assert names == [trace, Path("runs/trace.worker-1.json"), Path("runs/trace.worker-2.json")]
-    assert own_trace(trace, None) == trace
-    assert worked(2, lambda workers: own_trace(None, workers)) == [None, None]
+    assert worker_trace(trace, None) == trace
+    assert worked(2, lambda workers: worker_trace(None, workers)) == [None, None]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"short"])

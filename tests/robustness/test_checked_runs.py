@@ -26,18 +26,18 @@ def options(tmp_path: Path) -> TrainOptions:
 
 def test_the_first_line_says_how_many_terabytes_are_written_and_a_limit_is_kept_to(options: TrainOptions) -> None:
     with Trainer(options, quiet=True) as trainer:
-        assert re.search(r"written back every 2 steps, [0-9.]+ MB in 1,000 steps", trainer.storage())
+        assert re.search(r"Disk writes: each block every 2 steps, [0-9.]+ MB in 1,000 steps", trainer.storage())
     beside = replace(options, optimization=replace(options.optimization, rank=2, period=2), storage=Storage())
     for number, (storage, kept) in enumerate(
         (
-            (Storage(), r"periods kept, [0-9.]+ [kM]B in 1,000 steps"),
-            (Storage(write_limit_tb=1e-12), "no period kept: --write-limit-tb"),
-            (Storage(write_back_every="never"), "no period kept: --write-back-every never"),
+            (Storage(), r"finished periods, [0-9.]+ [kM]B in 1,000 steps"),
+            (Storage(write_limit_tb=1e-12), "no finished periods, because of --write-limit-tb"),
+            (Storage(write_back_every="never"), "no finished periods, because of --write-back-every never"),
         )
     ):
         told = replace(beside, storage=storage, output=options.output.with_name(f"beside {number}"))
         with Trainer(told, quiet=True) as trainer:
-            assert re.search(f"never written back, {kept}", trainer.storage())
+            assert re.search(f"Disk writes: {kept}", trainer.storage())
             trainer.train()
         assert (told.output / "factors.bin").exists() == (storage == Storage())
     storage = replace(options.storage, write_limit_tb=1e-6)
@@ -90,7 +90,7 @@ def test_a_journal_without_digests_cannot_verify_a_base(options: TrainOptions, t
 def test_a_plan_says_how_many_terabytes_are_written(options: TrainOptions, capsys: pytest.CaptureFixture[str]) -> None:
     plan = ["plan", "--model", options.model, "--scratch", str(options.data.parent), "--batch-size", "1"]
     main(plan)
-    assert re.search(r"written in 1,000 steps +[0-9.]+ [kM]B", capsys.readouterr().out)
+    assert re.search(r"written per 1,000 steps +[0-9.]+ [kM]B", capsys.readouterr().out)
     for more in ([], ["--device-memory", "1GB"]):
         written = []
         for limit in ([], ["--write-limit-tb", "1e-8"]):

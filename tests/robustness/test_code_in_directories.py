@@ -82,7 +82,7 @@ def test_a_file_that_may_have_come_with_the_run_is_named_again(place: Path, obje
 def test_a_journal_without_a_digest_does_not_vouch_for_a_file(place: Path) -> None:
     (place / "run" / "journal.jsonl").unlink()
     (place / "run" / "metrics.jsonl").unlink()
-    assert "of which the journal has no digest" in refusal("train", "--resume", "run", "--steps", 3)
+    assert "whose digest is not in the journal" in refusal("train", "--resume", "run", "--steps", 3)
 
 
 def test_a_file_that_moved_is_named_at_its_new_place(place: Path) -> None:

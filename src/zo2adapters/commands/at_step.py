@@ -13,7 +13,7 @@ from zo2adapters.ranges import shown
 from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
-from zo2adapters.trainers.worker_options import local_device, own_trace
+from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Runner, Workers
 from zo2core.checkpoint import Snapshots
 from zo2core.engine import SnapshotReplayer
@@ -138,7 +138,7 @@ class AtStep:
             "memory": MemoryPolicy(host=resources.memory, device=resources.device_memory, activations=activation_bytes),
             "device": local_device(resources.device, workers),
             "micro_batch_size": micro_batch_size,
-            "trace": own_trace(trace, workers),
+            "trace": worker_trace(trace, workers),
         }
         if journal is None or journal.is_replayable:
             return Replayer(model, journal, workers=workers, **common)

@@ -12,7 +12,7 @@ from zo2adapters.commands.rows import WriteRows
 from zo2adapters.trainers.model_options import RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources, RunOptions
 from zo2adapters.trainers.run_directory import MODEL, OPTIONS, require_new
-from zo2adapters.trainers.worker_options import own_rank
+from zo2adapters.trainers.worker_options import torchrun_rank
 from zo2core import OptionError
 from zo2core.io.durable import read_regular
 
@@ -87,7 +87,7 @@ def require_consistent(task: str, options: RunOptions) -> None:
     ):
         if found is not None:
             raise OptionError(option, found=f"{found} with --task", expected=expected, remedy="leave it out")
-    if own_rank() is not None:
+    if torchrun_rank() is not None:
         raise OptionError(
             "task",
             found=f"{task} under torchrun",

@@ -22,8 +22,8 @@ from zo2adapters.trainers.worker_options import (
     directory_to_resume,
     holds_run,
     is_first,
-    own_directory,
-    own_rank,
+    torchrun_rank,
+    worker_directory,
 )
 from zo2core import OptionError, Workers
 
@@ -92,7 +92,7 @@ class Train(RunOptions):
             OptionError: if there is no such run.
         """
         resume = self.resume
-        if resume is None and self.output is not None and own_rank() is not None and holds_run(self.output):
+        if resume is None and self.output is not None and torchrun_rank() is not None and holds_run(self.output):
             resume = self.output
         if resume is None:
             return None
@@ -202,7 +202,7 @@ class Train(RunOptions):
             return
         if self.shots is not None:
             raise OptionError("shots", found=str(self.shots), expected="none without --task", remedy="leave it out")
-        if self.first_order.method is not None and own_rank() is not None:
+        if self.first_order.method is not None and torchrun_rank() is not None:
             raise OptionError(
                 "method",
                 found=f"{self.first_order.method} under torchrun",
@@ -274,7 +274,7 @@ def _reason_to_distrust(resume: Path, options: TrainOptions) -> str | None:
 
 def _worker_run(options: TrainOptions) -> tuple[TrainOptions, bool]:
     """The options with a worker's own directory, and whether its run exists already."""
-    options = replace(options, output=own_directory(options.output))
+    options = replace(options, output=worker_directory(options.output))
     return options, (options.output / OPTIONS).exists()
 
 

@@ -78,7 +78,7 @@ class Tune(RunOptions):
                 learning_rates=self.learning_rates,
                 zo_eps=self.zo_eps_to_try,
                 before=lambda schedule: print(_cost(schedule, options, workers), file=sys.stderr) if first else None,
-                told=lambda trials: print(_table(trials), file=sys.stderr) if first else None,
+                after_round=lambda trials: print(_table(trials), file=sys.stderr) if first else None,
                 quiet=not first,
                 workers=workers,
             )

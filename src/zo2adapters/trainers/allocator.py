@@ -1,8 +1,8 @@
-"""Freed memory that the process keeps: activations and logits of the next step take it again, without a page fault.
+"""Settings that let the process keep freed memory, so that the next step's activations reuse it without page faults.
 
-glibc gives large blocks back to the system at once, and the system zeroes each page anew when it is asked for again: several
-hundred thousand times a step. Told to keep what was freed, it does neither. A process that owns itself may say so, hence the
-command does, and the library never.
+By default glibc returns large blocks to the system as soon as they are freed, and the system zeroes their pages again when
+they are next allocated: several hundred thousand pages a step. The setting applies to the whole process, so the command
+``zo2 train`` makes it and the library never does.
 """
 
 from __future__ import annotations
@@ -17,41 +17,45 @@ import psutil
 from zo2core import HostPlan
 from zo2core.planning.memory_plan import MemoryPart
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-_NEVER = -1  # read as the largest size
-_LARGEST = 1 << 30  # bytes of a block that is kept; larger ones are given back as before
-_LARGEST_BEFORE = 1 << 25  # what glibc took before 2.35
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
+_NEVER = -1  # glibc converts it to the largest size
+_LARGEST = 1 << 30  # bytes of the largest block that is kept; larger blocks are returned to the system
+_LARGEST_BEFORE = 1 << 25  # the largest value that glibc accepts before 2.35
 
 KEPT = "memory kept by the allocator"
 
 
 def with_kept_memory(plan: HostPlan, activation_bytes: int) -> HostPlan:
-    """Count what a process keeps that does not give freed memory back: as much as activations and logits take, once more.
+    """Add the freed memory that the process keeps: as much as activations and logits need, once more.
 
-    What is kept was in use, so the peak hardly rises; but it is kept in pieces, and not every request finds one that fits.
+    Most of it was in use before, so the peak hardly rises; but it is fragmented, and not every allocation fits into it.
 
     Args:
         plan: Plan of a run that computes on the host.
-        activation_bytes: Bytes that a step's activations and logits take.
+        activation_bytes: Bytes of a step's activations and logits.
 
     Returns:
-        The plan with this part, or with a part of none where the budget has no room for it.
+        The plan with this part, which is empty if the budget has no room for it.
     """
     kept = activation_bytes if activation_bytes <= plan.spare else 0
-    part = MemoryPart(KEPT if kept else f"{KEPT}: given back instead", kept)
+    part = MemoryPart(KEPT if kept else f"{KEPT}: none, returned to the system", kept)
     return replace(plan, parts=(*plan.parts, part))
 
 
 def keeps_memory(plan: HostPlan) -> bool:
-    """Whether a plan has room for what is kept."""
+    """Whether the plan has room for freed memory that is kept."""
     return any(part.name == KEPT and part.nbytes > 0 for part in plan.parts)
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to keep freed memory for this process; says whether it does. Elsewhere nothing happens."""
+    """Tell glibc to keep freed memory for this process. Other C libraries are left alone.
+
+    Returns:
+        Whether freed memory is kept.
+    """
     try:
         libc = ctypes.CDLL(None)
-        libc.gnu_get_libc_version  # noqa: B018 - raises AttributeError where it is another library
+        libc.gnu_get_libc_version  # noqa: B018 - raises AttributeError if the library is not glibc
         mallopt = libc.mallopt
     except (OSError, AttributeError, TypeError):
         return False
@@ -60,9 +64,9 @@ def keep_freed_memory() -> bool:
 
 
 def peak_memory() -> int:
-    """Bytes of host memory that this process had at most; where the system does not say, those that it has."""
+    """Peak host memory of this process in bytes; its present memory on systems that do not record the peak."""
     with contextlib.suppress(OSError, StopIteration, ValueError):
-        # Not getrusage, which counts the process that started this one as well.
+        # getrusage would include the memory of the process that started this one.
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     return int(psutil.Process().memory_info().rss)

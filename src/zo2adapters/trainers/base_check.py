@@ -1,4 +1,4 @@
-"""Checks that read a base checkpoint whole: against the digests in a journal, and for weights that are not finite."""
+"""Checks that read all weights of a base checkpoint: against the digests in a journal, and for non-finite values."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from zo2core import CheckpointError, Journal
 from zo2core.kernels.encoding import decoded
 from zo2core.sources.base_digests import verify_base
 
-_CHUNK = 1 << 20  # elements read at a time
+_CHUNK = 1 << 20  # elements read at once
 
 
 def verify_with_progress(model: HFBlockModel, journal: Journal, *, quiet: bool = False) -> Mapping[str, str]:
-    """As ``verify_base``, whose digests that the journal has not are returned.
+    """Call ``verify_base`` with a progress bar.
 
     Args:
-        model: Whose base.
+        model: Model whose base is read.
         journal: Journal of a run on it.
-        quiet: Whether to show no progress bar.
+        quiet: Whether to hide the progress bar.
+
+    Returns:
+        The digests that the journal does not have yet, by segment.
 
     Raises:
-        CheckpointError: if the base is another than it was, or cannot be read.
+        CheckpointError: if the base has changed, or cannot be read.
     """
     total = sum(spec.nbytes for layout in model.layouts for spec in layout.parameters)
     with tqdm(
@@ -35,28 +38,28 @@ def verify_with_progress(model: HFBlockModel, journal: Journal, *, quiet: bool =
 
 
 def require_finite_base(model: HFBlockModel, where: object) -> None:
-    """Read a model's weights as they are on disk, and refuse the first that is not finite. For when a loss is not.
+    """Refuse a checkpoint with a weight that is not finite. Called when a loss is not finite, to find the cause.
 
     Args:
-        model: Opened.
-        where: What the user calls it.
+        model: Model whose weights on disk are read.
+        where: The path or hub id that the user passed.
 
     Raises:
-        CheckpointError: naming the parameter and the number in it.
+        CheckpointError: naming the parameter and the element.
     """
     for layout in model.layouts:
         for spec in layout.parameters:
-            length = _CHUNK if spec.encoding is None else max(spec.stored_numel, 1)  # what is encoded is read whole
+            length = _CHUNK if spec.encoding is None else max(spec.stored_numel, 1)  # encoded parameters are read whole
             for start in range(0, spec.stored_numel, length):
                 values = torch.empty(min(length, spec.stored_numel - start), dtype=spec.stored_dtype)
                 model.weights.read_into(spec.name, values, start)
                 values = values if spec.encoding is None else decoded(spec, values)
-                wrong = (~values.isfinite()).nonzero()
-                if len(wrong):
-                    place = int(wrong[0])
+                non_finite = (~values.isfinite()).nonzero()
+                if len(non_finite):
+                    index = int(non_finite[0])
                     raise CheckpointError(
                         f"{where}: {spec.name}",
-                        found=f"{values[place].item()} at element {start + place}",
+                        found=f"{values[index].item()} at element {start + index}",
                         expected="finite weights in the checkpoint",
-                        remedy="get the checkpoint again, or choose a dtype that holds its numbers",
+                        remedy="download the checkpoint again, or choose a dtype with a larger range",
                     )

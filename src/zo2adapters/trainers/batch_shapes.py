@@ -1,4 +1,4 @@
-"""The shapes of the batches that rows make: what forwards take follows from them, and nothing is run for it."""
+"""Shapes of the batches that rows make, from which the cost of forward passes is estimated without running them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.row_files import Rows
 from zo2adapters.trainers.batching import Batching
 
-_SAMPLED = 200  # batches: more do not change their mean
+_SAMPLED = 200  # batches to average over; more hardly change the mean
 
 
 class BatchShape(NamedTuple):
     """The shape of one batch, or the mean shape of several."""
 
     rows: int
-    tokens: float  # of each row, padding included
-    predictions: float  # of the whole batch: tokens for which the loss needs logits
+    tokens: float  # tokens per row, padding included
+    predictions: float  # tokens of the whole batch for which the loss needs logits
 
     @classmethod
     def whole(cls, rows: int, tokens: int) -> BatchShape:
@@ -28,12 +28,12 @@ class BatchShape(NamedTuple):
 
 
 class RowShapes(NamedTuple):
-    """What a run's rows come to."""
+    """Batch shapes of a run."""
 
-    longest: BatchShape  # the largest batch that there can be: memory is reserved for it
-    step: BatchShape  # the mean of a step's batch
-    evaluation: BatchShape | None  # the mean of an evaluation's batches; None: there is no evaluation
-    evaluation_batches: int  # of one evaluation
+    longest: BatchShape  # the largest possible batch, for which memory is reserved
+    step: BatchShape  # mean of the steps' batches
+    evaluation: BatchShape | None  # mean of an evaluation's batches; None: no evaluation
+    evaluation_batches: int  # batches of one evaluation
 
     @classmethod
     def of_length(cls, batching: Batching, tokens: int) -> RowShapes:
@@ -51,29 +51,29 @@ class RowShapes(NamedTuple):
             evaluation: The rows to evaluate on; None: there are none.
             seed: Seed of the order of rows.
         """
-        read = [data, *([] if evaluation is None else [evaluation])]
-        longest, sequences = max(rows.longest for rows in read), max(rows.most_sequences for rows in read)
+        files = [data, *([] if evaluation is None else [evaluation])]
+        longest, sequences = max(rows.longest for rows in files), max(rows.most_sequences for rows in files)
         steps = islice(training_batches(data, batch_size=batching.batch_size, seed=seed), _SAMPLED)
         step = _mean(_shape(batch, pack=batching.pack) for batch in steps)
         largest = BatchShape.whole(*batching.shape(batching.batch_size * sequences, longest))
         if evaluation is None:
             return cls(largest, step, None, 0)
         starts = range(0, len(evaluation), batching.batch_size)
-        groups = ([evaluation[i] for i in range(at, min(at + batching.batch_size, len(evaluation)))] for at in starts)
-        return cls(largest, step, _mean(_shape(rows, pack=batching.pack) for rows in groups), len(starts))
+        batches = ([evaluation[i] for i in range(at, min(at + batching.batch_size, len(evaluation)))] for at in starts)
+        return cls(largest, step, _mean(_shape(rows, pack=batching.pack) for rows in batches), len(starts))
 
 
 def _shape(rows: Sequence[Any], *, pack: bool) -> BatchShape:
-    lengths = [length for row in rows for length in row.sequences]
-    tokens, predictions = [length for length, _ in lengths], sum(predicted for _, predicted in lengths)
+    sequences = [sequence for row in rows for sequence in row.sequences]
+    lengths, predictions = [length for length, _ in sequences], sum(predicted for _, predicted in sequences)
     if pack:
-        return BatchShape(1, sum(tokens), predictions)
-    return BatchShape(len(tokens), max(tokens), predictions)
+        return BatchShape(1, sum(lengths), predictions)
+    return BatchShape(len(lengths), max(lengths), predictions)
 
 
 def _mean(shapes: Iterable[BatchShape]) -> BatchShape:
-    """The mean batch; its rows are those of the largest one, and its tokens fewer for it."""
-    listed = list(shapes)
-    rows = max(shape.rows for shape in listed)
-    tokens = fmean(shape.rows * shape.tokens for shape in listed) / rows
-    return BatchShape(rows, tokens, fmean(shape.predictions for shape in listed))
+    """Mean shape: the rows of the largest batch, and so many tokens per row that their product is the mean of all."""
+    batches = list(shapes)
+    rows = max(shape.rows for shape in batches)
+    tokens = fmean(shape.rows * shape.tokens for shape in batches) / rows
+    return BatchShape(rows, tokens, fmean(shape.predictions for shape in batches))

@@ -1,4 +1,4 @@
-"""How rows become batches: what a user may say of it."""
+"""Options that say how rows become batches."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from zo2core import OptionError
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
 
-DEFAULT_LENGTH = 1024  # tokens, where the model takes as many
-MOST_ROWS = 1 << 16  # of a batch: each is an object, whatever memory there is
+DEFAULT_LENGTH = 1024  # longest row in tokens, unless the model's limit is lower
+MOST_ROWS = 1 << 16  # largest batch: each row is a Python object, however much memory there is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,20 +20,20 @@ class Batching:
     """How rows become batches."""
 
     batch_size: int = 16
-    """Rows a batch has."""
+    """Rows per batch."""
     micro_batch_size: int | None = None
-    """Rows that run at a time, where a whole batch does not fit. Each block serves all micro-batches in its one visit."""
+    """Rows that run at a time, if a whole batch does not fit in memory. Each block is still read once a sweep."""
     loss_chunk: int | None = None
-    """Labelled tokens whose logits are in memory at a time. By default all of a batch's in exact precision, and in mixed
-    precision what a cache holds. The loss differs by the order of its sum only."""
+    """Labelled tokens whose logits are in memory at a time. By default all tokens of a batch in exact precision, and as many
+    as fit in the CPU's cache in mixed precision. It changes only the order in which the loss is summed."""
     pack: bool = False
-    """Lay a batch's rows one behind the other instead of padding them to one length: rows of text, by the model's own loss,
-    where the model's attention keeps packed rows apart. The loss differs by the order of its sums only."""
+    """Concatenate the rows of a batch instead of padding them. Needs rows of text, the model's own loss, and attention that
+    keeps packed rows apart. It changes only the order in which the loss is summed."""
     sequence_length: int | None = None
-    """Longest row in tokens; longer ones are cut at the end. By default 1024, or what the model takes if that is less."""
+    """Longest row in tokens; longer rows are cut at the end. By default 1024, or the model's limit if that is lower."""
 
     def require_valid(self) -> None:
-        """Refuse numbers that no model and no data could take.
+        """Check the options that depend on neither model nor data.
 
         Raises:
             OptionError: naming the option.
@@ -44,20 +44,25 @@ class Batching:
             if value is not None:
                 require_at_least(option, value, 1)
         if self.pack and self.micro_batch_size is not None:
-            expected = "packed rows, which run as one"
+            expected = "whole batches, because packed rows run together"
             raise OptionError("pack", found="--micro-batch-size", expected=expected, remedy="leave one of the two out")
         if self.sequence_length is not None:
             require_at_least("sequence_length", self.sequence_length, 2)
 
     def shape(self, rows: int, tokens: int) -> tuple[int, int]:
-        """How many rows a batch has, and tokens in each, of so many rows with at most so many tokens."""
+        """Rows and tokens per row of a batch.
+
+        Args:
+            rows: Rows before packing.
+            tokens: Tokens of the longest row.
+        """
         return (1, rows * tokens) if self.pack else (rows, tokens)
 
     def length_for(self, model: HFBlockModel) -> int:
-        """The longest row for a model.
+        """Longest row in tokens for a model.
 
         Raises:
-            OptionError: if more was asked for than the model takes.
+            OptionError: if ``sequence_length`` is above the model's limit.
         """
         longest = model.longest_row
         if self.sequence_length is None:
@@ -67,6 +72,6 @@ class Batching:
                 "sequence_length",
                 found=repr(self.sequence_length),
                 expected=f"at most {longest}, the longest sequence the model takes",
-                remedy="choose a shorter length",
+                remedy=f"pass a value of at most {longest}",
             )
         return self.sequence_length

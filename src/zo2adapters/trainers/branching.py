@@ -1,4 +1,4 @@
-"""Branching a run from one of its steps: a new run that begins with the first steps of another one."""
+"""Branching: a new run that starts with the first steps of another run."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from zo2core.io.durable import read_regular, replace_file
 
 @contextmanager
 def branched_run(parent: Path, step: int, options: TrainOptions) -> Iterator[None]:
-    """Make a run that has taken the first steps of another one; it is then gone on with as one that was interrupted.
+    """Create a run with the first steps of another one. It is then resumed like an interrupted run.
 
-    Nothing else is taken over: blocks that the parent has written back are replayed. The new run is taken back if it is
-    refused within the context.
+    Only journal and options are copied: blocks that the parent has written back are replayed. The new run is removed if the
+    body of the context raises.
 
     Args:
         parent: Directory of the run to branch from. It is only read.
-        step: How many of its steps are taken over.
-        options: Options of the new run, in ``options.output``: the parent's, but for how steps are taken from here on.
+        step: Number of the parent's steps to copy.
+        options: Options of the new run, in ``options.output``. They may differ from the parent's in how later steps are
+            taken.
 
     Raises:
-        OptionError: if the parent has no such step, or fewer steps were asked for.
+        OptionError: if the parent has no such step, or ``options.steps`` is below it.
         OutputError: if the output directory is in use or cannot be written; it appears whole or not at all.
         JournalError: if the parent's journal cannot be read.
     """
-    made = missing_directories(options.output)
+    created = missing_directories(options.output)
     _branch(parent, step, options)
     try:
         yield
     except BaseException:
-        remove_files(options.output, made)
+        remove_files(options.output, created)
         raise
 
 
@@ -54,20 +55,23 @@ def _branch(parent: Path, step: int, options: TrainOptions) -> None:
                 "from_step",
                 found=shown(step),
                 expected=f"0 to {taken}, the steps of the run",
-                remedy="name a step that was taken",
+                remedy="pass a step in this range",
             )
         if options.steps < step:
             raise OptionError(
-                "steps", found=str(options.steps), expected=f"at least {step}, the steps taken over", remedy="raise it"
+                "steps",
+                found=str(options.steps),
+                expected=f"at least {step}, the step to branch from",
+                remedy=f"pass a value of at least {step}",
             )
-        told = None if journal.header is None else journal.header.get("provenance")
+        provenance = None if journal.header is None else journal.header.get("provenance")
         with new_directory(options.output) as partial:
             branch_journal(
                 journal,
                 partial / JOURNAL,
                 step,
                 estimator=estimator.options,
-                provenance=None if told is None else rescheduled(told, options),
+                provenance=None if provenance is None else rescheduled(provenance, options),
             )
             record = json.loads(read_regular(parent / OPTIONS))
             record |= {"options": options.to_json(), "checksums": checksums_at(options, record)}

@@ -1,7 +1,7 @@
-"""The demo's base model: a small Llama, made on the spot and pre-trained with first-order steps.
+"""The demo's base model: a small Llama, created and pre-trained with first-order steps when the demo runs.
 
-MeZO needs such a start: pre-training makes the features that tell a docstring's text from code, and zeroth-order steps,
-which learn little from scratch, only have to tie them to the answer.
+Zeroth-order steps learn little from scratch. Pre-training makes the features that tell a docstring from code, and MeZO only
+has to connect them with the answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAD = "<pad>"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Sizes and hyperparameters of a demo; the defaults take about two minutes on two cores."""
+    """Sizes and hyperparameters of the demo; with the defaults it takes about two minutes on two cores."""
 
     vocabulary: int = 1024  # tokens, at least 257
     hidden: int = 96  # width of the residual stream
@@ -37,19 +37,16 @@ class Recipe:
     heads: int = 3
     characters: int = 4_000_000  # of pre-training text
     window: int = 64  # tokens of a pre-training row
-    windows: int = 32  # pre-training rows a step
+    windows: int = 32  # pre-training rows per step
     pretraining_steps: int = 600  # first-order steps
-    pretraining_lr: float = 5e-3  # peak, of AdamW
-    training_rows: int = 1536  # even
-    evaluation_rows: int = 256  # even
-    pairs_per_file: int = 8  # most that one source file gives, so that no file dominates
+    pretraining_lr: float = 5e-3  # AdamW's peak learning rate
+    training_rows: int = 1536  # an even number
+    evaluation_rows: int = 256  # an even number
+    pairs_per_file: int = 8  # most row pairs from one source file, so that no file dominates
     steps: int = 3000  # zeroth-order steps
     batching: Batching = field(default_factory=lambda: Batching(batch_size=16))
-    # Twice this learning rate diverges: a zeroth-order step moves every weight, so its limit falls as their number grows.
+    # Twice this learning rate diverges. A zeroth-order step moves every weight, so the limit falls as their number grows.
     optimization: Optimization = field(default_factory=lambda: Optimization(lr=3e-4, zo_eps=1e-3, decay=Decay.LINEAR))
-
-
-RECIPE = Recipe()
 
 
 RECIPE = Recipe()
@@ -57,14 +54,14 @@ RECIPE = Recipe()
 
 @dataclass(frozen=True, kw_only=True)
 class DemoTask:
-    """A base model, and a task that its pre-training has not seen."""
+    """A base model, and a task that was held out from its pre-training."""
 
     model: Path  # directory in the Hugging Face layout, with a tokenizer
     train: Path  # JSONL file of prompts and completions
-    evaluation: Path  # the same, from other source files
-    labels: tuple[str, ...]  # every completion there is
-    parameters: int  # how many the model has
-    pretraining_losses: tuple[float, ...]  # one a first-order step, in nats a token
+    evaluation: Path  # JSONL file of the same form, made from other source files
+    labels: tuple[str, ...]  # all possible completions
+    parameters: int  # number of the model's parameters
+    pretraining_losses: tuple[float, ...]  # loss of each first-order step, in nats per token
     pretraining_seconds: float
 
 
@@ -72,13 +69,13 @@ def prepare(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool 
     """Make a base model, and a task held out from its pre-training.
 
     Args:
-        directory: Gets base/, train.jsonl and evaluation.jsonl. Must not exist or be empty.
-        seed: Decides the split into files, the initial weights and the order of the text; global generators are left alone.
+        directory: A new or empty directory, for base/, train.jsonl and evaluation.jsonl.
+        seed: Seed of the split into files, the initial weights and the order of the text. Global generators are not used.
         recipe: Sizes and hyperparameters.
-        quiet: No progress bar.
+        quiet: Whether to hide the progress bar.
 
     Returns:
-        Where model and rows are.
+        The paths of model and rows.
 
     Raises:
         OutputError: if the directory is in use.
@@ -112,7 +109,7 @@ def prepare(directory: Path, *, seed: int, recipe: Recipe = RECIPE, quiet: bool 
 
 
 def _train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE. It has no EOS: an answer is one token, and all of a row's loss is about it."""
+    """Train a byte-level BPE without an EOS token: an answer is one token, and the loss of a row is that token's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -123,7 +120,7 @@ def _train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokeniz
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    # transformers leaves this constructor untyped
+    # transformers does not type this constructor.
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD)  # type: ignore[no-untyped-call]
 
 
@@ -144,14 +141,14 @@ def _random_model(vocabulary: int, recipe: Recipe, seed: int) -> LlamaForCausalL
         model = LlamaForCausalLM(config)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 2:  # norms stay at one; the embedding is the head, too, where 0.02 starts at even odds
+        if parameter.dim() == 2:  # norms stay at one; the embedding is also the head, where 0.02 gives even odds at first
             scale = 0.02 if name == "model.embed_tokens.weight" else parameter.shape[1] ** -0.5
             torch.nn.init.normal_(parameter, 0.0, scale, generator=generator)
     return model
 
 
 def _pretrain(model: LlamaForCausalLM, ids: torch.Tensor, recipe: Recipe, *, seed: int, quiet: bool) -> tuple[float, ...]:
-    """First-order steps on random windows of the tokens, (tokens,); returns each step's loss."""
+    """Take first-order steps on random windows of the tokens, shape (tokens,). Returns the loss of each step."""
     generator, steps = torch.Generator().manual_seed(seed), recipe.pretraining_steps
     lr = LearningRate(peak=recipe.pretraining_lr, decay=Decay.COSINE, warmup_steps=steps // 20, steps=steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.pretraining_lr, betas=(0.9, 0.95), weight_decay=0.01)

@@ -1,4 +1,4 @@
-"""Values read from a file, held against the types of a dataclass's fields: JSON checks nothing."""
+"""Type checks of dataclass fields whose values were read from JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zo2adapters.ranges import LARGEST
 
 
 def require_field_types(options: Any) -> None:
-    """Refuse a dataclass whose fields, or those of the dataclasses in it, are not of their types.
+    """Check that the values of a dataclass, and of dataclasses nested in it, have the types of their fields.
 
     Raises:
         TypeError: naming the field.

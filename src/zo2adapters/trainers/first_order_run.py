@@ -22,7 +22,7 @@ from zo2adapters.trainers.run_method import Opening, RunMethod
 from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.run_plan import measured_forward_seconds
 from zo2adapters.trainers.snapshot_policy import SnapshotPolicy
-from zo2adapters.trainers.worker_options import local_device, own_trace
+from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import DurableBackpropEngine, HostPlan, Journal, MemoryPolicy, OptionError, Runner, SegmentKind
 from zo2core.checkpoint import Snapshots
 from zo2core.engine import SnapshotReplayer
@@ -86,7 +86,7 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
             memory=self._memory(opening.activations, opening.least_activations),
             micro_batch_size=options.batching.micro_batch_size,
             overlap=execution.scheduler is Order.OVERLAPPED,
-            trace=own_trace(execution.trace, None),
+            trace=worker_trace(execution.trace, None),
         )
         try:
             self._require_best(engine)
@@ -104,7 +104,7 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
         """Where blocks are, and how often a snapshot is taken. See the contract."""
         every = self._policy.every
         often = "as often as costs 2 % of the time" if every is None else f"every {every} steps"
-        written = f"only read; a snapshot of adapter and optimizer {often}"
+        written = f"a snapshot of adapter and optimizer {often}"
         return storage(host, engine.device_plan, self.options.storage.device, written)
 
     def after_step(self, engine: DurableBackpropEngine, report: StepReport) -> list[str]:

@@ -1,4 +1,4 @@
-"""A run's numbers as they come, in a tracker that the user has installed."""
+"""Reports the metrics of a running run to TensorBoard or Weights & Biases."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ TrackerName: TypeAlias = Literal["none", "tensorboard", "wandb"]
 
 
 class LiveMetrics:
-    """Passes on the numbers of ``metrics.jsonl`` as they are written.
+    """Reports the rows of ``metrics.jsonl`` to a tracker as they are written.
 
     Args:
-        tracker: Which; "none" passes nothing on.
+        tracker: Name of the tracker; "none" reports nothing.
         directory: Directory of the run. TensorBoard's files go to its folder ``tensorboard``, those of Weights & Biases to
             ``wandb``.
         options: Options of the run, as JSON values.
@@ -37,7 +37,7 @@ class LiveMetrics:
             )
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Pass on a row: of a step, or of an evaluation."""
+        """Report the row of a step or of an evaluation."""
         numbers = {key: value for key, value in row.items() if key != "step" and _is_number(value)}
         if self._writer is not None:
             for key, value in numbers.items():
@@ -46,7 +46,7 @@ class LiveMetrics:
             self._run.log({"step": row["step"], **numbers})
 
     def close(self) -> None:
-        """Finish. May be called twice."""
+        """Close the tracker. May be called twice."""
         writer, run, self._writer, self._run = self._writer, self._run, None, None
         if writer is not None:
             writer.close()

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a positive number for every step of a run."""
+"""Learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zo2core import OptionError
 
 
 class Decay(Enum):
-    """How the learning rate falls after the warm-up."""
+    """Shape of the learning rate's decay after the warm-up."""
 
     CONSTANT = "constant"
     LINEAR = "linear"
@@ -19,12 +19,12 @@ class Decay(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """Linear warm-up to a peak, then decay towards 0, which is never reached within the run.
+    """Linear warm-up to a peak, then decay towards 0. The rate is positive at every step of the run.
 
     Args:
         peak: Learning rate after the warm-up.
-        decay: Shape of the fall.
-        warmup_steps: Steps of the rise; the first one takes ``peak / warmup_steps``.
+        decay: Shape of the decay.
+        warmup_steps: Steps of the warm-up; the first step uses ``peak / warmup_steps``.
         steps: Steps of the whole run.
 
     Raises:
@@ -42,7 +42,7 @@ class LearningRate:
                 "warmup_steps",
                 found=repr(self.warmup_steps),
                 expected=f"0 to {self.steps - 1}, fewer than the run's steps",
-                remedy="shorten the warm-up",
+                remedy="pass a value in this range",
             )
 
     def __call__(self, step: int) -> float:

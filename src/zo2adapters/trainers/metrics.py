@@ -1,9 +1,9 @@
-"""The rows of ``metrics.jsonl``, brought in line with the journal.
+"""The rows of ``metrics.jsonl``, and their repair from the journal.
 
-The file is for people and plots, and has no checksums; the journal knows all of it but speed and memory, the results of
-evaluations among it. So nothing in it can block a run, and nothing in it decides which step is exported: what is damaged is
-made up from the journal. It tells one thing that the journal cannot know: a row is
-written once its step is durable, so rows of steps that the journal lacks mean that the journal has lost them.
+The file is for people and plots and has no checksums. The journal has the same numbers, except speed and memory, so damaged
+rows are restored from it. No content of the file can block a run or decide which step is exported. It gives one piece of
+information that the journal cannot: a row is written after its step is durable, so rows of steps that the journal does not
+have mean that the journal has lost these steps.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Row = Mapping[str, Any]
 
 
 class MetricsRows(NamedTuple):
-    """What a file of metrics holds, held against a journal."""
+    """The rows of a file of metrics after their comparison with a journal."""
 
-    rows: list[Row]  # one a step and one an evaluation, in order: what the file should hold
-    steps_seen: int  # the journal had so many steps when the last row was written
+    rows: list[Row]  # one row per step and per evaluation, in order, as the file should have them
+    steps_seen: int  # number of steps that the journal had when the last row was written
 
 
 def align_rows(raw: bytes, journal: Journal) -> MetricsRows:
-    """Keep the rows that agree with the journal, and make up those that are lost or damaged.
+    """Keep the rows that agree with the journal, and restore lost or damaged rows from it.
 
-    Rows of evaluations that the journal lacks are kept as they are: journals of earlier versions have none.
+    Rows of evaluations that the journal does not have are kept: journals of earlier versions have no evaluations.
 
     Args:
         raw: The file's bytes.
@@ -57,7 +57,7 @@ def align_rows(raw: bytes, journal: Journal) -> MetricsRows:
 
 
 def row_of(update: Update | Commit) -> dict[str, Any]:
-    """What the journal knows of a step; speed and memory are lost."""
+    """The row of a step as far as the journal has it, without speed and memory."""
     if isinstance(update, Commit):
         return {"step": update.step, "loss": update.loss, "grad_norm": update.grad_norm, "lr": update.lr}
     return {
@@ -70,7 +70,7 @@ def row_of(update: Update | Commit) -> dict[str, Any]:
 
 
 def _align_evaluation(rows: dict[int, Row], step: int, results: Results) -> None:
-    """Put what the journal says of an evaluation in the place of a row that says something else."""
+    """Replace a row that differs from the journal's results of an evaluation."""
     known = row_of_evaluation(step, results)
     if not math.isfinite(results.get("loss", math.nan)):
         rows.pop(step, None)
@@ -79,16 +79,16 @@ def _align_evaluation(rows: dict[int, Row], step: int, results: Results) -> None
 
 
 def _steps_seen(steps: Sequence[Row], updates: Sequence[Update | Commit], kept: Mapping[int, Row]) -> int:
-    """How many steps the journal must have had, as rows say that no single damage can have made.
+    """Number of steps that the journal must have had, by rows that a single damage cannot have produced.
 
-    Rows beyond the journal's end count if they follow each other from there on, if the file is this run's, and if they are
-    no rows of the journal's own whose number was damaged.
+    Rows after the journal's last step count if they follow it without a gap, if most other rows agree with the journal, and
+    if they are not rows of the journal's steps with a damaged step number.
     """
     below = sum(row["step"] < len(updates) for row in steps)
     if 2 * len(kept) < below:
-        return len(updates)  # another run's file
-    own = {_numbers(row_of(update)) for update in updates}
-    beyond = {row["step"] for row in steps if _numbers(row) not in own}
+        return len(updates)  # the file belongs to another run
+    known = {_numbers(row_of(update)) for update in updates}
+    beyond = {row["step"] for row in steps if _numbers(row) not in known}
     seen = len(updates)
     while seen in beyond:
         seen += 1
@@ -96,7 +96,7 @@ def _steps_seen(steps: Sequence[Row], updates: Sequence[Update | Commit], kept: 
 
 
 def _numbers(row: Row) -> tuple[object, ...]:
-    """What tells a step from others: what it measured."""
+    """The measured numbers of a step, which differ from those of every other step."""
     if "grad_norm" in row:
         return row["loss"], row["grad_norm"]
     return tuple(row["losses"]), tuple(row["projected_grads"])
@@ -108,7 +108,7 @@ def _agrees(row: Row, update: Update | Commit) -> bool:
 
 
 def _parsed(line: bytes) -> Row | None:
-    """A line as a row; None if it is torn, damaged or empty."""
+    """Parse a line; None if it is torn, damaged or empty."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -131,18 +131,18 @@ def _is_real(value: object) -> bool:
     return type(value) is float and math.isfinite(value)
 
 
-def step_record(noted: Update | Commit, result: StepReport, batch: Batch) -> dict[str, Any]:
-    """What ``metrics.jsonl`` says about a step, as JSON values.
+def step_record(update: Update | Commit, result: StepReport, batch: Batch) -> dict[str, Any]:
+    """The row of a step in ``metrics.jsonl``, as JSON values.
 
     Args:
-        noted: What the journal has of the step.
+        update: The step's record in the journal.
         result: The step's report.
-        batch: On which it was taken.
+        batch: The batch of the step.
     """
     mask = batch.get("attention_mask")  # packed rows have no padding
     tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
     return {
-        **row_of(noted),
+        **row_of(update),
         "tokens": tokens,
         "tokens_per_second": tokens / result.seconds,
         "seconds": result.seconds,
@@ -158,7 +158,7 @@ def step_record(noted: Update | Commit, result: StepReport, batch: Batch) -> dic
 
 
 def progress(record: dict[str, Any]) -> str:
-    """What the progress line says about a step."""
+    """The text that the progress bar displays for a step."""
     memory, peak = shown_bytes(record["rss_bytes"]), shown_bytes(record["peak_rss_bytes"])
     return f"loss {record['loss']:.4f}, {record['tokens_per_second']:.0f} tokens/s, {memory} (peak {peak})"
 
@@ -167,11 +167,11 @@ def write_row(file: IO[bytes], record: Row) -> None:
     """Append a row to the file.
 
     Args:
-        file: ``metrics.jsonl``, opened without a buffer.
+        file: ``metrics.jsonl``, opened unbuffered.
         record: The row, as JSON values.
 
     Raises:
-        OutputError: if it cannot be written.
+        OutputError: if the file cannot be written.
     """
     line = json.dumps(record).encode() + b"\n"
     try:
@@ -182,5 +182,5 @@ def write_row(file: IO[bytes], record: Row) -> None:
             file.name,
             found=reason(error),
             expected="a file that can be written",
-            remedy="free space and resume the run; nothing is lost, the journal is whole",
+            remedy="free space and resume the run; the journal is whole, so no step is lost",
         ) from error

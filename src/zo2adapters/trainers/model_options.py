@@ -1,4 +1,4 @@
-"""How a checkpoint is opened: what a user may say of the model, the same for every command."""
+"""Options that say how a checkpoint is opened, shared by the commands."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TransferName: TypeAlias = Literal["stored", "bfloat16", "float16", "float8", "bf
 HeadName: TypeAlias = Literal["causal-lm", "sequence-classification"]
 
 
-def precision_of_run(asked: PrecisionName, *, exact_mezo: bool, on_cpu: bool) -> PrecisionName:
-    """The precision to open a run's model in: auto stays exact for MeZO's bits, and on a GPU.
+def precision_of_run(precision: PrecisionName, *, exact_mezo: bool, on_cpu: bool) -> PrecisionName:
+    """Precision to open a run's model in: auto becomes exact for MeZO's bits, and on a GPU.
 
-    To a GPU the float32 of mixed precision would travel for twice as long.
+    Transfers of mixed precision's float32 weights to a GPU would take twice as long.
     """
-    return "exact" if asked == "auto" and (exact_mezo or not on_cpu) else asked
+    return "exact" if precision == "auto" and (exact_mezo or not on_cpu) else precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +30,18 @@ class ModelOptions:
     """How a checkpoint is opened."""
 
     architecture: Path | None = None
-    """JSON file that says where the model's parts are; by default they are learned."""
+    """JSON file that says where embedding, layers and head are in the model; by default this is detected."""
     head: HeadName = "causal-lm"
-    """What the model ends in. sequence-classification is trained on rows with text, perhaps text_pair, and label: a class,
-    or a number where the model rates."""
+    """Head of the model. sequence-classification trains on rows with text, optionally text_pair, and label, which is a class
+    or, for regression, a number."""
     dtype: DtypeName = "auto"
-    """Dtype of the weights; auto is the checkpoint's own. In mixed precision it is the dtype that is computed with, and auto
-    takes the faster of the 16-bit ones."""
+    """Dtype of the weights; auto is the checkpoint's dtype. In mixed precision it is the dtype of the computation, and auto
+    chooses the faster 16-bit dtype."""
     precision: PrecisionName = "auto"
-    """exact has one dtype for all, with MeZO's rounding: in 16 bits small updates are lost. mixed keeps weights in float32,
-    whatever the checkpoint has, and computes under autocast. auto is mixed for weights of 16 bits on the CPU; it is exact
-    with --exact-mezo or --rank, for a --journal without its run, and on a GPU, to which float32 would travel twice as
-    long."""
+    """exact uses one dtype for weights and computation and rounds as MeZO does: in 16 bits small updates are lost. mixed
+    keeps the weights in float32 and computes under autocast. auto is mixed for 16-bit weights on the CPU. It is exact with
+    --exact-mezo or --rank, for a --journal without its run, and on a GPU, where float32 weights take twice as long to
+    transfer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +49,17 @@ class RunModelOptions(ModelOptions):
     """How the checkpoint of a run is opened."""
 
     transfer_dtype: TransferName = "stored"
-    """What the layers' matrices travel to a GPU in, in mixed precision: as they are stored, or in fewer bits, and then the
-    host replays and nothing comes back. With -back they come back in it, too, and every update is rounded to it.
-    Evaluations see what travels: it is part of the result, on the CPU too."""
+    """Dtype in which the layers' matrices are transferred to a GPU in mixed precision. With fewer bits the host replays
+    updates and nothing is transferred back. With -back the matrices are also transferred back in this dtype, and every
+    update is rounded to it. Evaluations use the transferred values, so the dtype is part of the result, also on the CPU."""
     adapter: Path | None = None
-    """Adapter of peft's (LoRA, DoRA, VeRA, a prefix) that is trained instead of the weights, which are then only read: a
-    directory with an adapter, or to begin one, adapter_config.json as peft writes it. Exports are adapters."""
+    """peft adapter (LoRA, DoRA, prefix tuning) to train instead of the weights, which are then only read. Pass a directory
+    with a saved adapter, or an adapter_config.json as peft writes it to start a new one. Exports are adapters."""
     adapter_frozen: tuple[str, ...] = ()
-    """With --adapter: parts of parameters' names that stay as they are, such as lora_A for LoRA-FA."""
+    """With --adapter: parameters whose names contain one of these parts are not trained, such as lora_A for LoRA-FA."""
 
     def require_valid(self) -> None:
-        """Refuse options that have no effect.
+        """Refuse ``adapter_frozen`` without an adapter.
 
         Raises:
             OptionError: naming the option.
@@ -68,8 +68,8 @@ class RunModelOptions(ModelOptions):
             raise OptionError(
                 "adapter_frozen",
                 found=" ".join(self.adapter_frozen),
-                expected="--adapter beside it",
-                remedy="leave one of the two out",
+                expected="--adapter, whose parameters it selects",
+                remedy="pass --adapter, or leave it out",
             )
 
     def opened(
@@ -79,9 +79,9 @@ class RunModelOptions(ModelOptions):
 
         Args:
             directory: Directory of the checkpoint.
-            seed: Seed of the first values of an adapter that has none yet.
-            loss_chunk: Labelled tokens whose logits are in memory at a time; None leaves it to the precision.
-            export_dtype: Dtype to which exported weights are rounded, as ``open_checkpoint`` takes it.
+            seed: Seed of a new adapter's initial values.
+            loss_chunk: Labelled tokens whose logits are in memory at a time; None: as the precision needs.
+            export_dtype: Dtype to which exported weights are rounded. See ``open_checkpoint``.
         """
         from zo2adapters.models.checkpoint import open_checkpoint
         from zo2adapters.models.peft_model import Adapter

@@ -1,4 +1,4 @@
-"""How a run turns losses into steps: its estimator, its directions and its schedule."""
+"""Options that say how a run turns losses into steps: estimator, directions and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from zo2core.perturbation import Perturbation
 
 MOST_QUERIES = 1 << 16
 
-# Note: Largest steps. An update moves a weight by lr times the projected gradient, which for a pre-trained model is between
-# 0.1 and 1000, and weights are below 1. What is used lies between 1e-8 and 1e-2. Beyond 1 one step leaves nothing of a
-# model, however its loss turns out; the same holds of a perturbation by more than the weights themselves.
+# Note: Largest steps. An update moves a weight by lr times the projected gradient, which is between 0.1 and 1000 for a
+# pre-trained model, whose weights are below 1. Useful rates lie between 1e-8 and 1e-2. With a rate above 1 a single step
+# destroys the model, and so does a perturbation that is larger than the weights.
 LARGEST_LR = 1.0
 LARGEST_EPS = 1.0
 
 
 class Noise(Enum):
-    """Where directions come from."""
+    """What random directions are drawn from."""
 
     MEZO = "mezo"
     GAUSSIAN = "gaussian"
@@ -42,7 +42,7 @@ class Noise(Enum):
 
     @property
     def distribution(self) -> Distribution | None:
-        """The distribution of counter-based noise; None for MeZO's numbers, which have none of their own."""
+        """Distribution of counter-based noise; None for MeZO's numbers, which are drawn by torch's generator."""
         return None if self is Noise.MEZO else Distribution(self.value)
 
 
@@ -51,24 +51,24 @@ class StepSize:
     """How far a step moves the weights."""
 
     lr: float = 1e-6
-    """Peak learning rate. MeZO's range for full fine-tuning of OPT is 1e-7 to 1e-6; small models take more. With --method
-    another scale, such as 2e-4, has to be given."""
+    """Peak learning rate. MeZO uses 1e-7 to 1e-6 for full fine-tuning of OPT; small models need more. Required with
+    --method, where values such as 2e-4 are usual."""
     zo_eps: float = 1e-3
-    """Perturbation scale: evaluations are made at the weights plus and minus zo_eps times a random direction."""
+    """Perturbation scale. The loss is evaluated at the weights plus and minus zo_eps times a random direction."""
     weight_decay: float = 0.0
-    """Weight decay of MeZO's update; biases and layer norms do not decay. With --method: of the optimizer, for all that is
-    trained."""
+    """Weight decay of MeZO's update, which leaves out biases and layer norms. With --method: weight decay of the optimizer,
+    for all trained parameters."""
 
     def require_sane(self) -> None:
-        """Refuse numbers with which a single step leaves nothing of a model.
+        """Refuse numbers with which a single step destroys the model.
 
         Raises:
             OptionError: naming the option, and why.
         """
         for option, value, most, why in (
             ("lr", self.lr, LARGEST_LR, "an update moves each weight by lr times the projected gradient"),
-            ("zo_eps", self.zo_eps, LARGEST_EPS, "weights are perturbed by this much, and are mostly smaller"),
-            ("weight_decay", self.weight_decay, 1 / self.lr, "a step takes lr times weight_decay of a weight away"),
+            ("zo_eps", self.zo_eps, LARGEST_EPS, "weights are perturbed by this much, and most are smaller"),
+            ("weight_decay", self.weight_decay, 1 / self.lr, "a step subtracts lr times weight_decay times the weight"),
         ):
             if value > most:
                 expected = f"at most {most:g}: {why}"
@@ -77,37 +77,38 @@ class StepSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Directions:
-    """Along which directions a step evaluates: what says how much memory and time it takes."""
+    """Options of the random directions of a step, which decide how much memory and time it takes."""
 
     estimator: EstimatorName = EstimatorName.MEZO
-    """What turns losses into steps. fzoo takes one side of each of several --queries, and divides by how far their losses
-    spread. Its --lr is about how far a step moves a weight, such as 1e-5: another scale than MeZO's."""
+    """Gradient estimator. mezo evaluates both sides of each direction. fzoo evaluates one side of each of several --queries
+    and divides by the standard deviation of their losses; its --lr is about the distance that a step moves a weight, such
+    as 1e-5."""
     noise: Noise = Noise.RADEMACHER
-    """Random directions: mezo draws MeZO's own numbers; the others are counter-based and cost next to nothing."""
+    """Random directions. mezo draws the same numbers as MeZO; the others are counter-based and much faster to draw."""
     exact_mezo: bool = False
-    """Take MeZO's steps bit for bit, with its noise and its walk, whatever --noise and --perturb-in-place say."""
+    """Take MeZO's steps bit for bit, with its noise and in-place perturbation. Overrides --noise and --perturb-in-place."""
     queries: int = 1
-    """Directions a step. Each costs two more forwards, with fzoo one, but no block is moved once more; its update takes
-    lr / queries."""
+    """Directions per step. Each adds two forward passes, or one with fzoo, but no transfers. The update along each direction
+    uses lr / queries."""
     rank: int | None = None
-    """Take directions of this rank, such as 8, beside the activations: weights are only read, a step's forwards run as one
-    batch, and updates add up in float32. By default directions are in the weights, and have no such limit."""
+    """Perturb by directions of this rank, such as 8, without changing the weights: they are only read, the forward passes of
+    a step run as one batch, and updates add up in float32. By default directions have full rank and perturb the weights."""
     period: int = 100
-    """Steps for which one of the two factors of --rank stays."""
+    """With --rank: steps after which the factor that consecutive directions share is drawn anew."""
     stack: int | None = None
-    """With --rank: most evaluations that run as one batch, by default all of a step. Fewer take less memory."""
+    """With --rank: largest number of evaluations that run as one batch, by default all of a step. Fewer need less memory."""
     per_row: bool = False
-    """Give each row of a batch a direction of its own, for no more forwards; with --queries so many directions share the
-    rows out. With --rank all rows run as one batch."""
+    """Use a separate direction for each row of a batch, at no more forward passes. With --queries the rows are divided among
+    so many directions. With --rank all rows run as one batch."""
 
     def generator(self, layouts: Sequence[BlockLayout]) -> NoiseGenerator | None:
-        """Where directions come from; None is the engine's own choice, MeZO's numbers."""
+        """Generator of the directions; None leaves the choice to the engine, which draws MeZO's numbers."""
         distribution = None if self.exact_mezo else self.noise.distribution
         return None if distribution is None else PhiloxNoise(distribution)
 
     @property
     def evaluations(self) -> int:
-        """Forwards of a batch in a step."""
+        """Forward passes of a batch in a step."""
         return 2 if self.per_row else self.estimator.evaluations(self.queries)
 
     @property
@@ -116,16 +117,16 @@ class Directions:
         return 1 if self.rank is None else min(self.evaluations, self.stack or self.evaluations)
 
     def loss_rows(self, rows: int) -> int:
-        """Rows of a batch of so many of which one loss is made."""
+        """Rows that share one loss, in a batch of so many rows."""
         groups = (rows if self.queries == 1 else self.queries) if self.per_row else 1
         return -(-rows // groups)
 
     @property
     def perturbation(self) -> Perturbation:
-        """Where directions live.
+        """How directions are applied: to the weights, or as low-rank terms beside the activations.
 
         Raises:
-            OptionError: if rank or period is out of its range.
+            OptionError: if rank or period is out of range.
         """
         if self.rank is None:
             return DensePerturbation()
@@ -137,21 +138,21 @@ class Optimization(StepSize, Directions):
     """How a step moves the weights."""
 
     perturb_in_place: bool = False
-    """Walk from evaluation to evaluation and back, as MeZO does, with the rounding that this leaves in the weights. By
-    default each evaluation starts from the weights."""
+    """Perturb the weights in place and restore them as MeZO does, which leaves rounding errors in them. By default each
+    evaluation starts from the unchanged weights."""
     decay: Decay = Decay.CONSTANT
-    """How the learning rate falls after the warm-up."""
+    """Shape of the learning rate's decay after the warm-up."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly."""
     clip_grad: float | None = None
-    """Largest absolute projected gradient; a larger one is cut to it."""
+    """Clip projected gradients to this absolute value."""
     clip_median: float | None = None
-    """Largest multiple of the median of the last 50 absolute projected gradients; a larger one is cut to it. At least 1."""
+    """Clip projected gradients to this multiple, at least 1, of the median of the last 50 absolute values."""
     guard: bool = True
-    """Leave out steps whose losses lie far outside their running range, and stop a run that has got worse for good."""
+    """Skip steps whose losses are far outside the recent range, and stop a run whose loss has diverged."""
 
     def require_consistent(self) -> None:
-        """Refuse options that do not go with the estimator.
+        """Refuse options that cannot be combined with the estimator.
 
         Raises:
             OptionError: naming the option.
@@ -160,23 +161,23 @@ class Optimization(StepSize, Directions):
         if self.estimator is not EstimatorName.MEZO and self.exact_mezo:
             raise OptionError(
                 "exact_mezo",
-                found=f"it beside the estimator {name}",
-                expected="MeZO's own estimator, whose bits it asks for",
-                remedy="leave out one of the two",
+                found=f"it with the estimator {name}",
+                expected="the estimator mezo, whose steps it repeats bit for bit",
+                remedy="leave one of the two out",
             )
         if several.distribution not in (None, self.noise.distribution):
             needed = several.distribution.value
             raise OptionError(
                 "noise",
                 found=repr(self.noise.value),
-                expected=f"{needed!r}, which {name} is made for",
+                expected=f"{needed!r}, which {name} requires",
                 remedy="leave it out",
             )
-        if self.perturb_in_place and not _takes(several, "perturb_in_place"):
+        if self.perturb_in_place and not _has_field(several, "perturb_in_place"):
             raise OptionError(
                 "perturb_in_place",
-                found=f"it beside the estimator {name}",
-                expected=f"evaluations that each start from the weights, as those of {name} do",
+                found=f"it with the estimator {name}",
+                expected=f"no perturbation in place, since each evaluation of {name} starts from the unchanged weights",
                 remedy="leave it out",
             )
         if self.queries < several.least_queries:
@@ -191,17 +192,15 @@ class Optimization(StepSize, Directions):
         if self.rank is None:
             for option in ("period", "stack"):
                 if (value := getattr(self, option)) != getattr(Optimization, option):
-                    raise OptionError(
-                        option, found=str(value), expected="--rank beside it", remedy="give a rank, or leave it out"
-                    )
+                    raise OptionError(option, found=str(value), expected="--rank", remedy="pass --rank, or leave it out")
             return
-        # The engine refuses the rest, by the names that it has here. It is not told that these two were asked for.
-        for option, asked in (("exact_mezo", self.exact_mezo), ("noise", self.noise is Noise.MEZO)):
-            if asked:
+        # The engine checks the other options, which have the same names there. It does not see these two.
+        for option, is_set in (("exact_mezo", self.exact_mezo), ("noise", self.noise is Noise.MEZO)):
+            if is_set:
                 raise OptionError(
                     option,
-                    found="MeZO's own numbers",
-                    expected="gaussian or rademacher noise with --rank, whose factors are drawn at any time",
+                    found="MeZO's numbers, which are drawn in sequence",
+                    expected="gaussian or rademacher noise with --rank, whose factors are drawn in any order",
                     remedy="leave one of the two out",
                 )
 
@@ -213,7 +212,7 @@ class Optimization(StepSize, Directions):
             rows: Rows of a batch.
 
         Raises:
-            OptionError: if a number is out of its range, or options do not go together.
+            OptionError: if a number is out of range, or options cannot be combined.
         """
         require_between("queries", self.queries, 1, MOST_QUERIES)
         self.require_consistent()
@@ -224,8 +223,8 @@ class Optimization(StepSize, Directions):
         elif q == 1 and classes.one is not None:
             kind = classes.one
         options = {"q": q, "perturb_in_place": self.perturb_in_place or self.exact_mezo}
-        options = {name: value for name, value in options.items() if _takes(kind, name)}
-        # A bad peak is refused here, before it is scheduled.
+        options = {name: value for name, value in options.items() if _has_field(kind, name)}
+        # An invalid peak is refused here, before the schedule is made from it.
         estimator = kind(lr=self.lr, zo_eps=self.zo_eps, weight_decay=self.weight_decay, **options)
         self.require_sane()
         lr = LearningRate(peak=self.lr, decay=self.decay, warmup_steps=self.warmup_steps, steps=steps)
@@ -233,16 +232,16 @@ class Optimization(StepSize, Directions):
         return scheduled
 
     def guarded(self, estimator: ZOEstimator) -> ZOEstimator:
-        """An estimator with the clipping and the guard that were asked for.
+        """The estimator with the clipping and the guard that the options ask for.
 
         Raises:
-            OptionError: if a number is out of its range.
+            OptionError: if a number is out of range.
         """
         if self.clip_grad is not None or self.clip_median is not None:
             estimator = Clipped(estimator=estimator, value=self.clip_grad, medians=self.clip_median)
         return Guarded(estimator=estimator) if self.guard else estimator
 
 
-def _takes(kind: Any, option: str) -> bool:
-    """Whether an estimator's class, a dataclass, has such a field."""
+def _has_field(kind: Any, option: str) -> bool:
+    """Whether an estimator's class, a dataclass, has this field."""
     return any(field.name == option for field in fields(kind))

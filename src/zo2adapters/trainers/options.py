@@ -1,4 +1,4 @@
-"""Options of a fine-tuning run, and how they are kept in its directory."""
+"""Options of a fine-tuning run, and their JSON form in the run's directory."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 def evaluations_due(steps: int, every: int | None, *, version: int = 0) -> int:
-    """Evaluations of a run that are due from a version on: before the first step, after every so many, after the last one.
+    """Number of evaluations still due: before the first step, after every ``every`` steps, and after the last step.
 
     Args:
         steps: Steps of the run.
-        every: Steps after which to evaluate again; None: there are none in between.
-        version: Steps that were taken; an evaluation that is due there is counted.
+        every: Steps between two evaluations; None: only the first and the last one.
+        version: Steps taken so far; an evaluation due at this step is counted.
     """
     if version > steps:
         return 0
@@ -44,46 +44,49 @@ def evaluations_due(steps: int, every: int | None, *, version: int = 0) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What a process may use of this machine."""
+    """Limits on what a process uses of this machine."""
 
     memory: str = "auto"
-    """Host memory the process may take in all, such as 6GiB; auto takes what is free. Blocks stream from disk if need be."""
+    """Host memory the process may use in total, such as 6GiB; auto uses what is free. Blocks that do not fit are streamed
+    from disk."""
     device: str = "cpu"
-    """Device to compute on: cpu, cuda or cuda:N. A resumed run stays where it began, since a GPU rounds otherwise."""
+    """Device to compute on: cpu, cuda or cuda:N. A resumed run keeps its device, since a GPU rounds differently."""
     device_memory: str = "auto"
-    """Device memory the run may use, such as 8GiB; auto takes what is free. As many blocks as fit stay there;
-    activations for which there is no room wait in host memory."""
+    """Device memory the run may use, such as 8GiB; auto uses what is free. Blocks that fit stay on the device; activations
+    that do not fit are offloaded to host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Storage(Resources):
-    """Where the weights live."""
+    """Where the weights are kept, and how often they are written."""
 
     write_back_every: int | Literal["auto", "never"] = "auto"
-    """Steps that a block may be ahead of its bytes on disk before it is written to the run's scratch file; until then it is
-    replayed. auto measures noise and disk, and writes as seldom as costs at most a tenth of a step. With --rank no block is
-    written; auto keeps what ended periods come to, and never does not."""
+    """Steps between two writes of a block to the run's scratch file; in between, updates are replayed. auto measures noise
+    and disk and chooses the longest interval whose replays cost at most a tenth of a step. With --rank blocks are never
+    written; auto writes the factors of each finished period, never does not."""
     write_limit_tb: float | None = None
-    """Terabytes that 1,000 steps may write, by which disks wear out. auto keeps to it; a run with --rank whose ended periods
-    take more keeps none of them."""
+    """Terabytes that 1,000 steps may write, since writing wears disks out. auto obeys this limit; a run with --rank whose
+    finished periods need more writes none of them."""
     snapshot_every: int | None = None
-    """Most steps that a resumed run has to replay; after a crash there may be one or two more. With --method: steps from one
-    snapshot to the next; by default as many as make snapshots cost 2 % of the time."""
+    """Largest number of steps that a resumed run has to replay, plus one or two after a crash. With --method: steps between
+    two snapshots; by default snapshots take 2 % of the time."""
     activation_memory: str | None = None
-    """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory on a GPU. An evaluation
-    takes as many batches a sweep as fit in it. By default it is what a step takes."""
+    """Memory reserved for activations, such as 1GiB, in host memory on the CPU and in device memory on a GPU. Evaluations
+    process as many batches per sweep as fit in it. By default it is what a step needs."""
 
     def require_valid(self) -> None:
-        """Refuse numbers and sizes that are none.
+        """Check numbers of steps and sizes of memory.
 
         Raises:
             OptionError: naming the option.
         """
-        for option, word in (("write_back_every", "auto or never"), ("snapshot_every", None)):
+        for option, words, remedy in (
+            ("write_back_every", ", or auto or never", "pass never to write nothing"),
+            ("snapshot_every", "", "leave it out to set no limit"),
+        ):
             value = getattr(self, option)
             if isinstance(value, int) and not 1 <= value <= LARGEST:
-                expected = "a number of steps, at least 1" + (f", or {word}" if word else "")
-                remedy = f"pass {word.split()[-1]} to write nothing" if word else "leave it out for no bound"
+                expected = f"a number of steps, at least 1{words}"
                 raise OptionError(option, found=repr(value)[:40], expected=expected, remedy=remedy)
         for option in ("memory", "device_memory", "activation_memory"):
             value = getattr(self, option)
@@ -92,7 +95,7 @@ class Storage(Resources):
 
 
 class Order(Enum):
-    """How transfers and compute follow each other."""
+    """Order of transfers and compute."""
 
     OVERLAPPED = "overlapped"
     SERIAL = "serial"
@@ -100,42 +103,41 @@ class Order(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How this process works on a run. No bit of the result depends on it, so a resumed run may choose anew."""
+    """How this process executes a run. No bit of the result depends on it, so a resumed run may change it."""
 
     trace: Path | None = None
-    """File to write each sweep to, for ui.perfetto.dev: what every lane did when, and how many bytes
-    it moved. It must not exist."""
+    """New file to write a timeline of every sweep to, for ui.perfetto.dev: busy times and bytes moved of each lane."""
     verify_base: bool = False
-    """Read every byte of the base before the first step, and compare it with what the journal keeps of it."""
+    """Read the whole base checkpoint before the first step, and compare it with the digests in the journal."""
     replay: Replay = "auto"
-    """Who replays for a GPU: itself, or the host, and then no block comes back. auto leaves it to the GPU where it can."""
+    """Where updates are replayed for a GPU: on the GPU, or on the host, which needs no transfers back. auto uses the GPU
+    where it can."""
     scheduler: Order = Order.OVERLAPPED
-    """Order of transfers and compute. serial does one thing after the other, keeps no block on the device, and is there to
-    compare with."""
+    """Order of transfers and compute. serial overlaps nothing and keeps no block on the device; use it to compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What a fine-tuning run can be told, apart from what it needs."""
+    """Optional settings of a fine-tuning run."""
 
     evaluation: Path | None = None
     """JSONL file to evaluate on, before the first step and after the last one."""
     evaluate_every: int | None = None
-    """Steps after which to evaluate again."""
+    """Steps between two evaluations."""
     objective: str = AUTO
-    """What steps make smaller. loss: the model's own. Of rows with candidates: choice-loss, MeZO's loss over them, or
-    accuracy or f1, which have no gradient. Of rows with chosen and rejected completions: dpo, against the base. exact-match:
-    the share of completions that the model does not write by itself. FILE.py:function: a function of the model and a batch.
-    auto is loss, choice-loss of rows with candidates, or dpo of rows with preferences."""
+    """Objective to minimize. loss is the model's own loss. For rows with candidates: choice-loss is MeZO's loss over the
+    candidates, accuracy and f1 have no gradient. For rows with chosen and rejected completions: dpo, with the base model as
+    reference. exact-match is the share of completions that the model does not generate. FILE.py:function is a function of
+    the model and a batch. auto is choice-loss for rows with candidates, dpo for preferences, and loss otherwise."""
     beta: float | None = None
     """Strength of the penalty for moving away from the base, in dpo; by default 0.1."""
     keep_best: bool = False
-    """Export the model of the step whose evaluation was best, not the last one."""
+    """Export the model of the step with the best evaluation instead of the last step's."""
     report_to: TrackerName = "none"
-    """Where each step's numbers go beside metrics.jsonl: to tensorboard or wandb, where these packages are installed."""
+    """Tracker that also gets the rows of metrics.jsonl: tensorboard or wandb, if installed."""
     steps: int = 1000
-    """Zeroth-order steps to take; each runs two forwards of one batch a query, or with fzoo one and one more. With --method:
-    steps by gradients, each of which is about three forwards of one batch."""
+    """Training steps. Each runs two forward passes per query; with fzoo one per query and one more; with --method about the
+    time of three."""
     seed: int = 0
     """Seed of the order of rows and of the directions."""
     model_options: RunModelOptions = field(default_factory=RunModelOptions)
@@ -150,7 +152,7 @@ class RunOptions:
         return self.model_options.head != "causal-lm"
 
     def require_valid(self) -> None:
-        """Refuse what no model and no data could make right.
+        """Check the options that depend on neither model nor data.
 
         Raises:
             OptionError: naming the option.
@@ -165,29 +167,31 @@ class RunOptions:
                 "keep_best",
                 found="True without rows to evaluate on",
                 expected="--evaluation",
-                remedy="name them, or leave it out",
+                remedy="pass --evaluation, or leave it out",
             )
         if self.optimization.per_row and not names_model_loss(self.objective):
-            raise _unused("per_row", f"--objective {self.objective}", "loss, which is each row's own")
+            raise _conflict("per_row", f"--objective {self.objective}", "loss, which each row has separately")
         if self.takes_labels:
             if not names_model_loss(self.objective):
-                raise _unused("objective", f"{self.objective} with --head {self.model_options.head}", "the model's own loss")
+                raise _conflict(
+                    "objective", f"{self.objective} with --head {self.model_options.head}", "the model's own loss"
+                )
             if self.beta is not None:
-                raise _unused("beta", f"{self.beta} with --head {self.model_options.head}", "the model's own loss")
+                raise _conflict("beta", f"{self.beta} with --head {self.model_options.head}", "the model's own loss")
             if self.batching.pack:
-                raise _unused("pack", f"--head {self.model_options.head}", "a causal language model")
+                raise _conflict("pack", f"--head {self.model_options.head}", "a causal language model")
             if self.optimization.per_row:
-                raise _unused("per_row", f"--head {self.model_options.head}", "a causal language model")
+                raise _conflict("per_row", f"--head {self.model_options.head}", "a causal language model")
         if self.optimization.per_row and self.batching.pack:
-            raise _unused("per_row", "--pack", "rows whose losses stay apart")
+            raise _conflict("per_row", "--pack", "padded rows, whose losses can be told apart")
         if self.optimization.per_row and self.batching.micro_batch_size is not None:
-            raise _unused("per_row", "--micro-batch-size", "whole rows of one batch")
+            raise _conflict("per_row", "--micro-batch-size", "whole batches")
         if self.optimization.rank is not None and self.storage.snapshot_every is not None:
-            raise _unused("rank", "--snapshot-every", "no snapshot: no weight changes")
+            raise _conflict("rank", "--snapshot-every", "no snapshots, because no weights change")
         self.first_order.require_valid(self)
         has_snapshots = self.model_options.adapter is None or self.first_order.method is not None
         if self.storage.snapshot_every is not None and not has_snapshots:
-            raise _unused("adapter", "--snapshot-every", "no snapshot: a few parameters change, which are in memory")
+            raise _conflict("adapter", "--snapshot-every", "no snapshots, because only parameters in memory change")
         self.model_options.require_valid()
         require_between("seed", self.seed, -LARGEST, LARGEST)
         self.batching.require_valid()
@@ -196,31 +200,31 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(RunOptions):
-    """A fine-tuning run."""
+    """All options of a fine-tuning run."""
 
     model: str
     """Model directory with safetensors weights, or a hub id."""
     data: Path
     """JSONL file; each row has text, or prompt and completion (loss on the completion only), or messages."""
     output: Path
-    """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must not exist, or be empty."""
+    """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must be new or empty."""
     schedule_steps: int | None = None
-    """Steps for which the run's learning rate was scheduled; None: ``steps``. A run that was lengthened has more steps."""
+    """Steps over which the learning rate was scheduled; None: ``steps``. A run that was lengthened has more ``steps``."""
 
     def precision_asked(self) -> PrecisionName:
-        """The precision to open the model in."""
-        asked, on_cpu = self.model_options, self.storage.device == "cpu"
-        # Factors and adapters are float32 anyway.
-        exact = self.optimization.exact_mezo or self.optimization.rank is not None or asked.adapter is not None
-        return precision_of_run(asked.precision, exact_mezo=exact, on_cpu=on_cpu)
+        """Precision to open the model in."""
+        model_options, on_cpu = self.model_options, self.storage.device == "cpu"
+        # Factors and adapters are float32 in either precision.
+        exact = self.optimization.exact_mezo or self.optimization.rank is not None or model_options.adapter is not None
+        return precision_of_run(model_options.precision, exact_mezo=exact, on_cpu=on_cpu)
 
     def opened(self, directory: Path) -> HFBlockModel:
-        """Open the model of the run from its directory."""
+        """Open the run's model from its directory."""
         model_options = replace(self.model_options, precision=self.precision_asked())
         return model_options.opened(directory, seed=self.seed, loss_chunk=self.batching.loss_chunk)
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
-        """The same options with what was chosen for this machine written down: a resumed run has to do the same."""
+        """Replace what was chosen for this machine by its value, so that a resumed run computes the same."""
         if model.autocast is None:
             return replace(self, model_options=replace(self.model_options, precision="exact"))
         computed = cast("DtypeName", str(model.autocast).removeprefix("torch."))
@@ -231,7 +235,7 @@ class TrainOptions(RunOptions):
         )
 
     def require_valid(self) -> None:
-        """As above; and a run with a schedule can be lengthened only where the schedule does not end.
+        """Check the options as above, and refuse to lengthen a run whose learning rate decays.
 
         Raises:
             OptionError: naming the option.
@@ -242,31 +246,31 @@ class TrainOptions(RunOptions):
             raise OptionError(
                 "steps",
                 found=str(self.steps),
-                expected=f"{scheduled}, over which the {self.optimization.decay.value} schedule of this run lowers lr",
-                remedy="leave it out, or begin a new run; a run of constant lr can be lengthened",
+                expected=f"{scheduled}, the steps of this run's {self.optimization.decay.value} schedule",
+                remedy="leave it out, or start a new run; only a run with constant lr can be lengthened",
             )
 
     def estimator(self) -> ZOEstimator:
         """The estimator of the run, with its clipping and guard.
 
         Raises:
-            OptionError: if a number is out of its range, or options do not go together.
+            OptionError: if a number is out of range, or options cannot be combined.
         """
         steps = self.steps if self.schedule_steps is None else self.schedule_steps
         return self.optimization.guarded(self.optimization.estimator_of(steps, self.batching.batch_size))
 
     def with_steps(self, steps: int) -> TrainOptions:
-        """The same run with another number of steps, on the learning rate that it was begun with."""
+        """The same run with another number of steps and an unchanged learning-rate schedule."""
         if steps == self.steps:
             return self
         scheduled = self.steps if self.schedule_steps is None else self.schedule_steps
         return replace(self, steps=steps, schedule_steps=scheduled)
 
     def to_json(self) -> dict[str, Any]:
-        """Give the options as JSON values; the run's own directory is left out, other paths are made absolute."""
+        """The options as JSON values, without the run's own directory and with other paths made absolute."""
         values = dataclasses.asdict(self)
         del values["output"]
-        values |= values.pop("model_options")  # which have stood beside the others since the first runs
+        values |= values.pop("model_options")  # on the top level, as in the first version
         if Path(self.model).is_dir():
             values["model"] = str(Path(self.model).resolve())
         for key in ("data", "evaluation", "architecture", "adapter"):
@@ -277,30 +281,33 @@ class TrainOptions(RunOptions):
 
     @classmethod
     def from_json(cls, values: dict[str, Any], output: Path) -> TrainOptions:
-        """Undo ``to_json``.
+        """Convert the values of ``to_json`` back to options.
 
         Raises:
-            OptionError, TypeError, ValueError, KeyError: if the values are not those of a run.
+            OptionError, TypeError, ValueError, KeyError: if the values are not the options of a run.
         """
         if _EARLIER_TRANSFER_DTYPE in values:
             values = {**values, "transfer_dtype": values[_EARLIER_TRANSFER_DTYPE]}
             del values[_EARLIER_TRANSFER_DTYPE]
-        beside = {own.name for own in dataclasses.fields(RunModelOptions)}
-        values = {**values, "model_options": {name: values[name] for name in beside & values.keys()}}
-        for kind, kept in ((cls, values), *((kind, values[name]) for name, kind in _GROUPS.items())):
-            if missing := {own.name for own in dataclasses.fields(kind)} - kept.keys() - _LATER - {"output"}:
-                raise KeyError(f"no {', '.join(sorted(missing))}")  # a default is not what the run was begun with
-        values = {name: value for name, value in values.items() if name not in beside}
+        model_names = {option.name for option in dataclasses.fields(RunModelOptions)}
+        values = {**values, "model_options": {name: values[name] for name in model_names & values.keys()}}
+        for kind, group in ((cls, values), *((kind, values[name]) for name, kind in _GROUPS.items())):
+            if missing := {option.name for option in dataclasses.fields(kind)} - group.keys() - _LATER - {"output"}:
+                raise KeyError(
+                    f"no {', '.join(sorted(missing))}"
+                )  # the run may have begun with another value than the default
+        values = {name: value for name, value in values.items() if name not in model_names}
         optimization, model_options = dict(values.pop("optimization")), dict(values.pop("model_options"))
         first_order = FirstOrder(**values.pop("first_order", {}))
         optimization["decay"] = Decay(optimization["decay"])
         optimization["noise"] = Noise(optimization["noise"])
-        model_options.setdefault("precision", "exact")  # that of runs of earlier versions
+        # What runs of earlier versions did where they saved no option.
+        model_options.setdefault("precision", "exact")
         values.setdefault("objective", MODEL_LOSS)
-        optimization["estimator"] = EstimatorName(optimization.get("estimator", "mezo"))  # earlier runs had no other one
-        optimization.setdefault("guard", False)  # runs of earlier versions have none
-        for kept, name in ((values, "evaluation"), (model_options, "architecture"), (model_options, "adapter")):
-            kept[name] = None if kept.get(name) is None else Path(kept[name])
+        optimization["estimator"] = EstimatorName(optimization.get("estimator", "mezo"))
+        optimization.setdefault("guard", False)
+        for group, name in ((values, "evaluation"), (model_options, "architecture"), (model_options, "adapter")):
+            group[name] = None if group.get(name) is None else Path(group[name])
         model_options["adapter_frozen"] = tuple(model_options.get("adapter_frozen", ()))
         options = cls(
             output=output,
@@ -330,8 +337,8 @@ _LATER = {
     *("clip_grad", "clip_median", "write_limit_tb", "rank", "period", "stack", "per_row"),
     *("adapter", "adapter_frozen", "pack", "first_order"),
 }
-"""Options that runs of earlier versions have not written down."""
+"""Options that runs of earlier versions did not save."""
 
 
-def _unused(option: str, found: str, expected: str) -> OptionError:
+def _conflict(option: str, found: str, expected: str) -> OptionError:
     return OptionError(option, found=found, expected=expected, remedy="leave one of the two out")

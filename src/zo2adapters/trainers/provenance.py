@@ -1,4 +1,4 @@
-"""What shapes a run's result beside its base and its estimator, for the header of its journal."""
+"""Provenance: what a run's result depends on besides its base and its estimator, for the header of its journal."""
 
 from __future__ import annotations
 
@@ -36,17 +36,18 @@ def provenance(
     devices: str,
     task: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """What a run's steps depend on, as JSON values.
+    """The run's provenance, as JSON values.
 
-    Not in it is what no bit depends on: memory, write-backs, the order of transfers, evaluations, the number of steps.
+    It leaves out what no bit of the result depends on: memory, write-backs, the order of transfers, evaluations, and the
+    number of steps.
 
     Args:
-        options: The run's.
-        base: The model's directory, for the tokenizer's files.
-        tokens: What the data became by the tokenizer, as ``RunDirectory`` takes it.
+        options: The run's options.
+        base: The model's directory, which has the tokenizer's files.
+        tokens: Padding token, number and digest of the tokens of each data file. See ``RunDirectory``.
         sequence_length: Length of the longest row that is not cut.
-        devices: The kinds of devices that it is computed on.
-        task: What the task adds, where the options leave it open.
+        devices: Kinds of devices that compute the run.
+        task: Entries of the task, for what the options leave open.
 
     Raises:
         DataError: if a file cannot be read.
@@ -84,68 +85,67 @@ def provenance(
 
 
 def require_same_files(options: TrainOptions, header: Mapping[str, Any] | None) -> None:
-    """Refuse other files than those that a run was begun with, before anything in them is read or imported.
+    """Refuse files other than those that the run began with, before they are parsed or imported.
 
     Args:
         options: Options of the resumed run. The files of a user's function and of an architecture are compared.
-        header: Header of the run's journal; None: it has none yet, and nothing is compared.
+        header: Header of the run's journal; None: the journal is empty, and nothing is compared.
 
     Raises:
         OptionError: naming the option.
         DataError: if a file cannot be read.
     """
-    told = {} if header is None else header.get("provenance", {})
+    saved = {} if header is None else header.get("provenance", {})
     for option, path in (
         ("objective", function_file(options.objective)),
         ("architecture", options.model_options.architecture),
     ):
-        then = told.get(f"{option} sha256")
-        if path is not None and told and file_sha256(path) != then:
+        digest = saved.get(f"{option} sha256")
+        if path is not None and saved and file_sha256(path) != digest:
             raise OptionError(
                 option,
                 found=f"{path}, with sha256 {file_sha256(path)[:12]}",
-                expected=f"sha256 {str(then)[:12]}, as in the run's journal",
-                remedy="name the file that the run was begun with, or begin a new run",
+                expected=f"sha256 {str(digest)[:12]}, as in the run's journal",
+                remedy="pass the file that the run began with, or start a new run",
             )
     function = options.objective.rpartition(":")[2]
-    if function_file(options.objective) is not None and told and function != told.get("objective"):
+    if function_file(options.objective) is not None and saved and function != saved.get("objective"):
         raise OptionError(
             "objective",
             found=f"the function {function}",
-            expected=f"{told.get('objective')}, as in the run's journal",
-            remedy="name the function that the run was begun with, or begin a new run",
+            expected=f"{saved.get('objective')}, as in the run's journal",
+            remedy="pass the function that the run began with, or start a new run",
         )
 
 
 def distrust(options: TrainOptions, header: Mapping[str, Any] | None) -> str | None:
-    """Why the file of a run's own function is not imported on the word of the run's directory alone.
+    """Reason not to import the file of a user's function because the run's directory names it.
 
     Args:
-        options: Options of the run, as its directory has them.
-        header: Header of its journal, if it has one.
+        options: Options that the run's directory has saved.
+        header: Header of its journal; None if the journal is empty.
 
     Returns:
-        What is wrong with the file, in words; None if it is where the run was begun with it, and has the digest that the
-        journal keeps, or if the run has no such function.
+        The reason as text; None if the file has the digest in the journal, or if the run has no such function.
     """
     path = function_file(options.objective)
     if path is None:
         return None
-    digest = {} if header is None else header.get("provenance", {})
+    saved = {} if header is None else header.get("provenance", {})
     if not path.is_absolute():
-        return "a path that depends on where the command is given"
+        return "a relative path, which depends on the current directory"
     if path.resolve().is_relative_to(options.output.resolve()):
         return "a file in the run's own directory, which was empty when the run began"
-    if "objective sha256" not in digest:
-        return "a file of which the journal has no digest"
+    if "objective sha256" not in saved:
+        return "a file whose digest is not in the journal"
     try:
-        return None if file_sha256(path) == digest["objective sha256"] else "a file with another digest than in the journal"
+        return None if file_sha256(path) == saved["objective sha256"] else "a file with another digest than in the journal"
     except DataError as error:
         return f"a file that cannot be read ({error.found})"
 
 
 def rescheduled(provenance: Mapping[str, Any], options: TrainOptions) -> dict[str, Any]:
-    """The provenance of a run that goes on from some step of another one, with another schedule of the learning rate."""
+    """Provenance of a branch, whose learning-rate schedule may differ from its parent's."""
     return {**provenance, "schedule": _schedule(options)}
 
 

@@ -1,12 +1,12 @@
-"""A run's directory: options, journal, metrics, scratch and lock; what a run is resumed from.
+"""A run's directory, from which the run is resumed.
 
-options.json    how the run was begun, checksums of its data files and of the tokens they became
+options.json    options of the run, and checksums of its data files and of their tokens
 journal.jsonl   every step taken: the run itself
-metrics.jsonl   one row a step and one an evaluation, for people and plots
+metrics.jsonl   a row per step and per evaluation, for people and plots
 scratch.*       blocks written back
-snapshot-*      of a first-order run: adapter and optimizer after so many steps
-factors.*       what the periods of directions beside the activations have come to
-lock            held by the process that works here
+snapshot-*      adapter and optimizer of a first-order run after a number of steps
+factors.*       updates of finished periods of low-rank directions
+lock            held by the process that works on the run
 model/          the exported model, at the end
 """
 
@@ -41,17 +41,17 @@ LOCK = "lock"
 
 
 class RunDirectory:
-    """A run's directory, held by this process until closed.
+    """A run's directory, locked by this process until closed.
 
     Args:
-        options: The run's options; it lives in ``options.output``.
-        tokens: What the data files became by the tokenizer, as JSON values by name.
-        resume: It is there already.
+        options: The run's options; the directory is ``options.output``.
+        tokens: Padding token, and number and digest of the tokens of each data file, as JSON values by name.
+        resume: Whether the directory has the run already.
 
     Raises:
-        OutputError: if another process holds it, a new one is in use, or it cannot be written.
-        OptionError: if a resumed one is none of a run.
-        DataError: if a resumed run's data files have changed, or become other tokens.
+        OutputError: if another process holds the lock, a new directory is in use, or it cannot be written.
+        OptionError: if the directory of a resumed run has no readable options.
+        DataError: if the data files of a resumed run, or their tokens, have changed.
     """
 
     def __init__(self, options: TrainOptions, tokens: Mapping[str, object], *, resume: bool) -> None:
@@ -61,16 +61,16 @@ class RunDirectory:
             require_new(self.path)
         files = [path.resolve() for path in (options.data, options.evaluation) if path is not None]
         checksums = {str(path): file_sha256(path) for path in files}
-        self._made: list[Path] = []  # directories, by this run, deepest first
+        self._created: list[Path] = []  # directories that this object created, deepest first
         try:
-            self._made = missing_directories(self.path)
+            self._created = missing_directories(self.path)
             make_directory(self.path)
             self._lock.acquire()
         except Timeout as error:
             raise OutputError(
                 self.path,
                 found="a run that another process works on",
-                expected="a directory of one's own",
+                expected="a directory that no other process uses",
                 remedy="wait until that process has ended, or choose another directory",
             ) from error
         except OSError as error:
@@ -82,9 +82,9 @@ class RunDirectory:
             if resume:
                 with _refusing_damage(self.path):
                     record = json.loads(read_regular(self.path / OPTIONS))
-                    checksums_then, tokens_then = checksums_at(options, record), dict(record["tokens"])
-                _require_same_data(checksums, checksums_then)
-                _require_same_tokens(options.model, dict(tokens), tokens_then)
+                    saved_checksums, saved_tokens = checksums_at(options, record), dict(record["tokens"])
+                _require_same_data(options, checksums, record["options"], saved_checksums)
+                _require_same_tokens(options.model, dict(tokens), saved_tokens)
                 self._record = record
             else:
                 self._record = {"options": options.to_json(), "checksums": checksums, "tokens": dict(tokens)}
@@ -99,10 +99,10 @@ class RunDirectory:
 
     @staticmethod
     def options(path: Path) -> TrainOptions:
-        """How a run was begun.
+        """Options that a run has saved.
 
         Raises:
-            OptionError: if the directory is none of a run, or its estimator is one that this version does not have.
+            OptionError: if they cannot be read, or name an estimator that this version does not have.
         """
         known = [name.value for name in EstimatorName]
         with _refusing_damage(path):
@@ -118,11 +118,11 @@ class RunDirectory:
         )
 
     def require_same_base(self, options: TrainOptions, model: BlockModel) -> None:
-        """Refuse another base, or adapter, at a path that a resumed run was told anew.
+        """Refuse a model directory or adapter at a new path if it is not the one that the run began with.
 
         Args:
             options: Options of the run that goes on.
-            model: Opened as they say.
+            model: Model that was opened with these options.
 
         Raises:
             OptionError: naming the option.
@@ -130,30 +130,30 @@ class RunDirectory:
         before, now = self._record["options"], options.to_json()
         moved = [option for option in ("model", "adapter") if now[option] != before.get(option)]
         header = header_of(self.path / JOURNAL) if moved else None
-        then = "none, since it took no step" if header is None else str(header.get("base"))[:12]
-        if moved and then != model.weights.fingerprint[:12]:
+        fingerprint = "none, since it took no step" if header is None else str(header.get("base"))[:12]
+        if moved and fingerprint != model.weights.fingerprint[:12]:
             raise OptionError(
                 moved[0],
                 found=f"{now[moved[0]]}, which has the fingerprint {model.weights.fingerprint[:12]}",
-                expected=f"the fingerprint in the run's journal ({then})",
-                remedy="name the directory to which the one that the run was begun with was moved, or begin a new run",
+                expected=f"the fingerprint in the run's journal ({fingerprint})",
+                remedy="pass the path to which the run's original was moved, or start a new run",
             )
 
-    def keep(self, options: TrainOptions) -> None:
-        """Take down what a resumed run was told anew, so that the next one goes on with it.
+    def save(self, options: TrainOptions) -> None:
+        """Save the changed options of a resumed run.
 
-        A model that was exported at the end of fewer steps is kept beside the one to come, under a name with its step. If
-        that name is taken, as it is if a process was killed right after it had done this, a number follows.
+        A model that was exported after fewer steps is renamed to a name with its step, which makes room for the next export.
+        If that name exists, because a process was killed right after it had renamed a model, a number is appended.
 
         Raises:
-            OutputError: if that cannot be written.
+            OutputError: if the directory cannot be written.
         """
         before, now = self._record["options"], options.to_json()
         if now == before:
             return
         model = self.path / MODEL
-        is_another = now["steps"] != before["steps"] or now["keep_best"] != before.get("keep_best", False)
-        if is_another and model.exists():
+        changes_model = now["steps"] != before["steps"] or now["keep_best"] != before.get("keep_best", False)
+        if changes_model and model.exists():
             name = f"{MODEL}-{before['steps']}" + ("-best" if before.get("keep_best", False) else "")
             names = chain([name], (f"{name}-{number}" for number in count(2)))
             try:
@@ -167,10 +167,10 @@ class RunDirectory:
         replace_file(self.path / OPTIONS, json.dumps(self._record, indent=2) + "\n")
 
     def metrics(self, journal: Journal) -> list[Row]:
-        """Bring the metrics in line with the journal: whatever is damaged is made up from it.
+        """Repair the metrics from the journal.
 
         Returns:
-            The rows that count.
+            The rows of the repaired file.
 
         Raises:
             JournalError: if there are rows of steps that the journal has lost.
@@ -181,22 +181,22 @@ class RunDirectory:
             raw: bytes | None = read_regular(path)
         except FileNotFoundError:
             raw = b""
-        except OSError:  # a pipe, say: nothing to read, and nothing to write into
+        except OSError:  # for example a pipe, which is neither read nor written but replaced
             raw = None
         aligned = align_rows(raw or b"", journal)
         journal.require_version(aligned.steps_seen, METRICS)
         text = "".join(json.dumps(row) + "\n" for row in aligned.rows)
-        if text.encode() != raw or path.is_symlink():  # a link is replaced: rows are not written into whatever it leads to
+        if text.encode() != raw or path.is_symlink():  # a link is replaced, and its target is not written
             replace_file(path, text)
         return aligned.rows
 
     def remove(self) -> None:
-        """Take back a run of which no step was taken: the files that it made and the directories that it made, no others."""
-        remove_files(self.path, self._made)
+        """Remove a run that has taken no step: the files and directories that it created, and no others."""
+        remove_files(self.path, self._created)
         self.close()
 
     def close(self) -> None:
-        """Let go of the lock. May be called twice."""
+        """Release the lock. May be called twice."""
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -209,7 +209,7 @@ class RunDirectory:
 
 
 def header_of(journal: Path) -> Mapping[str, Any] | None:
-    """The header of a journal; None if it was not begun.
+    """Header of a journal; None if the journal is empty.
 
     Raises:
         JournalError: if it cannot be read.
@@ -219,49 +219,59 @@ def header_of(journal: Path) -> Mapping[str, Any] | None:
 
 
 def checksums_at(options: TrainOptions, record: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's checksums of its data files, by the paths where options say that the files are now.
+    """Saved checksums of a run's data files, by the files' present paths.
 
     Args:
-        options: Options of the run that goes on.
-        record: What the run's ``options.json`` holds.
+        options: Options of the run that goes on, with the present paths.
+        record: Content of the run's ``options.json``, with the saved paths.
     """
-    now, then = options.to_json(), record["options"]
+    now, saved = options.to_json(), record["options"]
     roles = [role for role in ("data", "evaluation") if now[role] is not None]
-    return {now[role]: record["checksums"].get(then[role]) for role in roles}
+    return {now[role]: record["checksums"].get(saved[role]) for role in roles}
 
 
 def require_new(path: Path) -> None:
-    """Refuse an output directory that is in use; take away what a process left that was killed before its run began.
+    """Refuse an output directory that is in use; remove the files of a process that was killed before its run started.
 
     Raises:
         OutputError: naming the directory.
     """
     names = {file.name for file in path.iterdir()} if path.is_dir() else set()
+    if OPTIONS in names:
+        raise OutputError(
+            path,
+            found="a run that has already started",
+            expected="a path that does not exist yet, or an empty directory",
+            remedy=f"continue the run with zo2 train --resume {path}, or choose another output directory",
+        )
     if names and names <= {LOCK, "options.partial", "tune.partial"}:
-        with contextlib.suppress(OSError), _lock(path):  # refused where a process is about to begin: it is in use, then
+        with (
+            contextlib.suppress(OSError),
+            _lock(path),
+        ):  # raises if another process is about to start, and the directory is in use
             for name in {*names, LOCK}:
                 (path / name).unlink(missing_ok=True)
     require_unused(path)
 
 
 def missing_directories(run: Path) -> list[Path]:
-    """The directories that a run has to make, deepest first."""
+    """Directories that have to be created for a run, deepest first."""
     return [path for path in (run, *run.parents) if not path.exists()]
 
 
-def remove_files(run: Path, made: Sequence[Path]) -> None:
-    """Remove a run's files but its model and, as far as they are empty then, directories."""
-    kept = [f"{what}.{ending}" for what in ("scratch", "factors") for ending in ("bin", "jsonl", "partial")]
-    for name in (OPTIONS, JOURNAL, METRICS, LOCK, *kept, "options.partial", "metrics.partial"):
+def remove_files(run: Path, directories: Sequence[Path]) -> None:
+    """Remove a run's files, except its model, and those of the directories that are then empty."""
+    stores = [f"{name}.{ending}" for name in ("scratch", "factors") for ending in ("bin", "jsonl", "partial")]
+    for name in (OPTIONS, JOURNAL, METRICS, LOCK, *stores, "options.partial", "metrics.partial"):
         with contextlib.suppress(OSError):
             (run / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # not empty: somebody else put something there
-        for path in made:
+    with contextlib.suppress(OSError):  # a directory has files that are not the run's
+        for path in directories:
             path.rmdir()
 
 
 def _lock(path: Path) -> FileLock:
-    """The lock of a run's directory: tried once, held by this process from whichever thread, gone with it."""
+    """Lock of a run's directory. It is tried once, belongs to the process, not to a thread, and ends with the process."""
     return FileLock(path / LOCK, timeout=0, thread_local=False)
 
 
@@ -274,10 +284,10 @@ def _refusing_damage(path: Path) -> Iterator[None]:
             path,
             found=f"no readable {OPTIONS} ({reason(error)})",
             expected="the directory of a run",
-            remedy="name the directory that was the run's --output",
+            remedy="pass the directory that was the run's --output",
         ) from error
     except KeyError as error:
-        raise _damaged(path, f"nothing under the key {error}") from error
+        raise _damaged(path, f"no value for the key {error}") from error
     except ZO2Error as error:
         raise _damaged(path, f"{error.found} as {error.where}") from error
     except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -288,38 +298,54 @@ def _damaged(path: Path, found: str) -> OptionError:
     return OptionError(
         path / OPTIONS,
         found=found,
-        expected=f"the directory of a run, with {OPTIONS} as it was written",
-        remedy="restore the file from a copy; zo2 export --model --journal needs the journal alone",
+        expected=f"the options that zo2 train saved in {OPTIONS}",
+        remedy="restore the file from a copy, or use zo2 export --model --journal, which needs only the journal",
     )
 
 
-def _require_same_data(now: dict[str, str], then: dict[str, Any]) -> None:
-    for path, checksum in now.items():
-        if then.get(path) != checksum:
+def _require_same_data(
+    options: TrainOptions, checksums: Mapping[str, str], saved: Mapping[str, Any], saved_checksums: Mapping[str, Any]
+) -> None:
+    """Refuse data files with other bytes than the run began with.
+
+    Args:
+        options: Options of the resumed run.
+        checksums: SHA-256 of each data file as it is now, by path.
+        saved: Options that the run has saved, as JSON values.
+        saved_checksums: SHA-256 of each data file when the run began, by the path where the file is now.
+
+    Raises:
+        DataError: naming the option.
+    """
+    for option, path in (("data", options.data), ("evaluation", options.evaluation)):
+        if path is None:
+            continue
+        checksum, before = checksums[str(path.resolve())], saved_checksums.get(str(path.resolve()))
+        if checksum != before:
             raise DataError(
-                path,
-                found=f"another content (sha256 {checksum[:12]})",
-                expected=f"what the run was begun with (sha256 {str(then.get(path))[:12]})",
-                remedy="restore the file, or begin a new run",
+                option,
+                found=f"{path}, which has the sha256 {checksum[:12]}",
+                expected=f"what the run began with: {saved.get(option)}, which had the sha256 {str(before)[:12]}",
+                remedy="restore the file, pass the path to which it was moved, or start a new run",
             )
 
 
-def _require_same_tokens(model: str, now: dict[str, object], then: dict[str, object]) -> None:
-    names = [name for name in sorted({*now, *then}) if now.get(name) != then.get(name)]
+def _require_same_tokens(model: str, now: dict[str, object], saved: dict[str, object]) -> None:
+    names = [name for name in sorted({*now, *saved}) if now.get(name) != saved.get(name)]
     if names:
         raise DataError(
             f"tokenizer of {model}",
             found="; ".join(f"{name} {now.get(name)}" for name in names),
-            expected="; ".join(f"{name} {then.get(name)}" for name in names) + ", as when the run was begun",
-            remedy="restore the tokenizer's files and the versions of tokenizers and transformers, or begin a new run",
+            expected="; ".join(f"{name} {saved.get(name)}" for name in names) + ", as when the run started",
+            remedy="restore the tokenizer's files and the versions of tokenizers and transformers, or start a new run",
         )
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Give a file another content: on return the new one is durable, before that the old one counts.
+    """Replace the content of a file atomically; the new content is durable on return.
 
     Raises:
-        OutputError: if it cannot be written.
+        OutputError: if the file cannot be written.
     """
     try:
         replace_bytes(path, text.encode())
@@ -337,10 +363,10 @@ def _unwritable(path: Path, error: OSError) -> OutputError:
 
 
 def holds_model(directory: Path) -> bool:
-    """Whether a model was exported to a directory already; an empty one holds none.
+    """Whether a model was exported to this directory; False if it does not exist or is empty.
 
     Raises:
-        OutputError: if there is something else.
+        OutputError: if the directory has other content.
     """
     if not (directory.exists() or directory.is_symlink()) or (directory.is_dir() and not any(directory.iterdir())):
         return False
@@ -349,7 +375,7 @@ def holds_model(directory: Path) -> bool:
         return True
     raise OutputError(
         directory,
-        found="something that is no whole model",
-        expected="the exported model, an empty directory, or nothing",
-        remedy="move it away and give the command again: the model is written anew",
+        found="files that are not a complete model",
+        expected="an exported model, an empty directory, or no such path",
+        remedy="move it away and give the command again, which then writes the model",
     )

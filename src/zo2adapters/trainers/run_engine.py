@@ -1,4 +1,4 @@
-"""A run's options become its engine, at the step where its journal ends."""
+"""Makes the engine of a run from its options."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
-from zo2adapters.trainers.worker_options import local_device, own_trace
+from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import Journal, MemoryPolicy, Replayer, Workers, WriteBackPolicy, ZOEngine, ZOEstimator
 from zo2core.planning.host_budget import parse_size
 
 
 def reserved_for(model: HFBlockModel, longest: BatchShape, optimization: Optimization, micro_rows: int | None) -> int:
-    """Bytes that a run reserves for activations and logits.
+    """Bytes to reserve for activations and logits.
 
     Args:
         model: The model.
-        longest: The largest batch.
+        longest: Shape of the largest batch.
         optimization: How a step is taken.
         micro_rows: Rows that run at a time; None: all of a batch.
     """
@@ -40,7 +40,7 @@ def reserved_for(model: HFBlockModel, longest: BatchShape, optimization: Optimiz
     )
     if optimization.rank is None:
         return activations
-    columns = max(  # of the factors that a segment's matrices have of each direction: as drawn, and as modules take them
+    columns = max(  # bytes of one column of the factors of a segment's matrices, which are in memory twice
         sum(spec.shape[0] * spec.dtype.itemsize for spec in layout.used if len(spec.shape) == 2 and not spec.frozen)
         for layout in model.layouts
     )
@@ -48,26 +48,35 @@ def reserved_for(model: HFBlockModel, longest: BatchShape, optimization: Optimiz
 
 
 def reserved_bytes(options: TrainOptions, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
-    """Memory to reserve for activations on rows of so many tokens and sequences, and the least that a device has to have.
+    """Memory for activations.
+
+    Args:
+        options: The run's options.
+        model: The model.
+        longest: Tokens of the longest row.
+        sequences: Largest number of sequences that a row has.
+
+    Returns:
+        Bytes to reserve, and the least bytes that a device needs.
 
     Raises:
-        OptionError: if the size given for it cannot be read.
+        OptionError: if ``activation_memory`` cannot be parsed.
     """
     config, batching, given = model.config, options.batching, options.storage.activation_memory
     rows, longest = batching.shape(batching.batch_size * sequences, longest)
     micro_rows, chunk, optimization = batching.micro_batch_size, batching.loss_chunk, options.optimization
     streams, stacked = optimization.evaluations, optimization.stacked
     running = (rows if micro_rows is None else min(rows, micro_rows)) * stacked
-    beside = 0
+    adapter_bytes = 0
     if isinstance(model, PeftBlockModel):
-        beside = model.adapter_bytes(running, -(-streams // stacked) * -(-rows * stacked // running))
+        adapter_bytes = model.adapter_bytes(running, -(-streams // stacked) * -(-rows * stacked // running))
     reserved = (
-        reserved_for(model, BatchShape.whole(rows, longest), optimization, micro_rows) + beside
+        reserved_for(model, BatchShape.whole(rows, longest), optimization, micro_rows) + adapter_bytes
         if given is None
         else parse_size(given)
     )
     least = least_activation_bytes(config, running, longest, loss_chunk=chunk)
-    return reserved, least + beside
+    return reserved, least + adapter_bytes
 
 
 def replayer(
@@ -78,14 +87,14 @@ def replayer(
     *,
     journal: Journal | None = None,
 ) -> Replayer:
-    """The weights of a step, to look at while the run's engine is not open: both use the model.
+    """Open the weights of a step for evaluation. The run's engine, which uses the same model, must be closed.
 
     Args:
-        options: The run's.
-        model: Opened as they say.
-        activations: Bytes that activations may take.
-        workers: Others that look at the same rows.
-        journal: The run's, up to the step; None is the base.
+        options: The run's options.
+        model: Model that was opened with these options.
+        activations: Bytes that activations may use.
+        workers: Processes that evaluate the same rows; None: this process works alone.
+        journal: The run's journal up to the step; None: the base.
 
     Raises:
         ZO2Error: of the kind that fits.
@@ -112,17 +121,17 @@ def build_engine(
     execution: Execution,
     workers: Workers | None,
 ) -> ZOEngine:
-    """The run's engine.
+    """The run's engine, at the last step of its journal.
 
     Args:
-        options: The run's.
-        model: Opened as they say.
+        options: The run's options.
+        model: Model that was opened with these options.
         estimator: The estimator that the options name.
-        activations: Bytes that activations may take.
-        least_activations: Bytes that they take at least, on a device.
-        decides: What beside base and estimator decides the run.
-        execution: How to work on it.
-        workers: Others that work on the same run.
+        activations: Bytes that activations may use.
+        least_activations: Least bytes of activations on a device.
+        decides: The run's provenance.
+        execution: How to execute the run.
+        workers: Processes that work on the same run; None: this process works alone.
 
     Raises:
         ZO2Error: of the kind that fits.
@@ -151,7 +160,7 @@ def build_engine(
         overlap=execution.scheduler is Order.OVERLAPPED,
         replay=execution.replay,
         perturbation=options.optimization.perturbation,
-        trace=own_trace(execution.trace, workers),
+        trace=worker_trace(execution.trace, workers),
         provenance=decides,
         workers=workers,
     )

@@ -1,4 +1,4 @@
-"""What a user should know of a run before it starts, a line each."""
+"""Lines that are printed before a run starts: precision, data and storage."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from zo2core.types import shown_bytes
 
 
 def notices(options: TrainOptions, model: HFBlockModel, data: Rows) -> list[str]:
-    """Remarks on precision and data.
+    """Lines about precision and data.
 
     Args:
-        options: The run's, with what was chosen for this machine.
-        model: Opened in the run's precision.
+        options: The run's options, with the values that were chosen for this machine.
+        model: Model that was opened in the run's precision.
         data: The rows to train on.
     """
     rows, batch_size = len(data), options.batching.batch_size
@@ -29,48 +29,48 @@ def notices(options: TrainOptions, model: HFBlockModel, data: Rows) -> list[str]
     if data.truncated:
         lines.append(f"{data.truncated} rows were cut to the sequence length")
     if batch_size > rows:
-        lines.append(f"a batch of {batch_size} rows takes each of the {rows} rows of the data more than once")
+        lines.append(f"the data has {rows} rows, so a batch of {batch_size} contains some of them more than once")
     return lines
 
 
-def storage(host: HostPlan, device: DevicePlan | None, device_name: str, written: str) -> str:
-    """Where a run's weights live and what it writes.
+def storage(host: HostPlan, device: DevicePlan | None, device_name: str, disk_writes: str) -> str:
+    """A line that says where a run's weights are kept and what it writes.
 
     Args:
         host: Plan of the run's memory.
         device: Plan of the device's memory; None where that is host memory.
-        device_name: As the options name it.
-        written: What is written of the weights, in words.
+        device_name: Name of the device in the options.
+        disk_writes: What the run writes of its weights. See ``disk_writes``.
     """
-    where = "all blocks in memory" if host.buckets is None else f"{host.buckets} blocks in memory at a time"
-    room = f"about {shown_bytes(host.nbytes)} of {shown_bytes(host.budget)}"
-    if device is None:
-        return f"{where}, {written}; {room}"
-    used = f"about {shown_bytes(device.nbytes)} of {shown_bytes(device.budget)}"
-    return f"{where}, {written}; {room}; {device.kept} blocks stay on {device_name}; {used}"
+    streaming = "" if host.buckets is None else f"; blocks are streamed from disk, {host.buckets} at a time"
+    memory = f"Memory: {shown_bytes(host.nbytes)} of {shown_bytes(host.budget)} available{streaming}."
+    if device is not None:
+        used = f"{shown_bytes(device.nbytes)} of {shown_bytes(device.budget)} available"
+        memory += f" Memory of {device_name}: {used}; {device.kept} blocks stay on it."
+    return f"{memory} Disk writes: {disk_writes}."
 
 
-def written_back(options: TrainOptions, every: int | None, layouts: Sequence[BlockLayout]) -> str:
+def disk_writes(options: TrainOptions, every: int | None, layouts: Sequence[BlockLayout]) -> str:
     """What a zeroth-order run writes of its weights.
 
     Args:
-        options: The run's.
+        options: The run's options.
         every: Steps after which a block is written back; None: never.
-        layouts: Layouts of the model.
+        layouts: The model's segments.
     """
     if every is not None:
-        return f"written back every {every} steps, {_terabytes(terabytes_written(layouts, every))}"
-    return "never written back" + (f", {_periods(options, layouts)}" if options.optimization.rank is not None else "")
+        return f"each block every {every} steps, {_terabytes(terabytes_written(layouts, every))}"
+    return "no blocks" if options.optimization.rank is None else _period_writes(options, layouts)
 
 
-def _periods(options: TrainOptions, layouts: Sequence[BlockLayout]) -> str:
-    """What a run of low rank keeps of the periods that end."""
+def _period_writes(options: TrainOptions, layouts: Sequence[BlockLayout]) -> str:
+    """What a low-rank run writes of finished periods."""
     if options.storage.write_back_every == "never":
-        return "no period kept: --write-back-every never"
+        return "no finished periods, because of --write-back-every never"
     limit = options.storage.write_limit_tb
     most = None if limit is None else limit * 1e9
-    kept = kept_bytes_a_step(options.optimization.perturbation, layouts, most)
-    return f"periods kept, {_terabytes(kept / 1e9)}" if kept else "no period kept: --write-limit-tb"
+    nbytes = kept_bytes_a_step(options.optimization.perturbation, layouts, most)
+    return f"finished periods, {_terabytes(nbytes / 1e9)}" if nbytes else "no finished periods, because of --write-limit-tb"
 
 
 def _terabytes(count: float) -> str:
@@ -92,7 +92,7 @@ def _precision(options: TrainOptions, model: HFBlockModel) -> str:
         line += "; small updates are rounded away, which --precision mixed avoids"
     if stored is torch.float16 and options.storage.device == "cpu":
         times = product_seconds(torch.float16) / product_seconds(torch.bfloat16)
-        line += f"; a matrix product takes {times:.1f} times as long as in bfloat16 here"
+        line += f"; on this CPU a matrix product takes {times:.1f} times as long as in bfloat16"
     return line
 
 

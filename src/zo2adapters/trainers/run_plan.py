@@ -1,4 +1,4 @@
-"""What a run would take: host memory by part, disk, bytes moved and seconds a step, from headers and quick probes."""
+"""Plan of a run on the CPU: host memory by part, disk, bytes and seconds per step, from headers and quick probes."""
 
 from __future__ import annotations
 
@@ -39,36 +39,36 @@ from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sources.scratch import scratch_bytes
 from zo2core.types import aligned, flat_views, shown_bytes
 
-_PROBED_PRODUCTS = 100_000_000_000  # in a block's matrices, of the forward probe
-_ROUNDS = 3  # at least; the best counts, since other programs slow a probe down tenfold and more
-_PROBE_SECONDS = 1.0  # at least, of all rounds of the forward probe
+_PROBED_PRODUCTS = 100_000_000_000  # most multiplications in a block's matrices per forward probe
+_ROUNDS = 3  # least number of probes; the fastest counts, since other programs can slow one down tenfold
+_PROBE_SECONDS = 1.0  # least seconds of all forward probes together
 
-# Note: Updates. Beside the replay, which one thread does, a second one draws and perturbs for the first evaluation; the walk
-# to the second one is shared. Measured on steps of OPT-125m and OPT-1.3B, that takes this share of a replay more.
-_WALK = 0.25
+# Note: Updates. One thread replays, while a second one draws and perturbs for the first evaluation; both perturb for the
+# second evaluation. On steps of OPT-125m and OPT-1.3B perturbing took this share of a replay in addition.
+_PERTURBING_SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run as it is expected to be."""
+    """Expected memory, disk use and time of a run."""
 
     host_plan: HostPlan
     model_bytes: int
-    write_back_every: int | None  # None: no block is written back
-    scratch_bytes: int  # on disk, once everything was written back
-    read_bytes: int  # a step
-    written_bytes: int  # a step, on average
-    terabytes_per_1000_steps: float  # that are written: what wears a disk
-    forward_seconds: float  # a step's forwards
-    update_seconds: float  # a step's noise and arithmetic
-    disk_seconds: float  # beside the other two
-    steps: int = 0  # of the run
-    evaluations: int = 0  # of the run, on all of its rows
-    evaluation_seconds: float = 0.0  # of each of them
+    write_back_every: int | None  # steps between two writes of a block; None: no block is written back
+    scratch_bytes: int  # size of the scratch file once all blocks are written back
+    read_bytes: int  # bytes read per step
+    written_bytes: int  # bytes written per step, on average
+    terabytes_per_1000_steps: float  # terabytes that 1,000 steps write, by which disks wear out
+    forward_seconds: float  # seconds of a step's forward passes
+    update_seconds: float  # seconds of a step's noise and arithmetic
+    disk_seconds: float  # seconds of a step's reads and writes, which overlap the other two
+    steps: int = 0  # steps of the run
+    evaluations: int = 0  # evaluations of the run, each on all evaluation rows
+    evaluation_seconds: float = 0.0  # seconds of one evaluation
 
     @property
     def seconds(self) -> float:
-        """Expected seconds a step."""
+        """Expected seconds per step."""
         return max(self.forward_seconds + self.update_seconds, self.disk_seconds)
 
     @property
@@ -77,39 +77,38 @@ class RunPlan:
         return self.steps * self.seconds + self.evaluations * self.evaluation_seconds
 
     def to_json(self) -> str:
-        """Give programs the fields, and the bytes and seconds in all."""
+        """The plan as JSON, with total bytes and seconds."""
         sums = {"nbytes": self.host_plan.nbytes, "seconds": self.seconds, "run_seconds": self.run_seconds}
         return json.dumps({**asdict(self), **sums})
 
     def table(self) -> str:
-        """Give people a table."""
+        """The plan as a table."""
         buckets = self.host_plan.buckets
-        where = "all in memory" if buckets is None else f"streamed from disk through {buckets} buckets"
+        blocks = "all in memory" if buckets is None else f"streamed from disk through {buckets} buckets"
         rows = [
-            ("blocks", where),
+            ("blocks", blocks),
             ("written back", "never" if self.write_back_every is None else f"every {self.write_back_every} steps"),
-            ("scratch on disk, at most", shown_bytes(self.scratch_bytes)),
-            ("read a step", shown_bytes(self.read_bytes)),
-            ("written a step", shown_bytes(self.written_bytes)),
-            ("written in 1,000 steps", shown_bytes(1e12 * self.terabytes_per_1000_steps)),
-            ("forwards", f"{self.forward_seconds:.2f} s"),
+            ("scratch file, at most", shown_bytes(self.scratch_bytes)),
+            ("read per step", shown_bytes(self.read_bytes)),
+            ("written per step", shown_bytes(self.written_bytes)),
+            ("written per 1,000 steps", shown_bytes(1e12 * self.terabytes_per_1000_steps)),
+            ("forward passes", f"{self.forward_seconds:.2f} s"),
             ("noise and arithmetic", f"{self.update_seconds:.2f} s"),
-            ("disk, beside them", f"{self.disk_seconds:.2f} s"),
-            ("expected a step", f"{self.seconds:.2f} s"),
+            ("disk, overlapped", f"{self.disk_seconds:.2f} s"),
+            ("expected per step", f"{self.seconds:.2f} s"),
         ]
+        count = f"{self.steps} steps"
         if self.evaluations:
-            rows.append(("expected an evaluation", f"{self.evaluation_seconds:.2f} s"))
-            of = f"{self.steps} steps, {self.evaluations} evaluations"
-        else:
-            of = f"{self.steps} steps"
+            rows.append(("expected per evaluation", f"{self.evaluation_seconds:.2f} s"))
+            count = f"{count}, {self.evaluations} evaluations"
         if self.steps:
-            rows.append(("expected in all", f"{duration(self.run_seconds)} ({of})"))
+            rows.append(("expected in total", f"{duration(self.run_seconds)} ({count})"))
         lines = [f"{name:26s} {value}" for name, value in rows]
         return "\n".join(["host memory", self.host_plan.table(), "", *lines])
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words, to about a hundredth."""
+    """Seconds as text with a suitable unit, to about one percent."""
     if seconds < 100:
         return f"{seconds:.3g} s"
     minutes = round(seconds / 60)
@@ -132,32 +131,32 @@ def plan_run(
     """Plan a run on the CPU. Nothing is loaded; the probes take a few seconds.
 
     Args:
-        model: From ``open_checkpoint``.
+        model: Model from ``open_checkpoint``.
         shapes: Shapes of the run's batches.
-        optimization: How a step is taken. Factors of a low rank are those of a run that begins: each period adds as many.
-        memory: Host memory the process may take in all.
+        optimization: How a step is taken. Low-rank factors are counted for a new run; each period adds as many.
+        memory: Host memory the process may use in total.
         scratch: A directory on the disk to write back to.
         micro_rows: Rows that run at a time; None: all of a batch.
-        write_limit_tb: Most terabytes that 1,000 steps may write; None: no limit.
+        write_limit_tb: Terabytes that 1,000 steps may write; None: no limit.
         workers: Number of workers on this host. Memory is that of one of them, with its part of the shared blocks; time is
             that of one worker alone.
         steps: Steps of the run.
         evaluations: Evaluations of the run.
 
     Raises:
-        MemoryBudgetError: if no arrangement fits.
-        ScratchError: if the directory cannot be written to.
+        MemoryBudgetError: if no plan fits.
+        ScratchError: if the directory cannot be written.
         CheckpointError: if the checkpoint cannot be read.
     """
     queries, perturbation = optimization.queries, optimization.perturbation
     activations = reserved_for(model, shapes.longest, optimization, micro_rows)
     noise = optimization.generator(model.layouts)
-    drawn = SequentialNoise(model.layouts) if noise is None else noise
+    generator = SequentialNoise(model.layouts) if noise is None else noise
     in_place, speeds = bool(optimization.estimator_of(1).perturb_in_place), MeasuredSpeeds(model.weights)
     request = RunRequest(
         layouts=model.layouts,
         on_disk=laid_out_as_on_disk(model.layouts, model.weights),
-        noise=drawn,
+        noise=generator,
         perturbation=perturbation,
         perturb_in_place=in_place,
         directions=queries,
@@ -165,11 +164,11 @@ def plan_run(
         write_back=WriteBackPolicy(directory=scratch, terabytes_per_1000_steps=write_limit_tb),
     )
     spec = plan(request, Machine(neighbours=workers, shares=workers > 1), speeds)
-    if workers > 1 and spec.host_plan.buckets is not None:  # what streams is not shared
+    if workers > 1 and spec.host_plan.buckets is not None:  # workers do not share streamed blocks
         spec = plan(request, Machine(neighbours=workers), speeds)
     host_plan, layouts = with_kept_memory(spec.host_plan, activations), spec.layouts
     streamed, every = host_plan.buckets is not None, spec.write_back_every
-    replay = speeds.replay(drawn, layouts, in_place=in_place)
+    replay = speeds.replay(generator, layouts, in_place=in_place)
     read = streamed_bytes(layouts, host_plan.buckets)
     read_seconds = read / speeds.reading(layouts) if read else 0.0
     forward_seconds = _step_forward_seconds(model, shapes.step, optimization, micro_rows)
@@ -184,11 +183,11 @@ def plan_run(
     else:
         lag = (every + 1) / 2 if streamed and every is not None else 1.0
     update = _update_seconds(model, layouts, optimization, lag=lag, keeps_noise=host_plan.keep_noise)
-    of_evaluation = 0.0
+    seconds_per_evaluation = 0.0
     if shapes.evaluation is not None and evaluations:
         computing = shapes.evaluation_batches * measured_forward_seconds(model, shapes.evaluation, running=micro_rows)
         sweeps = evaluation_sweeps(model, shapes, activations, micro_rows)
-        of_evaluation = max(computing + sweeps * (replay * queries * lag + decoding), sweeps * read_seconds)
+        seconds_per_evaluation = max(computing + sweeps * (replay * queries * lag + decoding), sweeps * read_seconds)
     return RunPlan(
         host_plan=host_plan,
         model_bytes=model_bytes,
@@ -202,15 +201,15 @@ def plan_run(
         disk_seconds=disk_seconds,
         steps=steps,
         evaluations=evaluations,
-        evaluation_seconds=of_evaluation,
+        evaluation_seconds=seconds_per_evaluation,
     )
 
 
 def step_seconds(model: HFBlockModel, shape: BatchShape, optimization: Optimization, micro_rows: int | None = None) -> float:
-    """Expected seconds of a step on the CPU, all blocks in memory. Nothing is loaded; the probes take a few seconds.
+    """Expected seconds of a step on the CPU with all blocks in memory. Nothing is loaded; the probes take a few seconds.
 
     Args:
-        model: From ``open_checkpoint``.
+        model: Model from ``open_checkpoint``.
         shape: Shape of a step's batch.
         optimization: How a step is taken.
         micro_rows: Rows that run at a time; None: all of a batch.
@@ -226,38 +225,38 @@ def _update_seconds(
 
     Args:
         model: The model.
-        layouts: Segments, as they lie in memory.
+        layouts: The model's segments, with their layout in memory.
         optimization: How a step is taken.
         lag: Updates that a segment is behind when it is visited, on average.
-        keeps_noise: Whether z is held from one evaluation to the next.
+        keeps_noise: Whether z stays in memory between evaluations.
     """
     noise = optimization.generator(layouts)
-    drawn = SequentialNoise(model.layouts) if noise is None else noise
+    generator = SequentialNoise(model.layouts) if noise is None else noise
     forwards, queries, perturbation = optimization.evaluations, optimization.queries, optimization.perturbation
-    replay = replay_seconds(drawn, layouts, in_place=not isinstance(drawn, CounterNoise))
+    replay = replay_seconds(generator, layouts, in_place=not isinstance(generator, CounterNoise))
     if isinstance(perturbation, LowRankPerturbation):
-        # Weights are only read: factors are drawn, once for the evaluations and once for the update.
+        # Weights are only read. Factors are drawn for the evaluations and again for the update.
         return replay * _factor_share(layouts, perturbation.rank) * (forwards + queries) + decoding_seconds(layouts)
-    if isinstance(drawn, CounterNoise):
-        first, other = evaluation_seconds(drawn, layouts)
+    if isinstance(generator, CounterNoise):
+        first, other = evaluation_seconds(generator, layouts)
         return replay * (queries * lag - 1) + first + other * (forwards - 1)
-    return replay * queries * (lag + (_WALK if keeps_noise else 1.0))
+    return replay * queries * (lag + (_PERTURBING_SHARE if keeps_noise else 1.0))
 
 
 def _step_forward_seconds(
     model: HFBlockModel, shape: BatchShape, optimization: Optimization, micro_rows: int | None
 ) -> float:
-    """Seconds of a step's forwards. Those that run as one batch read the weights once, where others do each time."""
+    """Seconds of a step's forwards. Forwards that run as one batch read the weights once."""
     stacked = optimization.stacked
     stack = BatchShape(shape.rows * stacked, shape.tokens, shape.predictions * stacked)
     running = None if micro_rows is None else micro_rows * stacked
-    if optimization.per_row and optimization.rank is None:  # each direction on its own rows
+    if optimization.per_row and optimization.rank is None:  # each direction runs on its rows alone
         running = optimization.loss_rows(shape.rows)
     return optimization.evaluations / stacked * measured_forward_seconds(model, stack, running=running)
 
 
 def evaluation_sweeps(model: HFBlockModel, shapes: RowShapes, activations: int, micro_rows: int | None) -> int:
-    """Passes over the blocks that an evaluation takes: batches share one as far as activations may take memory."""
+    """Passes over the blocks in an evaluation. As many batches share a pass as fit in the memory for activations."""
     shape, batches = shapes.evaluation, shapes.evaluation_batches
     assert shape is not None, "there is an evaluation"
     rows, tokens = shape.rows, math.ceil(shape.tokens)
@@ -268,7 +267,7 @@ def evaluation_sweeps(model: HFBlockModel, shapes: RowShapes, activations: int, 
 
 
 def decoding_seconds(layouts: Sequence[BlockLayout]) -> float:
-    """Measure the seconds in which all matrices that are encoded are decoded, from the largest one."""
+    """Seconds to decode all encoded matrices, measured on the largest one."""
     encoded = [spec for layout in layouts for spec in layout.parameters if spec.encoding is not None]
     if not encoded:
         return 0.0
@@ -282,10 +281,10 @@ def decoding_seconds(layouts: Sequence[BlockLayout]) -> float:
 
 
 def _factor_share(layouts: Sequence[BlockLayout], rank: int) -> float:
-    """Numbers drawn for a direction of low rank, as a share of those of a dense one."""
+    """Random numbers of a low-rank direction as a share of those of a dense one."""
     specs = [spec for layout in layouts for spec in layout.parameters]
-    drawn = sum(spec.shape[0] * rank if len(spec.shape) == 2 else spec.numel for spec in specs)
-    return drawn / sum(spec.numel for spec in specs)
+    numbers = sum(spec.shape[0] * rank if len(spec.shape) == 2 else spec.numel for spec in specs)
+    return numbers / sum(spec.numel for spec in specs)
 
 
 def bind_probe(model: HFBlockModel) -> None:

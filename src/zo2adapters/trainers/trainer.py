@@ -20,7 +20,15 @@ from zo2adapters.tasks.task import TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.base_check import require_finite_base, verify_with_progress
-from zo2adapters.trainers.evaluations import best_step, due_steps, is_due, losses_of, row_of_evaluation, shown_steps, told
+from zo2adapters.trainers.evaluations import (
+    best_step,
+    due_steps,
+    is_due,
+    losses_of,
+    row_of_evaluation,
+    shown_results,
+    shown_steps,
+)
 from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.metrics import progress, step_record, write_row
@@ -46,22 +54,22 @@ from zo2core import (
 )
 from zo2core.io.durable import open_no_follow
 
-_RESUMABLE = (CheckpointError, JournalError, OutputError, ScratchError)  # of a disk: once it is mended, the run goes on
+_RESUMABLE = (CheckpointError, JournalError, OutputError, ScratchError)  # errors of a disk, after whose repair runs resume
 
 
 class Trainer:
-    """One run: opens model and data, steps, evaluates, exports.
+    """One run: opens model and data, takes steps, evaluates, and exports the model.
 
     Args:
         options: The run's options.
-        resume: Whether the run is in ``options.output`` already; it then goes on where its journal ends.
-        quiet: Whether to show no progress bar.
-        label: Stands before the progress bar, which is then gone at the end; None: the bar has none and stays.
-        execution: How to work on the run; by default as fast as possible, and without a trace.
-        workers: Others that work on the same run, each in a directory of its own; None: there are none.
+        resume: Whether to resume the run in ``options.output`` after the last step of its journal.
+        quiet: Whether to hide the progress bar.
+        label: Text before the progress bar, which then disappears when the run ends; None: no text, and the bar stays.
+        execution: How to execute the run; by default as fast as possible, and without a trace.
+        workers: Processes that work on the run together, each in a directory of its own; None: this process works alone.
 
     Raises:
-        ZO2Error: of the kind that fits, for whatever of the options cannot be used; a new output directory is not left.
+        ZO2Error: of the kind that fits, if an option cannot be used. A new output directory is removed again.
     """
 
     def __init__(
@@ -75,7 +83,7 @@ class Trainer:
         workers: Workers | None = None,
     ) -> None:
         options.require_valid()
-        method_of(options)  # refuses what no model and no data could make right
+        method_of(options)  # checks the options that depend on neither model nor data
         if not resume:
             require_new(options.output)
         self.options = options
@@ -107,21 +115,21 @@ class Trainer:
             differentiates=self._method.has_gradient,
         )
         self._task = make_task(model, self._data, task_options)
-        read = [self._data, *([] if self._evaluation is None else [self._evaluation])]
-        if len({rows.format for rows in read}) > 1:
+        files = [self._data, *([] if self._evaluation is None else [self._evaluation])]
+        if len({rows.format for rows in files}) > 1:
             raise OptionError(
                 "evaluation",
-                found="rows of another kind than those to train on",
-                expected="rows of one kind",
-                remedy="name other rows",
+                found="rows with other fields than the training rows",
+                expected="rows with the same fields",
+                remedy="pass a file whose rows have the fields of the training rows",
             )
-        longest, sequences = max(rows.longest for rows in read), max(rows.most_sequences for rows in read)
+        longest, sequences = max(rows.longest for rows in files), max(rows.most_sequences for rows in files)
         self._activations, least = activations, least = self._method.reserved_bytes(model, longest, sequences)
         self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
             if resume:
                 self._run.require_same_base(options, model)
-            self._task.prepare(partial(replayer, options, model, activations, workers), self._rows_to_come)
+            self._task.prepare(partial(replayer, options, model, activations, workers), self._remaining_rows)
             decides = provenance(
                 options,
                 directory,
@@ -148,19 +156,19 @@ class Trainer:
             else:
                 self._run.remove()
             raise
-        assert self.engine.host_plan is not None, "the engine chose its source"
+        assert self.engine.host_plan is not None, "the engine has planned its memory"
         on_host = options.storage.device == "cpu"
         self.host_plan = with_kept_memory(self.engine.host_plan, activations) if on_host else self.engine.host_plan
         if resume:
             try:
-                _require_steps_to_come(options, self.engine.journal.version)
-                self._run.keep(options)
+                _require_steps_left(options, self.engine.journal.version)
+                self._run.save(options)
             except BaseException:
                 self.close()
                 raise
 
     def notices(self) -> list[str]:
-        """What a user should know of precision and data, a line each."""
+        """Lines about precision and data to print before the run."""
         return notices(self.options, self._model, self._data)
 
     @property
@@ -170,19 +178,19 @@ class Trainer:
         return losses
 
     def divergence(self) -> str | None:
-        """Say if the steps left nothing of the model, in a line; None if they did not."""
+        """A line that says that the steps have destroyed the model; None if they have not."""
         verdict: str | None = self._method.verdict(self.engine)
         return verdict
 
     def storage(self) -> str:
-        """Where the weights live, in words."""
-        told: str = self._method.storage(self.engine, self.host_plan, self._model)
-        return told
+        """A line that says where the weights are kept and what is written."""
+        line: str = self._method.storage(self.engine, self.host_plan, self._model)
+        return line
 
     def ways_on(self) -> str:
-        """How to go on with the run once it was interrupted, in lines."""
-        told: str = self._method.ways_on(self.engine)
-        return told
+        """Lines that say how to continue the interrupted run."""
+        lines: str = self._method.ways_on(self.engine)
+        return lines
 
     def run(self) -> Path:
         """Train, evaluate and export.
@@ -197,11 +205,11 @@ class Trainer:
         return self._export()
 
     def train(self) -> None:
-        """Take the steps that are left, and evaluate on the way.
+        """Take the remaining steps, with their evaluations.
 
         Raises:
-            ZO2Error: of the kind that fits. A new run that was refused before a step was taken, for other reasons than its
-                disk, is not left: the command can be mended and given again.
+            ZO2Error: of the kind that fits. If a new run fails before its first step for another reason than its disk, its
+                directory is removed, so that the corrected command can be given again.
         """
         try:
             self._take_steps()
@@ -211,35 +219,35 @@ class Trainer:
             try:
                 require_finite_base(self._model, self.options.model)
             finally:
-                self._take_back(error)
+                self._remove_if_unstarted(error)
             explained = self._method.explained(error, self.engine)
             if explained is error:
                 raise
             raise explained from error
-        except Exception as error:  # whatever it is, it is raised again
-            self._take_back(error)
+        except Exception as error:
+            self._remove_if_unstarted(error)
             raise
 
-    def _take_back(self, error: Exception) -> None:
-        """Remove a run that was refused, unless there is something to go on from."""
+    def _remove_if_unstarted(self, error: Exception) -> None:
+        """Remove the directory of a failed run, unless the run can be resumed."""
         if not (self._resumed or self.engine.version or isinstance(error, _RESUMABLE)):
             self.engine.close()
             self._run.remove()
 
-    def _rows_to_come(self) -> list[Any]:
-        """The rows of the steps and evaluations to come, the same for all workers.
+    def _remaining_rows(self) -> list[Any]:
+        """Rows of the remaining steps and evaluations, the same for all workers.
 
         Raises:
-            OptionError: if more steps were taken than are asked for.
+            OptionError: if ``options.steps`` is below the number of steps taken.
         """
         options, batch_size = self.options, self.options.batching.batch_size
         with closing(Journal(options.output / JOURNAL if self._resumed else None)) as journal:
-            _require_steps_to_come(options, journal.version)
+            _require_steps_left(options, journal.version)
             taken = self._method.first_step(journal)
         taken = taken if self._workers is None else min(self._workers.all_gather(taken))
         batches = training_batches(self._data, batch_size=batch_size, seed=options.seed, first_step=taken)
         steps = options.steps - taken
-        is_all = steps * batch_size >= 2 * len(self._data)  # they have a whole epoch, wherever in one they begin
+        is_all = steps * batch_size >= 2 * len(self._data)  # the steps contain a whole epoch, wherever they start in one
         return [*(self._data if is_all else chain.from_iterable(islice(batches, steps))), *(self._evaluation or ())]
 
     def _take_steps(self) -> None:
@@ -248,16 +256,16 @@ class Trainer:
             self._data, batch_size=options.batching.batch_size, seed=options.seed, first_step=engine.version
         )
         evaluated = {*losses_of(self._run.metrics(engine.journal)), *engine.journal.evaluations}
-        if self._workers is not None:  # whoever came late has no metrics, and all have to evaluate together
+        if self._workers is not None:  # a worker that joined late has no metrics, and all workers evaluate together
             evaluated = {*self._workers.all_gather(sorted(evaluated))[0]}
-        noted = engine.journal.version  # steps before it are repeated, and have their rows
+        recorded = engine.journal.version  # earlier steps are repeated and have their rows already
         lost = [step for step in due_steps(options, engine.journal) if step < engine.version and step not in evaluated]
         tracker = options.report_to if is_first(self._workers) else "none"
         with (
             closing(LiveMetrics(tracker, options.output, options.to_json())) as live,
             open(options.output / METRICS, "ab", buffering=0, opener=open_no_follow) as metrics,
             StepBar(
-                evaluations=self._evaluations_to_come(engine.version + (engine.version in evaluated)),
+                evaluations=self._evaluations_left(engine.version + (engine.version in evaluated)),
                 desc=self._label,
                 leave=self._label is None,
                 total=options.steps,
@@ -269,7 +277,7 @@ class Trainer:
             ) as bar,
         ):
             if lost:
-                self._say(bar, f"evaluations of {shown_steps(lost)} are lost: neither {JOURNAL} nor {METRICS} has them")
+                self._print(bar, f"evaluations of {shown_steps(lost)} are lost: neither {JOURNAL} nor {METRICS} has them")
             while True:
                 if self._evaluation is not None and is_due(options, engine.version) and engine.version not in evaluated:
                     self._evaluate(self._evaluation, metrics, live, bar)
@@ -279,25 +287,25 @@ class Trainer:
                 batch = self._task.batch(rows)
                 result = self._task.step(engine, rows, batch)
                 record = step_record(engine.journal.steps[result.step], result, batch)
-                if result.step >= noted:
+                if result.step >= recorded:
                     write_row(metrics, record)
                     live.row(record)
                 for line in self._method.after_step(engine, result):
-                    self._say(bar, line)
+                    self._print(bar, line)
                 bar.set_postfix_str(progress(record), refresh=False)
                 bar.update()
 
     def _export(self) -> Path:
-        """Write the model, if it is not there: a directory appears whole or not at all."""
+        """Write the model, unless an earlier process did: a directory appears whole or not at all."""
         exported = self.options.output / MODEL
-        for left in self.options.output.glob(f".{MODEL}.partial-*"):  # of an export that was killed, also at its very end
-            shutil.rmtree(left)
+        for leftover in self.options.output.glob(f".{MODEL}.partial-*"):  # by an export that was killed
+            shutil.rmtree(leftover)
         if not holds_model(exported):
-            again = self._undecided() if self.options.keep_best else []
-            for step in again:
-                self._evaluate_again(step)
+            repeated = self._unrecorded_evaluations() if self.options.keep_best else []
+            for step in repeated:
+                self._repeat_evaluation(step)
             best = best_step(self._losses()) if self.options.keep_best else None
-            if best in (None, self.engine.version) and not again:
+            if best in (None, self.engine.version) and not repeated:
                 self.engine.export(exported)
             else:
                 with self._at_step(self.engine.version if best is None else best) as at_step:
@@ -305,37 +313,37 @@ class Trainer:
         return exported
 
     def best_evaluation(self) -> str | None:
-        """Which evaluation was best, in a line; None if there was none."""
+        """A line about the best evaluation; None without evaluations."""
         losses = self._losses()
         best = best_step(losses)
         return None if best is None else f"best of {len(losses)} evaluations: step {best}, loss {losses[best]:.4f}"
 
     def _losses(self) -> dict[int, float]:
-        """The loss of each evaluation, by its step."""
+        """Loss of each evaluation, by step."""
         return losses_of(self._run.metrics(self.engine.journal))
 
-    def _undecided(self) -> list[int]:
-        """The evaluated steps whose results the journal does not have: of an earlier version's run, or lost."""
+    def _unrecorded_evaluations(self) -> list[int]:
+        """Evaluated steps whose results are not in the journal: it lost them, or an earlier version did not record them."""
         journal = self.engine.journal
         return sorted({*due_steps(self.options, journal), *self._losses()} - journal.evaluations.keys())
 
-    def _evaluate_again(self, step: int) -> None:
-        """Evaluate a step that was evaluated before, and note the result in the journal."""
-        assert self._evaluation is not None, "evaluations were asked for"
+    def _repeat_evaluation(self, step: int) -> None:
+        """Evaluate an earlier step again, and record the result in the journal."""
+        assert self._evaluation is not None, "the run evaluates"
         with self._at_step(step) as at_step:
             results = self._task.evaluate(at_step, self._evaluation)
         self.engine.journal.note_evaluation(step, results)
-        self.engine.journal.close()  # the engine, which is closed, does not do it any more
-        print(f"step {step}: evaluated again, since {JOURNAL} lacks the result: {told(results)}", file=sys.stderr)
+        self.engine.journal.close()  # the engine is closed already and does not close it again
+        print(f"step {step}: evaluated again, since {JOURNAL} lacks the result: {shown_results(results)}", file=sys.stderr)
 
     def _at_step(self, step: int) -> Runner:
-        """The model of an earlier step: a segment's bytes cannot be brought back, so the base is read again."""
+        """The model of an earlier step. Updates cannot be undone, so it is made from the base; the engine is closed."""
         self.engine.close()
         at_step: Runner = self._method.at_step(self.engine, self._model, self._activations, step)
         return at_step
 
     def close(self) -> None:
-        """Close the engine and let go of the directory. May be called twice."""
+        """Close the engine and release the directory's lock. May be called twice."""
         self.engine.close()
         self._run.close()
 
@@ -346,7 +354,7 @@ class Trainer:
         self.close()
 
     def _verify_base(self, model: HFBlockModel) -> None:
-        """Read the base whole; what the journal does not know of it yet is noted there."""
+        """Compare the whole base with the journal's digests, and record digests that the journal does not have yet."""
         journal = self.engine.journal
         try:
             unknown = verify_with_progress(model, journal, quiet=self._quiet)
@@ -357,7 +365,7 @@ class Trainer:
             raise
 
     def _tokens(self) -> dict[str, object]:
-        """What the run trains and evaluates on, beyond the files' own bytes."""
+        """Padding token, and number and digest of the tokens of each data file."""
         tokens: dict[str, object] = {"padding": self._pad}
         for name, dataset in (("data", self._data), ("evaluation", self._evaluation)):
             if dataset is not None:
@@ -365,8 +373,8 @@ class Trainer:
                 tokens[f"{name} sha256"] = dataset.digest()
         return tokens
 
-    def _evaluations_to_come(self, version: int) -> int:
-        """Evaluations that are due from a version on."""
+    def _evaluations_left(self, version: int) -> int:
+        """Evaluations that are still due after this number of steps."""
         options = self.options
         return 0 if self._evaluation is None else evaluations_due(options.steps, options.evaluate_every, version=version)
 
@@ -376,23 +384,23 @@ class Trainer:
         seconds = time.perf_counter() - began
         self._method.before_noting(self.engine, results["loss"])
         self.engine.note_evaluation(results)
-        bar.count_evaluation(seconds, left=self._evaluations_to_come(self.engine.version + 1))
+        bar.count_evaluation(seconds, left=self._evaluations_left(self.engine.version + 1))
         record = {**row_of_evaluation(self.engine.version, results), "evaluation_seconds": seconds}
         write_row(metrics, record)
         live.row(record)
-        self._say(bar, f"step {self.engine.version}: evaluation {told(results)}, {seconds:.1f} s")
+        self._print(bar, f"step {self.engine.version}: evaluation {shown_results(results)}, {seconds:.1f} s")
 
-    def _say(self, bar: StepBar, line: str) -> None:
-        """Write a line above the bar; of several workers the first one speaks."""
+    def _print(self, bar: StepBar, line: str) -> None:
+        """Print a line above the bar. With several workers only the first one prints."""
         if is_first(self._workers):
             bar.write(line, file=sys.stderr)
 
 
-def _require_steps_to_come(options: TrainOptions, taken: int) -> None:
+def _require_steps_left(options: TrainOptions, taken: int) -> None:
     if options.steps < taken:
         raise OptionError(
             "steps",
             found=str(options.steps),
-            expected=f"at least {taken}, which the run has taken already",
-            remedy=f"zo2 export --run {options.output} --at {options.steps} writes the model of that step",
+            expected=f"at least {taken}, the steps that the run has already taken",
+            remedy=f"use zo2 export --run {options.output} --at {options.steps} to write the model of that step",
         )

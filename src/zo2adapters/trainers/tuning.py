@@ -1,7 +1,7 @@
-"""Find a learning rate by successive halving: short runs from one base, of which the better half goes on for longer.
+"""Find a learning rate by successive halving: short runs from one base, the better half of which continues in each round.
 
-A trial is a run like any other: a journal over the same base. All trials take the same rows and directions, so their losses
-are compared pair by pair. The best one is not run again: the run that follows goes on with its journal.
+A trial is an ordinary run with its own journal. All trials use the same rows and directions, so their losses can be compared
+directly. The best trial need not be repeated: ``zo2 train --resume`` continues its run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -23,26 +24,27 @@ from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_directory import OPTIONS, RunDirectory, replace_file, require_new
+from zo2adapters.trainers.run_method import RunMethod
 from zo2adapters.trainers.trainer import Trainer
-from zo2adapters.trainers.worker_options import alone_on, is_first
+from zo2adapters.trainers.worker_options import is_first, storage_of_one
 from zo2core import DivergenceError, NonFiniteLossError, OptionError, OutputError, Workers, ZO2Error
 from zo2core.errors import reason
 
-TABLE = "tune.json"  # in the output directory: what was tried, and what came of it
+TABLE = "tune.json"  # name of the table of trials and results in the output directory
 
-_FEWEST_STEPS = 4  # of a trial in its first round: fewer say nothing
-_JUDGED = 0.5  # share of a trial's steps, its last ones, whose mean loss counts
+_FEWEST_STEPS = 4  # steps of a trial in its first round; losses of fewer steps are too noisy
+_JUDGED = 0.5  # share of a trial's steps, the last ones, whose mean loss is compared
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One learning rate, and how far it has come."""
+    """A learning rate to try, and its result so far."""
 
     lr: float
     zo_eps: float
     directory: Path
     steps: int = 0
-    loss: float = math.inf  # mean over its last steps; infinite where it diverged
+    loss: float = math.inf  # mean over the last steps; infinite if the trial diverged
 
     def judged(self, losses: Sequence[float]) -> Trial:
         """The same trial after steps of these losses."""
@@ -56,15 +58,15 @@ class Trial:
 
 
 class Schedule(NamedTuple):
-    """What the trials take together."""
+    """Steps and forward passes of all trials."""
 
-    trials: int  # of the first round; half of them, rounded up, go on
-    rounds: tuple[int, ...]  # steps that each trial that is left has taken at the end of each round
-    evaluations: int  # forwards of a step
+    trials: int  # trials of the first round; half of them, rounded up, continue in the next
+    rounds: tuple[int, ...]  # total steps of each remaining trial at the end of each round
+    evaluations: int  # forward passes per step
 
     @property
     def left(self) -> tuple[int, ...]:
-        """Trials of each round."""
+        """Number of trials in each round."""
         left = [self.trials]
         for _ in self.rounds[1:]:
             left.append(-(-left[-1] // 2))
@@ -73,12 +75,12 @@ class Schedule(NamedTuple):
     @property
     def steps(self) -> int:
         """Steps of all trials together."""
-        begun = (0, *self.rounds)
-        return sum(count * (self.rounds[i] - begun[i]) for i, count in enumerate(self.left))
+        starts = (0, *self.rounds)
+        return sum(count * (self.rounds[i] - starts[i]) for i, count in enumerate(self.left))
 
     @property
     def forwards(self) -> int:
-        """Forwards of a batch of all trials together."""
+        """Forward passes of a batch in all trials together."""
         return self.steps * self.evaluations
 
 
@@ -89,114 +91,54 @@ def tune(
     learning_rates: Sequence[float] = (),
     zo_eps: Sequence[float] = (),
     before: Callable[[Schedule], object] = lambda schedule: None,
-    told: Callable[[Sequence[Trial]], object] = lambda trials: None,
+    after_round: Callable[[Sequence[Trial]], object] = lambda trials: None,
     quiet: bool = True,
     workers: Workers | None = None,
 ) -> Trial:
-    """Find the learning rate, and ``zo_eps`` if several are given, with which the loss falls furthest.
+    """Find the learning rate, and ``zo_eps`` if several are given, that lowers the loss most.
 
     Args:
-        options: Options of the runs; ``output`` is the directory for all of them. The steps are what the budget allows.
-        forwards: Forwards of a batch that all trials may take together.
-        learning_rates: To try; none: those that are usual for the method.
-        zo_eps: Perturbation scales to try with each of them; none: that of the options.
-        before: Given what all trials will take, before the first one begins.
-        told: Told of all trials after each round.
-        quiet: Whether to show no progress bar of each trial.
-        workers: Others that try some of the learning rates, each with trials of its own; None: there are none.
+        options: Options of the trials; ``output`` is the directory for all of them. ``steps`` is replaced by what the budget
+            allows.
+        forwards: Forward passes of a batch that all trials together may use.
+        learning_rates: Learning rates to try; none: those that are usual for the method.
+        zo_eps: Perturbation scales to try with each learning rate; none: the scale of the options.
+        before: Called with the schedule before the first trial starts.
+        after_round: Called with all trials after each round.
+        quiet: Whether to hide the progress bars of the trials.
+        workers: Processes that share the trials, each of which runs on one of them; None: this process works alone.
 
     Returns:
-        The best trial. ``zo2 train --resume`` goes on with the run in its directory, on the host of the worker that made it.
+        The best trial. ``zo2 train --resume`` continues the run in its directory, on the host of the worker that ran it.
 
     Raises:
-        OptionError: if the learning rate is scheduled to fall, evaluations are asked for, or the budget is too small for the
-            trials.
-        OutputError: if the output directory is in use, by trials of other options for example.
+        OptionError: if the learning rate decays, evaluations are asked for, or the budget is too small for the trials.
+        OutputError: if the output directory is in use, for example by trials with other options.
         DivergenceError: if every trial diverged.
-        ZO2Error: of the kind that fits, for whatever of the options a run cannot use.
+        ZO2Error: of the kind that fits, for options that a run cannot use.
     """
-    for option in ("evaluation", "evaluate_every"):
-        if getattr(options, option) is not None:
-            raise OptionError(
-                option,
-                found=str(getattr(options, option)),
-                expected="none: trials are compared by their losses",
-                remedy="leave it out",
-            )
-    if options.optimization.decay is not Decay.CONSTANT:
-        raise OptionError(
-            "decay",
-            found=options.optimization.decay.value,
-            expected="constant: the best trial is gone on with, and what ends cannot be lengthened",
-            remedy="leave it out",
-        )
+    _require_comparable(options)
     method = method_of(replace(options, optimization=replace(options.optimization, lr=1.0)))  # each trial has its own
-    if method.has_gradient and zo_eps:
-        expected = f"none with --method {options.first_order.method}, which perturbs nothing"
-        raise OptionError("zo_eps_to_try", found=", ".join(map(str, zo_eps)), expected=expected, remedy="leave it out")
-    scales = tuple(dict.fromkeys(zo_eps)) or (options.optimization.zo_eps,)
-    trials = [
-        Trial(
-            lr=lr, zo_eps=eps, directory=options.output / (f"lr-{lr:g}" if method.has_gradient else f"lr-{lr:g}-eps-{eps:g}")
-        )
-        for lr in dict.fromkeys(learning_rates or method.learning_rates)
-        for eps in scales
-    ]
+    trials = _all_trials(options, method, learning_rates, zo_eps)
     rounds = planned_rounds(len(trials), forwards, method.forwards)
-    if workers is not None:
-        workers.require_same("trials", zlib.crc32(repr((forwards, [trial.directory.name for trial in trials])).encode()))
-    if not is_first(workers):
-        assert workers is not None
-        workers.all_gather(None)  # the first one has made the directory
-    asked = _begin(options, forwards, trials)
-    if workers is not None and is_first(workers):
-        workers.all_gather(None)
     schedule = Schedule(len(trials), tuple(rounds), method.forwards)
-    try:
+    settings = _open_directory(options, forwards, trials, workers)
+    with _removed_if_unstarted(options.output):
         before(schedule)
-    except ZO2Error:
-        _take_back(options.output)
-        raise
-    options = replace(options, storage=alone_on(options.storage, workers))
-    places = {trial.directory: place for place, trial in enumerate(trials)}
-    finished: list[Trial] = []
-    for number, steps in enumerate(rounds, 1):
-        try:
-            made = []
-            for place, trial in enumerate(trials, 1):
-                if _is_own(places[trial.directory], workers):
-                    where = f"round {number} of {len(rounds)}, trial {place} of {len(trials)}"
-                    label = None if quiet else f"{where}, lr {trial.lr:g}"
-                    made.append(_lengthened(trial, options, steps, label))
-            trials = sorted(_of_all(trials, made, workers), key=lambda trial: trial.loss)
-        except ZO2Error:
-            _take_back(options.output)
-            raise
-        told([*trials, *finished])
-        survivors = trials[: -(-len(trials) // 2)]
-        finished = [*trials[len(survivors) :], *finished]
-        trials = survivors
-    results = [trial.row for trial in (*trials, *finished)]
+        trial_options = replace(options, storage=storage_of_one(options.storage, workers))
+        ranking = _run_rounds(trials, trial_options, schedule, after_round, quiet=quiet, workers=workers)
     if is_first(workers):
-        replace_file(options.output / TABLE, json.dumps({**asked, "results": results}, indent=2) + "\n")
-    best = trials[0]
-    if not math.isfinite(best.loss):
-        raise DivergenceError(
-            str(options.output),
-            found="a trial that diverged at every learning rate",
-            expected="one that does not",
-            remedy="try smaller ones with --learning-rates",
-            best_step=0,
-        )
-    return best
+        results = [trial.row for trial in ranking]
+        replace_file(options.output / TABLE, json.dumps({**settings, "results": results}, indent=2) + "\n")
+    return _require_converged(ranking[0], options.output)
 
 
 def expected_seconds(options: TrainOptions, schedule: Schedule) -> float:
-    """Seconds that all trials are expected to take on the CPU, one after another. The probes take a few seconds.
+    """Expected seconds of all trials on the CPU, one after another. The probes take a few seconds.
 
     Args:
-        options: Options of the runs.
-        schedule: What the trials take.
+        options: Options of the trials.
+        schedule: Steps of the trials.
 
     Raises:
         ZO2Error: of the kind that fits, if model or data cannot be read.
@@ -216,15 +158,15 @@ def expected_seconds(options: TrainOptions, schedule: Schedule) -> float:
 
 
 def planned_rounds(trials: int, forwards: int, evaluations: int) -> list[int]:
-    """How many steps each trial that is left has taken at the end of each round; every round costs about as much.
+    """Total steps of each remaining trial at the end of each round. All rounds cost about the same.
 
     Args:
-        trials: Trials of the first round; half of them, rounded up, go on.
-        forwards: Forwards of all rounds.
-        evaluations: Forwards of a step.
+        trials: Trials of the first round; half of them, rounded up, continue in the next.
+        forwards: Forward passes of all rounds.
+        evaluations: Forward passes per step.
 
     Raises:
-        OptionError: if a trial could not take as many steps as say something.
+        OptionError: if the budget allows too few steps per trial.
     """
     left = [trials]
     while left[-1] > 1:
@@ -233,34 +175,146 @@ def planned_rounds(trials: int, forwards: int, evaluations: int) -> list[int]:
     if added[0] < _FEWEST_STEPS:
         least = _FEWEST_STEPS * len(left) * evaluations * trials
         raise OptionError(
-            "forwards", found=str(forwards), expected=f"at least {least} for {trials} trials", remedy="allow more"
+            "forwards",
+            found=str(forwards),
+            expected=f"at least {least} for {trials} trials",
+            remedy="pass a larger value, or fewer learning rates",
         )
     return [sum(added[: i + 1]) for i in range(len(added))]
 
 
-def _is_own(place: int, workers: Workers | None) -> bool:
-    """Whether a trial is this worker's: the same one's in all rounds, since its run is on that one's disk."""
-    return workers is None or place % workers.size == workers.rank
+def _require_comparable(options: TrainOptions) -> None:
+    """Refuse evaluations, and learning rates that decay.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    for option in ("evaluation", "evaluate_every"):
+        if getattr(options, option) is not None:
+            raise OptionError(
+                option,
+                found=str(getattr(options, option)),
+                expected="no evaluation, because trials are compared by their training losses",
+                remedy="leave it out",
+            )
+    if options.optimization.decay is not Decay.CONSTANT:
+        raise OptionError(
+            "decay",
+            found=options.optimization.decay.value,
+            expected="constant, because the best trial is continued, and a schedule that ends cannot be lengthened",
+            remedy="leave it out",
+        )
 
 
-def _of_all(trials: Sequence[Trial], made: Sequence[Trial], workers: Workers | None) -> list[Trial]:
-    """All trials, with what the workers made of theirs."""
-    own = {trial.directory.name: (trial.steps, trial.loss) for trial in made}
-    of_workers = [own] if workers is None else workers.all_gather(own)
-    results = {name: result for of_worker in of_workers for name, result in of_worker.items()}
-    by_trial = [(trial, *results[trial.directory.name]) for trial in trials]
+def _all_trials(
+    options: TrainOptions, method: RunMethod[Any], learning_rates: Sequence[float], zo_eps: Sequence[float]
+) -> list[Trial]:
+    """A trial for each learning rate and perturbation scale.
+
+    Raises:
+        OptionError: if scales are given, and the method perturbs nothing.
+    """
+    if method.has_gradient and zo_eps:
+        expected = f"none with --method {options.first_order.method}, which perturbs nothing"
+        raise OptionError("zo_eps_to_try", found=", ".join(map(str, zo_eps)), expected=expected, remedy="leave it out")
+    scales = tuple(dict.fromkeys(zo_eps)) or (options.optimization.zo_eps,)
+    return [
+        Trial(
+            lr=lr, zo_eps=eps, directory=options.output / (f"lr-{lr:g}" if method.has_gradient else f"lr-{lr:g}-eps-{eps:g}")
+        )
+        for lr in dict.fromkeys(learning_rates or method.learning_rates)
+        for eps in scales
+    ]
+
+
+def _open_directory(
+    options: TrainOptions, forwards: int, trials: Sequence[Trial], workers: Workers | None
+) -> dict[str, Any]:
+    """Create the directory, or check that it has the same trials. The first worker of the run comes before the others.
+
+    Returns:
+        Budget, trials and options, as JSON values.
+    """
+    if workers is not None:
+        workers.require_same("trials", zlib.crc32(repr((forwards, [trial.directory.name for trial in trials])).encode()))
+        if not is_first(workers):
+            workers.all_gather(None)  # returns once the first worker has created the directory
+    settings = _begin(options, forwards, trials)
+    if workers is not None and is_first(workers):
+        workers.all_gather(None)
+    return settings
+
+
+def _run_rounds(
+    trials: Sequence[Trial],
+    options: TrainOptions,
+    schedule: Schedule,
+    after_round: Callable[[Sequence[Trial]], object],
+    *,
+    quiet: bool,
+    workers: Workers | None,
+) -> list[Trial]:
+    """Run all rounds, each with the better half of the trials of the round before.
+
+    Returns:
+        All trials, the best one first.
+    """
+    indices = {trial.directory: index for index, trial in enumerate(trials)}
+    finished: list[Trial] = []
+    for number, steps in enumerate(schedule.rounds, 1):
+        results = []
+        for position, trial in enumerate(trials, 1):
+            if _runs_here(indices[trial.directory], workers):
+                progress = f"round {number} of {len(schedule.rounds)}, trial {position} of {len(trials)}, lr {trial.lr:g}"
+                results.append(_lengthened(trial, options, steps, None if quiet else progress))
+        trials = sorted(_gathered(trials, results, workers), key=lambda trial: trial.loss)
+        after_round([*trials, *finished])
+        survivors = trials[: -(-len(trials) // 2)]
+        finished = [*trials[len(survivors) :], *finished]
+        trials = survivors
+    return [*trials, *finished]
+
+
+def _require_converged(best: Trial, output: Path) -> Trial:
+    """Return the best trial, unless it diverged.
+
+    Raises:
+        DivergenceError: if it did.
+    """
+    if math.isfinite(best.loss):
+        return best
+    raise DivergenceError(
+        str(output),
+        found="a trial that diverged at every learning rate",
+        expected="a learning rate with which the loss stays finite",
+        remedy="pass smaller learning rates with --learning-rates",
+        best_step=0,
+    )
+
+
+def _runs_here(index: int, workers: Workers | None) -> bool:
+    """Whether this worker runs a trial. It is the same worker in all rounds, whose disk has the trial's run."""
+    return workers is None or index % workers.size == workers.rank
+
+
+def _gathered(trials: Sequence[Trial], results: Sequence[Trial], workers: Workers | None) -> list[Trial]:
+    """All trials, with the results of all workers."""
+    local = {trial.directory.name: (trial.steps, trial.loss) for trial in results}
+    gathered = [local] if workers is None else workers.all_gather(local)
+    by_name = {name: result for of_worker in gathered for name, result in of_worker.items()}
+    by_trial = [(trial, *by_name[trial.directory.name]) for trial in trials]
     return [replace(trial, steps=steps, loss=loss) for trial, steps, loss in by_trial]
 
 
 def _lengthened(trial: Trial, options: TrainOptions, steps: int, label: str | None) -> Trial:
-    """Take a trial to so many steps, with a progress bar of this label; one that was interrupted is gone on with."""
+    """Start or resume a trial and take its steps up to ``steps``; with a label its progress bar is displayed."""
     resume = (trial.directory / OPTIONS).exists()
     if resume:
-        own = replace(RunDirectory.options(trial.directory).with_steps(steps), objective=options.objective)
+        trial_options = replace(RunDirectory.options(trial.directory).with_steps(steps), objective=options.objective)
     else:
         optimization = replace(options.optimization, lr=trial.lr, zo_eps=trial.zo_eps)
-        own = replace(options, output=trial.directory, optimization=optimization, steps=steps)
-    with Trainer(own, resume=resume, quiet=label is None, label=label) as trainer:
+        trial_options = replace(options, output=trial.directory, optimization=optimization, steps=steps)
+    with Trainer(trial_options, resume=resume, quiet=label is None, label=label) as trainer:
         try:
             trainer.train()
         except (DivergenceError, NonFiniteLossError):
@@ -271,30 +325,33 @@ def _lengthened(trial: Trial, options: TrainOptions, steps: int, label: str | No
 
 
 def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial]) -> dict[str, Any]:
-    """Make the directory, or see that it is that of the same trials, which were interrupted. Returns what was asked for.
+    """Create the directory, or check that it has the same trials, which were interrupted.
 
     Args:
-        options: Options of the runs.
-        forwards: Forwards of all trials.
-        trials: All of them.
+        options: Options of the trials.
+        forwards: Forward passes of all trials together.
+        trials: All trials.
+
+    Returns:
+        Budget, trials and options, as JSON values.
     """
     table = options.output / TABLE
     names = [trial.directory.name for trial in trials]
-    asked = {"forwards": forwards, "trials": names, "options": options.to_json()}
+    settings = {"forwards": forwards, "trials": names, "options": options.to_json()}
     if table.exists():
         try:
-            begun = json.loads(table.read_text())
-            same = {key: begun[key] for key in asked} == asked
-        except (OSError, ValueError, KeyError, TypeError):  # not what was written there
-            same = False
-        if not same:
+            saved = json.loads(table.read_text())
+            is_same = {key: saved[key] for key in settings} == settings
+        except (OSError, ValueError, KeyError, TypeError):  # damaged
+            is_same = False
+        if not is_same:
             raise OutputError(
                 table,
                 found="a table of other trials",
-                expected="that of these ones, or none",
+                expected="a table of trials with the same budget, learning rates and options",
                 remedy="choose another output directory",
             )
-        return asked
+        return settings
     require_new(options.output)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
@@ -302,12 +359,17 @@ def _begin(options: TrainOptions, forwards: int, trials: Sequence[Trial]) -> dic
         raise OutputError(
             options.output, found=reason(error), expected="a directory that can be written", remedy="choose another one"
         ) from error
-    replace_file(table, json.dumps(asked) + "\n")
-    return asked
+    replace_file(table, json.dumps(settings) + "\n")
+    return settings
 
 
-def _take_back(output: Path) -> None:
-    """Remove the directory again, unless there is a trial to go on with."""
-    if output.is_dir() and not any(path.is_dir() for path in output.iterdir()):
-        (output / TABLE).unlink(missing_ok=True)
-        output.rmdir()
+@contextmanager
+def _removed_if_unstarted(output: Path) -> Iterator[None]:
+    """Remove the directory when the body raises an error, unless a trial has started."""
+    try:
+        yield
+    except ZO2Error:
+        if output.is_dir() and not any(path.is_dir() for path in output.iterdir()):
+            (output / TABLE).unlink(missing_ok=True)
+            output.rmdir()
+        raise

@@ -1,4 +1,4 @@
-"""Hold the engine against monolithic MeZO on a given checkpoint and machine, bit for bit."""
+"""Compares the engine with monolithic MeZO on a given checkpoint and machine, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from zo2core.types import shown_bytes
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was compared and where it first differed."""
+    """The result of a comparison."""
 
-    steps: int
-    parameters: int
-    difference: str | None  # in words; None if every bit is equal
+    steps: int  # steps that were compared
+    parameters: int  # parameters that were compared after the last step
+    difference: str | None  # the first difference, as text; None if every bit is equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +93,9 @@ def verify(directory: Path, opening: ModelOptions, size: StepSize, batches: Rand
                     return Comparison(step + 1, 0, f"step {step}, {name}: block by block {a!r}, monolithic {b!r}")
         reference = dict(whole.named_parameters())
         for name, tensor in engine.parameters_now():
-            place = first_difference(tensor, reference[name].data)
-            if place is not None:
-                return Comparison(batches.steps, count, f"after {batches.steps} steps, {name}{place}")
+            difference = first_difference(tensor, reference[name].data)
+            if difference is not None:
+                return Comparison(batches.steps, count, f"after {batches.steps} steps, {name}{difference}")
     return Comparison(batches.steps, count, None)
 
 
@@ -109,7 +109,7 @@ def require_fit(model: HFBlockModel, batches: RandomBatches) -> None:
     tokens, longest = batches.tokens, getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and tokens > longest:
         raise OptionError(
-            "tokens", found=str(tokens), expected=f"at most {longest}, which the model takes", remedy="choose fewer"
+            "tokens", found=str(tokens), expected=f"at most {longest}, the model's limit", remedy="pass a smaller value"
         )
     weights = sum(layout.nbytes for layout in model.layouts)
     needed, free = 2 * weights + activation_bytes(model.config, batches.rows, tokens), free_memory()
@@ -117,13 +117,13 @@ def require_fit(model: HFBlockModel, batches: RandomBatches) -> None:
         raise MemoryBudgetError(
             "memory",
             found=f"{shown_bytes(free)} free",
-            expected=f"at least {shown_bytes(needed)} for the model twice and a batch's activations",
-            remedy="free memory, or take smaller batches",
+            expected=f"at least {shown_bytes(needed)} for two copies of the model and a batch's activations",
+            remedy="free memory, or use smaller batches",
         )
 
 
 def _labelled(batch: Batch, config: PretrainedConfig, seed: int) -> Batch:
-    """A batch with random labels of rows, and padded as the config says."""
+    """The batch with random labels for its rows and the config's padding token."""
     generator, rows, classes = torch.Generator().manual_seed(seed), len(batch["input_ids"]), int(config.num_labels or 1)
     shape = (rows,) if rates_once(config) else (rows, classes)
     numbers = torch.rand(shape, generator=generator)
@@ -143,11 +143,11 @@ def random_batch(vocab_size: int, batch_size: int, tokens: int, *, seed: int) ->
 
 
 def first_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
-    """Where two tensors of one shape first differ in a bit, in words; None if nowhere."""
+    """Text about the first element whose bits differ in two tensors of one shape; None if all bits are equal."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.element_size()]
     unequal = (ours.contiguous().view(integer) != theirs.contiguous().view(integer)).flatten().nonzero()
     if not len(unequal):
         return None
-    at = int(unequal[0])
-    a, b = ours.flatten()[at].item(), theirs.flatten()[at].item()
-    return f", element {at} of {ours.numel()} ({len(unequal)} differ): block by block {a!r}, monolithic {b!r}"
+    index = int(unequal[0])
+    a, b = ours.flatten()[index].item(), theirs.flatten()[index].item()
+    return f", element {index} of {ours.numel()} ({len(unequal)} differ): block by block {a!r}, monolithic {b!r}"

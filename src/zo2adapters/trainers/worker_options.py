@@ -1,4 +1,4 @@
-"""How workers that ``torchrun`` started share a run: what a user may say of it, and what they have to agree on."""
+"""Options of workers that ``torchrun`` started, and the values that they have to agree on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zo2core.errors import reason
 from zo2core.io.durable import open_regular
 from zo2core.planning.host_budget import free_memory, resident_memory
 
-_SHARE = 0.9  # of the free memory
+_SHARE = 0.9  # share of the free memory that the workers of a host use together
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
@@ -27,30 +27,31 @@ class WorkerOptions:
     """How workers that torchrun started share the work."""
 
     split: str = "auto"
-    """What workers share of a step: directions, rows, or both, as 2x3: two groups for directions, three workers each for
-    rows. auto is what leaves the busiest worker the least to do. By directions every bit stays as it is."""
+    """How workers split a step: by directions, by rows, or by both, such as 2x3 for two groups of directions with three
+    workers each that split the rows. auto minimizes the work of the busiest worker. Splitting by directions gives exactly
+    the result of one worker."""
     step_deadline: float | None = None
-    """Seconds that a step waits for slower workers once the first one is done. What comes later does not count, and the
-    journal says whose losses a step is made of. By default it waits for all."""
+    """Seconds that a step waits for slower workers after the first one has finished. Later losses are left out, and the
+    journal records which losses were used. By default a step waits for all workers."""
     key_file: Path | None = None
-    """File with a secret, the same for all workers, by which they know each other. Workers on several hosts need one; on one
-    host they make a secret of their own for each start."""
+    """File with a secret that is the same for all workers and authenticates them. It is required with several hosts; on one
+    host the workers create a secret at each start."""
 
     @contextmanager
     def workers(self) -> Iterator[Workers | None]:
-        """The workers that this process is one of; None if nobody else works on the run.
+        """Connect this process to the other workers; None if it works alone.
 
         Raises:
-            OptionError: if an option is out of its range, or there are no workers for it.
-            WorkerError: if the others are not there in time.
+            OptionError: if an option is out of range, or needs other workers.
+            WorkerError: if the other workers do not connect in time.
         """
-        if own_rank() is None:
+        if torchrun_rank() is None:
             for option in fields(self):
                 if getattr(self, option.name) != option.default:
                     raise OptionError(
                         option.name,
                         found=str(getattr(self, option.name)),
-                        expected="none without other workers",
+                        expected="no such option without other workers",
                         remedy="start with torchrun --nproc-per-node N -m zo2adapters ..., or leave it out",
                     )
             yield None
@@ -67,8 +68,8 @@ class WorkerOptions:
                     raise OptionError(
                         "key_file",
                         found=f"{self.key_file}, which other users of this host may read or change",
-                        expected="a file of this user alone",
-                        remedy=f"chmod 600 {self.key_file}; if others could read it, make another key",
+                        expected="a file that only this user can read",
+                        remedy=f"chmod 600 {self.key_file}; if others could read it, create another key",
                     )
                 return file.read()
         except OSError as error:
@@ -77,38 +78,38 @@ class WorkerOptions:
             ) from error
 
 
-def own_rank() -> int | None:
-    """The rank of this process among those that ``torchrun`` started; None if it did not start it."""
+def torchrun_rank() -> int | None:
+    """Rank of this process among those that ``torchrun`` started; None without ``torchrun``."""
     return int(os.environ["RANK"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def is_first(workers: Workers | None) -> bool:
-    """Whether this process is the one that speaks to the user, and writes what is written once."""
+    """Whether this process is the worker that prints, and writes files that are written once."""
     return workers is None or workers.rank == 0
 
 
-def own_directory(output: Path) -> Path:
-    """Where this process keeps its journal: the run's directory, or one beside it for each worker but the host's first.
+def worker_directory(output: Path) -> Path:
+    """Directory for this process's journal: the run's directory, or one next to it for all but the host's first worker.
 
-    The place among the workers of a host stays when hosts join or leave, which ranks do not.
+    It is named after the local rank, which stays the same when hosts join or leave.
     """
-    place = int(os.environ.get("LOCAL_RANK", "0")) if own_rank() is not None else 0
-    return output if place == 0 else output.with_name(f"{output.name}.worker-{place}")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if torchrun_rank() is not None else 0
+    return output if local_rank == 0 else output.with_name(f"{output.name}.worker-{local_rank}")
 
 
 def directory_to_resume(output: Path) -> Path:
-    """The directory whose options are those of a run: a worker's own, or the run's where it has none yet."""
-    own = own_directory(output)
-    return own if (own / OPTIONS).exists() else output
+    """Directory to read a run's options from: the worker's directory, or the run's if the worker has none yet."""
+    directory = worker_directory(output)
+    return directory if (directory / OPTIONS).exists() else output
 
 
 def holds_run(output: Path) -> bool:
-    """Whether a run has begun that this process can go on with, or join."""
+    """Whether there is a run that this process can resume or join."""
     return (directory_to_resume(output) / OPTIONS).exists()
 
 
-def own_trace(trace: Path | None, workers: Workers | None) -> Path | None:
-    """Where a worker traces its sweeps: each has a file of its own."""
+def worker_trace(trace: Path | None, workers: Workers | None) -> Path | None:
+    """File for a worker's trace: each worker has its own."""
     if trace is None or is_first(workers):
         return trace
     assert workers is not None
@@ -116,20 +117,23 @@ def own_trace(trace: Path | None, workers: Workers | None) -> Path | None:
 
 
 def require_same_steps(steps: int, workers: Workers | None) -> None:
-    """Refuse another number of steps than the first worker's: it would wait for steps that nobody takes.
+    """Refuse a number of steps that differs from the first worker's: workers would wait for each other forever.
 
     Raises:
-        OptionError: if it is.
+        OptionError: if the numbers differ.
     """
     agreed = steps if workers is None else workers.all_gather(steps)[0]
     if agreed != steps:
         raise OptionError(
-            "steps", found=str(steps), expected=f"{agreed}, as the first worker has", remedy="give all workers the same"
+            "steps",
+            found=str(steps),
+            expected=f"{agreed}, the steps of the first worker",
+            remedy="pass the same number to all workers",
         )
 
 
-def alone_on(storage: Storage, workers: Workers | None) -> Storage:
-    """Where a run lives that one of several workers makes alone: on its own device, with its part of what is free."""
+def storage_of_one(storage: Storage, workers: Workers | None) -> Storage:
+    """Storage of a run that one of several workers executes alone: its own device and its part of the free memory."""
     if workers is None:
         return storage
     neighbours, memory = len(workers.neighbours()), storage.memory
@@ -139,12 +143,12 @@ def alone_on(storage: Storage, workers: Workers | None) -> Storage:
 
 
 def local_device(device: str, workers: Workers | None) -> str:
-    """The device of this process: of several on a host, each has a GPU of its own."""
+    """Device of this process: each worker of a host has its own GPU."""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if workers is not None and device == "cuda" else device
 
 
 def device_kinds(device: str, workers: Workers | None) -> str:
-    """The kinds of devices that a run is computed on, of all workers."""
+    """Kinds of the devices of all workers."""
     kind = device.partition(":")[0]
     return kind if workers is None else "+".join(sorted({*workers.all_gather(kind)}))
 
@@ -152,12 +156,15 @@ def device_kinds(device: str, workers: Workers | None) -> str:
 def settled_alike(
     options: TrainOptions, workers: Workers | None, opened: Callable[[TrainOptions], HFBlockModel]
 ) -> tuple[HFBlockModel, TrainOptions]:
-    """Open the model, with what is chosen for a machine chosen by the first worker's.
+    """Open the model, with the first worker's choices of what depends on the machine.
 
     Args:
         options: Options of the run.
-        workers: Others that work on it.
+        workers: Processes that work on the run; None: this process works alone.
         opened: Opens the model.
+
+    Returns:
+        The model, and the options with these choices.
     """
     if workers is not None and workers.rank > 0:
         [dtype, loss_chunk], *_ = workers.all_gather(None)

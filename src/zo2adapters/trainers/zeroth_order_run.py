@@ -1,4 +1,4 @@
-"""Runs of zeroth-order steps: the journal gives the weights of every step."""
+"""Zeroth-order runs, whose journal gives the weights of every step."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_engine import build_engine, replayer, reserved_bytes
-from zo2adapters.trainers.run_health import Watch, diverged, ruined
+from zo2adapters.trainers.run_health import HealthMonitor, destroyed, diverged
 from zo2adapters.trainers.run_method import Opening, RunMethod
-from zo2adapters.trainers.run_notices import storage, written_back
+from zo2adapters.trainers.run_notices import disk_writes, storage
 from zo2adapters.trainers.run_plan import step_seconds
 from zo2core import DivergenceError, HostPlan, Journal, Runner, StepResult, ZO2Error, ZOEngine
 
 
 class ZerothOrderRun(RunMethod[ZOEngine]):
-    """Zeroth-order steps. See ``RunMethod``."""
+    """A run of zeroth-order steps. See ``RunMethod``."""
 
     has_gradient = False
     learning_rates = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
@@ -23,7 +23,7 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
     def __init__(self, options: TrainOptions) -> None:
         super().__init__(options)
         self._estimator = options.estimator()
-        self._watch = Watch()
+        self._health = HealthMonitor()
 
     @property
     def forwards(self) -> int:
@@ -39,7 +39,7 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
         return [update.losses[0] for update in engine.journal.updates]
 
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
-        """Memory for the streams of a step. See the contract."""
+        """Memory for the activations of all forwards of a step. See the contract."""
         return reserved_bytes(self.options, model, longest, sequences)
 
     def engine(self, opening: Opening) -> ZOEngine:
@@ -60,25 +60,25 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
         return journal.version
 
     def storage(self, engine: ZOEngine, host: HostPlan, model: HFBlockModel) -> str:
-        """Where blocks are, and how often they are written. See the contract."""
-        written = written_back(self.options, engine.write_back_every, model.layouts)
-        return storage(host, engine.device_plan, self.options.storage.device, written)
+        """Where blocks are kept, and how often they are written. See the contract."""
+        writes = disk_writes(self.options, engine.write_back_every, model.layouts)
+        return storage(host, engine.device_plan, self.options.storage.device, writes)
 
     def after_step(self, engine: ZOEngine, report: StepReport) -> list[str]:
-        """What is wrong with all steps, once. See the contract."""
+        """Warnings, each of which is given once. See the contract."""
         assert isinstance(report, StepResult), "the engine takes zeroth-order steps"
-        return self._watch.lines(report, engine.journal.updates, self.options)
+        return self._health.warnings(report, engine.journal.updates, self.options)
 
     def at_step(self, engine: ZOEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
-        """Replay the journal: a segment's bytes cannot be brought back, so the base is read again. See the contract."""
+        """The base with the updates up to the step, since later updates cannot be undone. See the contract."""
         return replayer(self.options, model, activations, None, journal=engine.journal.until(step))
 
     def explained(self, error: ZO2Error, engine: ZOEngine) -> ZO2Error:
-        """Where to go on from, and with which command; of a run without a guard the error itself. See the contract."""
+        """The error with commands to continue from the best step; unchanged without a guard. See the contract."""
         if isinstance(error, DivergenceError) or (self.options.optimization.guard and engine.version):
             return diverged(error, engine.journal.updates, self.options)
         return error
 
     def verdict(self, engine: ZOEngine) -> str | None:
-        """By how far weights have moved. See the contract."""
-        return ruined(engine.journal.updates)
+        """A warning if the weights have moved too far. See the contract."""
+        return destroyed(engine.journal.updates)
