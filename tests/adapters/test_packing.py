@@ -198,7 +198,7 @@ def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
     choices = tmp_path / "choices.jsonl"
     choices.write_text(json.dumps({"prompt": "the cat", "candidates": [" sat", " ran"], "answer": 0}) + "\n")
     train[train.index(options.data)] = choices
-    assert "--pack: found choice-loss as objective" in refusal(*train)
+    assert "--pack: found the objective choice-loss" in refusal(*train)
     assert "--pack: found" in refusal("evaluate", "--model", options.model, "--data", choices, "--pack")
     assert not (tmp_path / "new").exists()
     with pytest.raises(OptionError, match="sequence-classification"):
