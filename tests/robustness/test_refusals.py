@@ -463,7 +463,7 @@ def test_a_resumed_run_takes_memory_and_write_backs_anew(run: Path) -> None:
         (["--lr", "1e-3"], "--lr: found 0.001; expected 0.01, as in the run"),
         (["--batch-size", "4"], "--batch-size: found 4; expected 3, as in the run"),
         (["--device", "cuda"], '--device: found "cuda"; expected "cpu", as in the run'),
-        (["--steps", "5"], "--steps: found 5; expected at least 6, which the run has taken already"),
+        (["--steps", "5"], "--steps: found 5; expected at least 6, the steps that the run has already taken"),
         (["--output", "elsewhere"], "--output: found elsewhere; expected none beside --resume"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
