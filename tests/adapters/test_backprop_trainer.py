@@ -214,7 +214,7 @@ def test_what_has_no_adapter_or_two_is_refused(base: Path, tmp_path: Path) -> No
     args = TrainingArguments(**options(tmp_path))
     with pytest.raises(OptionError, match="peft_config: found none"):
         FirstOrderTrainer(model=str(base), args=args)
-    with pytest.raises(OptionError, match="peft_config: found one beside an opened PeftBlockModel"):
+    with pytest.raises(OptionError, match="peft_config: found one with an opened PeftBlockModel"):
         FirstOrderTrainer(model=opened(base), args=args, peft_config=lora())
     with pytest.raises(OptionError, match="torch_compile"):
         FirstOrderTrainer(model=opened(base), args=TrainingArguments(**options(tmp_path, torch_compile=True)))

@@ -311,7 +311,7 @@ def test_what_cannot_be_heeded_is_refused(base: Path, tmp_path: Path, said: str,
 
 @pytest.mark.parametrize("wrong", [None, MeZOSGD(lr=1e-6, zo_eps=1e-3)], ids=["none", "an estimator"])
 def test_arguments_take_what_makes_an_estimator(wrong: Any) -> None:
-    with pytest.raises(OptionError, match=r"estimator: found .*expected what makes an estimator"):
+    with pytest.raises(OptionError, match=r"estimator: found .*expected a function that makes an estimator"):
         ZOArguments(estimator=wrong)
 
 
@@ -340,7 +340,7 @@ def test_what_a_constructor_cannot_heed_is_refused(base: Path, tmp_path: Path) -
     make: Any = ZOTrainer
     with pytest.raises(OptionError, match="args: found a NoneType"):
         make(model=base, train_dataset=ROWS)
-    with pytest.raises(OptionError, match="device: found cuda beside the trainer's cpu"):
+    with pytest.raises(OptionError, match="device: found cuda, while the trainer uses cpu"):
         made(base, tmp_path / "run", zo=ZOArguments(device="cuda")).train()
     for name, value in {"model_init": lambda: None, "optimizers": (given, None), "peft_config": object()}.items():
         with pytest.raises(OptionError, match=f"{name}: found"):
@@ -349,7 +349,7 @@ def test_what_a_constructor_cannot_heed_is_refused(base: Path, tmp_path: Path) -
         make(model=AutoModelForCausalLM.from_pretrained(base), args=args)
     with pytest.raises(OptionError, match="bf16, fp16: found a model that computes in the dtype of its weights"):
         ZOTrainer(model=open_checkpoint(base), args=arguments(tmp_path / "run", bf16=True))
-    with pytest.raises(OptionError, match="micro_batch_size: found 1, beside a loss that the trainer computes"):
+    with pytest.raises(OptionError, match="micro_batch_size: found 1, with a loss that the trainer computes"):
         made(base, tmp_path / "run", SmoothedTrainer, zo=ZOArguments(micro_batch_size=1)).train()
     with pytest.raises(JournalError, match=r"journal.jsonl: found no file"):
         made(base, tmp_path / "run").train(resume_from_checkpoint=str(base))

@@ -243,7 +243,7 @@ def test_every_trainer_of_trls_works_or_is_refused_as_it_is_made(base: Path, tmp
 def test_a_trainer_of_trls_that_was_not_tried_is_refused(base: Path, tmp_path: Path) -> None:
     new: Any = type("NewTrainer", (trl.SFTTrainer,), {"__module__": "trl.experimental.new"})
     kind: Any = type("ZONew", (ZOTrainerMixin, new), {})
-    with pytest.raises(OptionError, match="NewTrainer: found a trainer that was not tried"):
+    with pytest.raises(OptionError, match="NewTrainer: found a trainer that has not been tested"):
         kind(model=base, args=TrainingArguments(**options(tmp_path / "run")))
 
 

@@ -1,1 +1,1 @@
-"""Other people's trainers: zeroth-order steps inside their loops."""
+"""Mixins and modules that take streamed steps inside the loops of other trainers."""

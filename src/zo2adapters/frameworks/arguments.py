@@ -1,4 +1,4 @@
-"""What a zeroth-order run takes beyond a trainer's own arguments."""
+"""Arguments of a zeroth-order run that a trainer's own arguments do not cover."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from zo2core import (
 
 @dataclass(frozen=True, kw_only=True)
 class ZOArguments:
-    """What a zeroth-order run takes beyond a trainer's own arguments. The defaults are those of ``zo2 train``.
+    """Arguments of a zeroth-order run. The defaults are those of ``zo2 train``.
 
-    Learning rate, its schedule, weight decay and seed are the trainer's arguments.
+    Learning rate, its schedule, weight decay and seed are arguments of the trainer.
 
     Args:
         zo_eps: Perturbation scale.
-        estimator: Makes the estimator of ``lr`` (a function of the step), ``zo_eps`` and ``weight_decay``: a class such as
+        estimator: Makes the estimator from ``lr`` (a function of the step), ``zo_eps`` and ``weight_decay``: a class such as
             ``MeZOSGD``, or ``functools.partial(MultiQueryRGE, q=4)``.
-        guard: Whether steps far outside the run's range are refused, and a run that diverges ends. See ``Guarded``.
+        guard: Whether to skip steps far outside the run's range and to stop a run that diverges. See ``Guarded``.
         distribution: Distribution of the directions; None: the numbers that MeZO draws. MeZO bit for bit needs None and
             ``estimator=MeZOSGD``.
-        device: "cpu", "cuda" or "cuda:N"; None is the trainer's.
-        memory: How much memory the process may take.
-        write_back: When changed segments are written to disk, in the folder ``.zo2-scratch`` of its directory. None: never.
-            It makes room within one process: a run that goes on replays its journal, since a checkpoint may hold an earlier
-            step than what was written.
-        micro_batch_size: Rows of the micro-batches into which a batch is split. Only where the loss is the model's own.
-        trainer_loss: Whether the trainer's ``compute_loss`` runs in training where its loss is the model's own, too. It also
-            makes the trainer's metrics of a training step, at the price of all logits.
-        export_checkpoints: Whether a checkpoint holds the weights beside the journal. Without them it is a few hundred bytes
-            a step; resuming and the best model need the journal alone.
+        device: "cpu", "cuda" or "cuda:N"; None: the trainer's device.
+        memory: How much memory the process may use.
+        write_back: When changed segments are written to disk, in the folder ``.zo2-scratch`` of its directory; None: never.
+            The files serve one process only: a resumed run replays its journal, since its checkpoint may be of an earlier
+            step than the files.
+        micro_batch_size: Rows of the micro-batches into which a batch is split. Needs the model's own loss.
+        trainer_loss: Whether to call the trainer's ``compute_loss`` in training even if it gives the model's own loss. It
+            then also computes the trainer's training metrics, which needs all logits.
+        export_checkpoints: Whether checkpoints have the weights as well as the journal. Without weights a checkpoint takes a
+            few hundred bytes per step; resuming and loading the best model need only the journal.
 
     Raises:
-        OptionError: if ``estimator`` is an estimator already, or nothing that can be called.
+        OptionError: if ``estimator`` is not callable, for example because it is an estimator.
     """
 
     zo_eps: float = 1e-3
@@ -68,7 +68,7 @@ class ZOArguments:
             raise OptionError(
                 "estimator",
                 found=repr(self.estimator)[:80],
-                expected="what makes an estimator, such as the class MeZOSGD",
+                expected="a function that makes an estimator, such as the class MeZOSGD",
                 remedy="pass a class, or functools.partial(MultiQueryRGE, q=4)",
             )
 
@@ -82,15 +82,15 @@ class ZOArguments:
         seed: int,
         device: str,
     ) -> ZOEngine:
-        """The engine of a run, where its journal ends.
+        """The engine of a run, at the last step of its journal.
 
         Args:
             model: The model.
-            journal: The run's, in memory.
-            lr: From the 0-based step to its learning rate.
-            weight_decay: The trainer's.
+            journal: The run's journal, in memory.
+            lr: Maps a 0-based step to its learning rate.
+            weight_decay: Weight decay of the trainer's arguments.
             seed: Seed of the run's directions.
-            device: Where it computes if ``self.device`` does not say.
+            device: Device to compute on if ``self.device`` is None.
 
         Raises:
             ZO2Error: as ``ZOEngine`` says.
@@ -108,11 +108,11 @@ class ZOArguments:
         )
 
     def make_noise(self) -> NoiseGenerator | None:
-        """What draws the directions of a run; None is the engine's choice: MeZO's numbers."""
+        """Generator of the directions; None leaves the choice to the engine, which draws MeZO's numbers."""
         return None if self.distribution is None else PhiloxNoise(self.distribution)
 
     def fresh_write_back(self) -> WriteBackPolicy | None:
-        """The policy with an empty folder of its own: what another version has left there does not belong to this one."""
+        """The policy with an emptied folder, since files of an earlier engine do not belong to this version of the run."""
         if self.write_back is None:
             return None
         directory = Path(self.write_back.directory) / ".zo2-scratch"
@@ -123,11 +123,11 @@ class ZOArguments:
         """The estimator of a run.
 
         Args:
-            lr: From the 0-based step to its learning rate.
-            weight_decay: The trainer's.
+            lr: Maps a 0-based step to its learning rate.
+            weight_decay: Weight decay of the trainer's arguments.
 
         Raises:
-            OptionError: if a number is out of its range.
+            OptionError: if a number is out of range.
         """
         estimator = self.estimator(lr=lr, zo_eps=self.zo_eps, weight_decay=weight_decay)
         return Guarded(estimator=estimator) if self.guard else estimator

@@ -1,7 +1,8 @@
-"""First-order steps of an adapter in ``transformers.Trainer``, and in the trainers that are made from it.
+"""First-order training of an adapter in ``transformers.Trainer`` and trainers derived from it.
 
 The trainer keeps its loop, data, optimizer, schedule, clipping, logs, evaluation, callbacks and checkpoints. Only forward
-and backward are ``BackpropEngine``'s: a step passes the blocks of the base forward and back, and the base is only read.
+and backward run in ``BackpropEngine``: a step streams the blocks of the base once forward and once back. The base is only
+read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from zo2adapters.models.peft_kinds.reader import read_values
 from zo2adapters.models.peft_model import Adapter
 from zo2core import BackpropEngine, Batch, MemoryPolicy, OptionError, Runner
 
-_OWN = frozenset(  # arguments and options that mean here what they mean in every trainer
+_SUPPORTED = frozenset(  # arguments and options that have their usual meaning here
     {"optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optimizer_cls_and_kwargs"}
 )
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")  # as in transformers.Trainer
@@ -33,20 +34,20 @@ _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\
 class BackpropTrainerMixin(StreamedTrainerMixin):
     """Trains an adapter by gradients: ``class FirstOrderTrainer(BackpropTrainerMixin, Trainer): pass``.
 
-    Made for the same trainers as ``ZOTrainerMixin``. Losses, gradients and adapters are those of the trainer alone on the
-    whole model with peft, bit for bit. All batches of a step with gradient accumulation pass a block before the next block
-    comes. Modules run as in evaluation, without dropout. Checkpoints hold the adapter as peft writes it, beside the
-    trainer's own files. DPO's reference is the model with the adapter as it was when training began.
+    Made for the same trainers as ``ZOTrainerMixin``. Losses, gradients and adapters are, bit for bit, those of the trainer
+    with the whole model and peft. With gradient accumulation all batches of a step run through a block before the next block
+    is loaded. Modules run in evaluation mode, without dropout. Checkpoints have the adapter as peft writes it and the
+    trainer's own files. DPO's reference is the model with the adapter that training started from.
 
     Args:
         model: A model directory, a hub id, or what ``open_checkpoint(model, adapter=...)`` returned.
         args: The trainer's arguments.
         peft_config: The adapter's config, or ``Adapter``; None where ``model`` was opened with one.
         memory: How much memory the process may use.
-        options: The trainer's other options, by name.
+        options: Other options of the trainer, by name.
 
     Raises:
-        OptionError: if there is no adapter or there are two, or an argument asks for what cannot be done.
+        OptionError: if there is no adapter or there are two, or an argument is not supported.
         ZO2Error: as ``open_checkpoint`` and ``BackpropEngine`` say.
     """
 
@@ -62,8 +63,8 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
         if (peft_config is None) == isinstance(model, (str, Path)):
             raise OptionError(
                 "peft_config",
-                found="none" if peft_config is None else f"one beside an opened {type(model).__name__}",
-                expected="the config of an adapter beside a path, and none beside an opened model",
+                found="none" if peft_config is None else f"one with an opened {type(model).__name__}",
+                expected="an adapter's config with a path, and none with an opened model",
                 remedy="pass model=PATH, peft_config=LoraConfig(...), or model=open_checkpoint(PATH, adapter=...) alone",
             )
         adapter = peft_config
@@ -71,47 +72,47 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
             adapter = Adapter(config=peft_config, seed=getattr(args, "seed", 0))
         self._memory = memory
         self._engine: BackpropEngine | None = None
-        self._first: dict[str, torch.Tensor] = {}  # what the adapter began with, by parameter
-        self._waiting: list[Batch] = []  # batches of a step, with gradient accumulation
-        super().__init__(model, args, options, adapter=adapter, own=_OWN)
+        self._initial: dict[str, torch.Tensor] = {}  # the adapter's parameters when training began, by name
+        self._accumulated: list[Batch] = []  # batches of an unfinished step, with gradient accumulation
+        super().__init__(model, args, options, adapter=adapter, supported=_SUPPORTED)
         skeleton: Any = self.block_model.skeleton
         skeleton.parameters = lambda recurse=True: iter(self.engine.parameters.values())
         skeleton.named_parameters = lambda *_, **__: iter(self.engine.parameters.items())
 
     @property
     def engine(self) -> BackpropEngine:
-        """The engine that takes the gradients, with the adapter's present values."""
+        """Engine that computes the gradients, with the adapter's present values."""
         if self._engine is None:
             self._engine = BackpropEngine(self.block_model, None, device=str(self.args.device), memory=self._memory)
-            self._first = {name: value.detach().clone() for name, value in self._engine.parameters.items()}
+            self._initial = {name: value.detach().clone() for name, value in self._engine.parameters.items()}
         return self._engine
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """Train. Batches of a step that an earlier call did not take are forgotten."""
-        self._waiting = []
+        """Train. Batches of a step that an earlier call left unfinished are dropped."""
+        self._accumulated = []
         return super().train(*arguments, **options)
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Add the gradients of a step's batches to the adapter's, once the last of them is there.
+        """Collect a step's batches; with the last of them, add the step's gradients to those of the adapter.
 
         Returns:
-            The step's loss, 0-d; 0 for all batches but the last.
+            Loss of the step, 0-d; 0 for all batches but the last.
         """
-        self._waiting.append(batch_tensors(self._prepare_inputs(inputs)))
+        self._accumulated.append(batch_tensors(self._prepare_inputs(inputs)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        batches, self._waiting = self._waiting, []
+        batches, self._accumulated = self._accumulated, []
         self._set_mode(training=True)
-        if callable(to_training := getattr(self.optimizer, "train", None)):  # optimizers without a schedule
+        if callable(to_training := getattr(self.optimizer, "train", None)):  # schedule-free optimizers
             to_training()
         return torch.tensor(self.engine.gradients(batches, self._trainer_loss(num_items_in_batch)), device=self.args.device)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Names of the adapter's parameters that weight decay applies to: those without 'bias' or 'norm' in their names."""
+        """Names of the adapter's parameters that decay: those of neither biases nor norms."""
         return [name for name in self.engine.parameters if not _NO_DECAY.search(name.lower())]
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Six operations a parameter and token: forward, forward again, and the gradients of activations."""
+        """Six operations per parameter and token: two forward passes, and the gradients of activations."""
         tokens: int = inputs[getattr(self.model, "main_input_name", "input_ids")].numel()
         return 6 * tokens * sum(spec.numel for layout in self.block_model.layouts for spec in layout.parameters)
 
@@ -119,7 +120,7 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
     def _reference(self) -> Iterator[Runner]:
         engine = self.engine
         present = {name: value.detach().clone() for name, value in engine.parameters.items()}
-        engine.load_parameters(self._first)
+        engine.load_parameters(self._initial)
         try:
             yield engine
         finally:
@@ -144,9 +145,9 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
         self._load(Path(self.state.best_model_checkpoint))
 
     def _load(self, checkpoint: Path) -> None:
-        """Give the adapter the values of a checkpoint."""
+        """Load the adapter of a checkpoint."""
         model, engine = self.block_model, self.engine
-        assert isinstance(model, PeftBlockModel), "an engine without an optimizer trains an adapter"
+        assert isinstance(model, PeftBlockModel), "the constructor has required an adapter"
         shapes = {name: torch.Size(shape) for name, shape in model.adapter.shapes.items()}
         values = read_values(checkpoint / WEIGHTS_FILE, model.adapter.inserted, shapes)
         engine.load_parameters({name: values[name] for name in engine.parameters})

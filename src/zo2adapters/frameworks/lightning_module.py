@@ -1,4 +1,4 @@
-"""Zeroth-order steps in Lightning's Trainer: a module with manual optimization whose weights are streamed."""
+"""Zeroth-order training in Lightning: a module with manual optimization whose weights are streamed."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from zo2adapters.frameworks.streamed_lightning_module import StreamedLightningMo
 from zo2adapters.models.hf import HFBlockModel
 from zo2core import Batch, Journal, JournalError, OptionError, ZOEngine, copy_journal
 
-_VERSION = "journal.version"  # of a checkpoint
+_VERSION = "journal.version"  # key of the number of steps in a checkpoint
 
 
 class ZOLightningModule(StreamedLightningModule):
     """Trains a model in Lightning's loop: ``Trainer().fit(ZOLightningModule(open_checkpoint("model"), lr=1e-6), loader)``.
 
-    The loader's batches are what the model's forward takes. A training step is ``engine.step(batch)``, bit for bit. What
-    Lightning calls precision, accelerator and strategy concerns weights that are whole in memory: leave them at one CPU
-    device or GPU, in 32 bits, and open the model in the precision to compute in. Lightning's checkpoints hold the run's
-    journal in place of weights, a few hundred bytes a step; ``export`` writes the model.
+    The loader's batches are what the model's forward takes. A training step is ``engine.step(batch)``, bit for bit.
+    Lightning's precision, accelerator and strategy apply to weights that are whole in memory: leave them at one CPU or GPU
+    in 32 bits, and open the model in the precision to compute in. Lightning's checkpoints have the run's journal instead of
+    weights, a few hundred bytes per step; ``export`` writes the model.
 
     Args:
-        model: What ``open_checkpoint`` gives.
+        model: Model from ``open_checkpoint``.
         lr: Peak learning rate.
-        lr_lambda: From the 0-based step to a factor of ``lr``; None: constant.
-        weight_decay: MeZO's.
+        lr_lambda: Maps a 0-based step to a factor of ``lr``; None: constant.
+        weight_decay: Weight decay of MeZO's update.
         seed: Seed of the run's directions.
-        zo: What a zeroth-order run takes beyond that; ``device`` is the CPU if it is not given.
+        zo: Other arguments of the zeroth-order run; ``device`` is the CPU by default.
 
     Logs:
         ``train_loss`` at each step, ``val_loss`` after each validation: the mean over labelled tokens. A subclass whose
-        ``validation_step`` does not call this one's logs what it evaluates by itself, and no ``val_loss``.
+        ``validation_step`` does not call this one's logs its own evaluation, and no ``val_loss``.
 
     Raises:
-        MissingPackageError: as this is imported, if Lightning is not installed.
+        MissingPackageError: on import, if Lightning is not installed.
         ZO2Error: as ``ZOEngine`` says, at the first step.
     """
 
@@ -63,7 +63,7 @@ class ZOLightningModule(StreamedLightningModule):
 
     @property
     def engine(self) -> ZOEngine:
-        """The engine that takes the steps, at the present version."""
+        """Engine that takes the steps, at the present version."""
         if self._engine is None:
             self._engine = self.zo.open_engine(
                 self._model,
@@ -76,15 +76,15 @@ class ZOLightningModule(StreamedLightningModule):
         return self._engine
 
     def configure_callbacks(self) -> list[Any]:
-        """Refuse what Lightning does in automatic optimization alone.
+        """Refuse options of Lightning's Trainer that need automatic optimization.
 
-        This hook runs before Lightning's own check, which recommends automatic optimization: that does not exist here.
+        This hook runs before Lightning's own check, whose remedy is automatic optimization, which is not supported here.
 
         Returns:
             No callbacks.
 
         Raises:
-            OptionError: naming what was asked for.
+            OptionError: naming the option of Lightning's Trainer.
         """
         self.require_whole_steps()
         clipping = self.trainer.gradient_clip_val or None
@@ -98,7 +98,7 @@ class ZOLightningModule(StreamedLightningModule):
         return []
 
     def configure_optimizers(self) -> Any:
-        """What the schedule is told to; the engine takes the steps."""
+        """Create the optimizer whose learning rate the schedule sets. The engine takes the steps."""
         optimizer = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=self._lr)
         if self._lr_lambda is None:
             return optimizer
@@ -115,24 +115,24 @@ class ZOLightningModule(StreamedLightningModule):
         return torch.tensor(result.loss)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put the journal into a checkpoint of Lightning's, and how many steps it holds."""
+        """Add the journal and its number of steps to a checkpoint."""
         with tempfile.TemporaryDirectory() as directory:
             copy_journal(self.engine.journal, Path(directory) / JOURNAL)
             checkpoint[JOURNAL] = (Path(directory) / JOURNAL).read_text()
         checkpoint[_VERSION] = self.engine.version  # global_step counts from 0 again when another Trainer goes on
 
     def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on from the journal in a checkpoint.
+        """Continue from the journal in a checkpoint.
 
         Raises:
-            JournalError: if there is none, it is damaged, or it does not hold the steps that were saved.
+            JournalError: if it is missing or damaged, or has another number of steps than was saved.
         """
         if JOURNAL not in checkpoint:
             raise JournalError(
                 "the checkpoint",
                 found="no journal",
-                expected="that of a zeroth-order run",
-                remedy="name a checkpoint that this module saved",
+                expected="the journal of a zeroth-order run",
+                remedy="pass a checkpoint that this module saved",
             )
         with tempfile.TemporaryDirectory() as directory:
             (Path(directory) / JOURNAL).write_text(checkpoint[JOURNAL])

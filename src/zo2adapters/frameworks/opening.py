@@ -1,4 +1,4 @@
-"""The model of somebody else's trainer: opened in the precision that its arguments ask for."""
+"""Opens the model of a trainer in the precision that the trainer's arguments ask for."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _REWARD_MODEL = (
 def open_for(
     model: HFBlockModel | Path | str, autocast: torch.dtype | None, head: str, *, adapter: Adapter | None = None
 ) -> HFBlockModel:
-    """The model that a trainer is to train.
+    """Open a trainer's model, or check a model that is open already.
 
     Args:
-        model: A model directory, a hub id, or what ``open_checkpoint`` gave.
-        autocast: The 16 bits that the trainer's arguments ask to compute in; None: the weights' own dtype.
+        model: A model directory, a hub id, or a model from ``open_checkpoint``.
+        autocast: 16-bit dtype that the trainer's arguments ask to compute in; None: the dtype of the weights.
+        head: Name of the head that the trainer needs: "sequence-classification", with one label, for a reward model.
         adapter: The adapter to open the model with; None: none.
-        head: What the trainer is for: "sequence-classification", with one label, is that of a reward model.
 
     Returns:
-        The model, in mixed precision where 16 bits are asked for.
+        The model, in mixed precision if a 16-bit dtype is asked for.
 
     Raises:
-        OptionError: if the model was opened in another precision, is whole in memory, or is no reward model for a trainer
-            that trains one.
+        OptionError: if the model was opened in another precision, is whole in memory, or has another head than the trainer
+            needs.
         ZO2Error: as ``open_checkpoint`` says.
     """
     if isinstance(model, (str, Path)):
@@ -53,8 +53,8 @@ def open_for(
         raise OptionError(
             "model",
             found=f"a {type(model).__name__}",
-            expected="a model directory, a hub id, or what open_checkpoint gives",
-            remedy="pass the path: the model need not be in memory",
+            expected="a model directory, a hub id, or a model from open_checkpoint",
+            remedy="pass the path, since the model is not loaded as a whole",
         )
     if head != CAUSAL_LM.name and not (
         isinstance(model, HFHeadModel) and model.kind.name == head and model.config.num_labels == 1
@@ -68,12 +68,12 @@ def open_for(
     if model.autocast != autocast:
         raise OptionError(
             "bf16, fp16",
-            found=f"a model that computes {_in_words(model.autocast)}",
-            expected=f"one that computes {_in_words(autocast)}, as the arguments say",
-            remedy="pass bf16=False to a model in exact precision, or open it with precision='mixed'",
+            found=f"a model that computes {_precision(model.autocast)}",
+            expected=f"a model that computes {_precision(autocast)}, as the arguments say",
+            remedy="pass bf16=False with a model in exact precision, or open the model with precision='mixed'",
         )
     return model
 
 
-def _in_words(autocast: torch.dtype | None) -> str:
-    return "in the dtype of its weights" if autocast is None else f"in {autocast} beside float32 weights"
+def _precision(autocast: torch.dtype | None) -> str:
+    return "in the dtype of its weights" if autocast is None else f"in {autocast} with float32 weights"

@@ -1,9 +1,9 @@
-"""What a trainer's checkpoint holds of a zeroth-order run: the journal, and the weights if they are wanted.
+"""Saves a zeroth-order run in a trainer's checkpoint: the journal and, if wanted, the weights.
 
-Note: a directory that is saved again. The new files are written into a directory of their own inside it and renamed from
-there, so that a kill at any moment leaves a whole model, the earlier one or the new one, and a whole journal. One rename
-decides which weights count: that of ``model.safetensors``, or of the index, whose shards are there by then under names that
-the earlier index does not use. What a killed process left is removed by the next save.
+Note: Saving into a directory again. The new files are written into a temporary directory inside it and renamed from there.
+So a kill at any moment leaves a whole model, the earlier or the new one, and a whole journal. One rename decides which
+weights are used: that of ``model.safetensors``, or of the index. The index's shards are in place by then, under names that
+the earlier index does not use. The next save removes what a killed process left.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from zo2core.errors import reason
 from zo2core.io.durable import sync_path
 
 JOURNAL = "journal.jsonl"
-_TOLD = ("pad_token_id", "bos_token_id", "eos_token_id", "problem_type")  # what trainers set in a model's config
+_SET_BY_TRAINERS = ("pad_token_id", "bos_token_id", "eos_token_id", "problem_type")  # keys of a model's config
 _SINGLE, _INDEX, _SHARDS = "model.safetensors", "model.safetensors.index.json", "model*.safetensors"
 _PARTIAL = ".model.partial-"
 
 
 def save_run(engine: Runner, directory: Path, *, weights: bool, write_others: Callable[[Path], None]) -> None:
-    """Write a run's journal into a directory that may hold other things, and its weights beside it.
+    """Write a run's journal and, if wanted, its weights into a directory that may have other files.
 
-    The journal comes last. Between the new weights and the new journal a kill leaves the earlier journal, whole.
+    The journal is written last. A kill between weights and journal leaves the earlier journal whole.
 
     Args:
-        engine: The run.
-        directory: Made if it is not there. An earlier model in it is replaced; without ``weights`` it is removed.
-        weights: Whether the model is written, too, as ``from_pretrained`` loads it.
-        write_others: Writes the other files of the checkpoint into a directory, which holds the new model if there is one.
+        engine: The run's engine.
+        directory: Directory of the checkpoint, which is created if necessary. An earlier model in it is replaced; without
+            ``weights`` it is removed.
+        weights: Whether to write the model as well, in the form that ``from_pretrained`` loads.
+        write_others: Writes the other files of the checkpoint into a directory that has the new model, if it is written.
 
     Raises:
         OutputError: if the directory cannot be written.
@@ -53,11 +54,11 @@ def save_run(engine: Runner, directory: Path, *, weights: bool, write_others: Ca
 
 
 def save_files(directory: Path, write: Callable[[Path], None]) -> None:
-    """Write files into a directory that may hold other things; files there are replaced once all new ones are written.
+    """Write files into a directory that may have other files; files are replaced once all new ones are written.
 
     Args:
-        directory: Made if it is not there. An earlier model in it is replaced or, where none is written, removed.
-        write: Writes the files into a directory, which it makes.
+        directory: Created if necessary. An earlier model in it is replaced or, if no model is written, removed.
+        write: Creates a directory and writes the files into it.
 
     Raises:
         OutputError: if the directory cannot be written.
@@ -73,12 +74,15 @@ def save_files(directory: Path, write: Callable[[Path], None]) -> None:
             _put_in_place(written, directory, replaced=Path(enclosure))
     except OSError as error:
         raise OutputError(
-            directory, found=reason(error), expected="a directory that can be written", remedy="free space or choose another"
+            directory,
+            found=reason(error),
+            expected="a directory that can be written",
+            remedy="free space or choose another directory",
         ) from error
 
 
 def _put_in_place(written: Path, directory: Path, *, replaced: Path) -> None:
-    """Move all files of a directory into another one; its weights take the place of earlier ones by one rename."""
+    """Move all files of a directory into another one; one rename replaces the earlier weights by the new ones."""
     for path in written.rglob("*"):
         if path.is_file():
             sync_path(path)
@@ -90,7 +94,7 @@ def _put_in_place(written: Path, directory: Path, *, replaced: Path) -> None:
     sync_path(directory)  # shards are durable before the index that names them
     for path in decisive:
         path.replace(directory / path.name)
-    # Loaders prefer model.safetensors to an index, so whichever was not written now goes first, and then its shards.
+    # Loaders prefer model.safetensors to an index, so the one of an earlier save is removed first, and then its shards.
     for name in {_SINGLE, _INDEX} - {path.name for path in decisive}:
         (directory / name).unlink(missing_ok=True)
     sync_path(directory)
@@ -98,13 +102,13 @@ def _put_in_place(written: Path, directory: Path, *, replaced: Path) -> None:
 
 
 def _replace(path: Path, target: Path, replaced: Path) -> None:
-    if target.is_dir():  # which no rename replaces, unless it is empty
+    if target.is_dir():  # a rename replaces empty directories only
         target.rename(replaced / target.name)
     path.replace(target)
 
 
 def _use_free_names(written: Path, directory: Path) -> None:
-    """Rename the shards of a new model, if earlier ones have their names, and say so in its index."""
+    """If earlier shards have the names of new ones, rename the new shards and update their index."""
     index = written / _INDEX
     shards = _shards_of(index)
     if not any((directory / shard).exists() for shard in shards):
@@ -119,7 +123,7 @@ def _use_free_names(written: Path, directory: Path) -> None:
 
 
 def _remove_unused_shards(directory: Path) -> None:
-    """Remove weights that do not count: of an earlier model, or of a save that was killed."""
+    """Remove unused weights: of an earlier model, or of a save that was killed."""
     if (directory / _SINGLE).exists():
         (directory / _INDEX).unlink(missing_ok=True)
         used = {_SINGLE}
@@ -131,7 +135,7 @@ def _remove_unused_shards(directory: Path) -> None:
 
 
 def _shards_of(index: Path) -> set[str]:
-    """The files that an index names; none if it is damaged, since then there is no model to keep."""
+    """Files that an index names; none if it is damaged, since then no model can be loaded from it."""
     try:
         return set(json.loads(index.read_bytes())["weight_map"].values())
     except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
@@ -139,36 +143,39 @@ def _shards_of(index: Path) -> set[str]:
 
 
 def write_token_ids(model: PreTrainedModel, directory: Path) -> None:
-    """Add to an exported model what its trainer sets in the config: special tokens, the kind of labels.
+    """Add the values that a trainer sets in the config to an exported model: special tokens, and the kind of labels.
 
     Args:
-        model: The trainer's.
-        directory: Holds ``config.json``, and perhaps ``generation_config.json``.
+        model: The trainer's model.
+        directory: Directory with ``config.json`` and optionally ``generation_config.json``.
 
     Raises:
         OSError: if they cannot be written.
     """
-    told = (("config.json", model.config), ("generation_config.json", getattr(model, "generation_config", None)))
-    for name, config in told:
+    configs = (("config.json", model.config), ("generation_config.json", getattr(model, "generation_config", None)))
+    for name, config in configs:
         path = directory / name
         if config is None or not path.exists():
             continue
         values = json.loads(path.read_bytes())
-        own = {key: getattr(config, key) for key in _TOLD if getattr(config, key, None) is not None}
-        if {**values, **own} != values:
-            path.write_text(json.dumps({**values, **own}, indent=2) + "\n")
+        changed = {
+            **values,
+            **{key: getattr(config, key) for key in _SET_BY_TRAINERS if getattr(config, key, None) is not None},
+        }
+        if changed != values:
+            path.write_text(json.dumps(changed, indent=2) + "\n")
 
 
 def read_journal(path: Path, version: int | None, *, name: str | None = None) -> Journal:
-    """The journal of a checkpoint, in memory. It is a copy that was written at once, so it is whole or damaged.
+    """Read the journal of a checkpoint into memory. It was written at once, so an incomplete journal is damaged.
 
     Args:
         path: The file.
-        version: Steps that the journal held when the checkpoint was saved; None: the checkpoint does not say.
-        name: What errors call the file, if it is not the path.
+        version: Number of steps when the checkpoint was saved; None: the checkpoint does not have it.
+        name: Name of the file in errors; None: its path.
 
     Raises:
-        JournalError: if there is none, it is damaged, or it holds another number of steps.
+        JournalError: if the file is missing or damaged, or has another number of steps.
     """
     where = path if name is None else name
     remedy = "restore the checkpoint from a copy, or resume from another one"
@@ -177,13 +184,13 @@ def read_journal(path: Path, version: int | None, *, name: str | None = None) ->
             where,
             found="no file",
             expected="the journal of a zeroth-order run",
-            remedy="name a checkpoint that this trainer saved",
+            remedy="pass a checkpoint that this trainer saved",
         )
     try:
         journal = Journal(path)
     except JournalError as error:
-        place = error.where.replace(str(path), str(where))
-        raise JournalError(place, found=error.found, expected=error.expected, remedy=remedy) from error
+        location = error.where.replace(str(path), str(where))
+        raise JournalError(location, found=error.found, expected=error.expected, remedy=remedy) from error
     try:
         steps = len(journal.updates)
         if journal.torn or journal.header is None:

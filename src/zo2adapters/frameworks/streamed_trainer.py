@@ -1,6 +1,6 @@
-"""What first-order and zeroth-order trainers have in common: a model that is never whole, in a trainer of Hugging Face's.
+"""Base of the mixins for Hugging Face trainers, whose model is never whole in memory.
 
-The trainer's model is the skeleton of a checkpoint: its config, its class, and no weights. Evaluation and DPO's reference
+The trainer's model is the skeleton of a checkpoint: its config and class without weights. Evaluation and DPO's reference
 run as sweeps of an engine, which has the weights.
 """
 
@@ -27,24 +27,24 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_model import Adapter
 from zo2core import Batch, OptionError, Runner
 
-_Beside: Any = object  # the trainer that stands beside the mixin, whose attributes are its own
+_Trainer: Any = object  # the type checker's stand-in for the trainer that the mixin is combined with
 
-_OF_FLASH_ATTENTION = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # positions say the same
+_FLASH_ATTENTION_KEYS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # they follow from positions
 
 
-class StreamedTrainerMixin(_Beside):  # type: ignore[misc]
+class StreamedTrainerMixin(_Trainer):  # type: ignore[misc]
     """Opens a trainer's model as segments, evaluates it in sweeps, and saves it.
 
     Args:
-        model: A model directory, a hub id, or what ``open_checkpoint`` returned.
+        model: A model directory, a hub id, or a model from ``open_checkpoint``.
         args: The trainer's arguments.
-        options: The trainer's other options, by name.
+        options: Other options of the trainer, by name.
         adapter: The adapter to open the model with; None: none.
-        own: Names of arguments and options that have their usual meaning in this trainer, where they have none in others.
+        supported: Names of arguments and options that this mixin supports and others refuse.
 
     Raises:
-        OptionError: if an argument asks for what cannot be done, the trainer is one of TRL's that cannot work, or the model
-            has another precision than the arguments ask for.
+        OptionError: if an argument is not supported, the trainer is one of TRL's that is not supported, or the model was
+            opened in another precision than the arguments ask for.
         ZO2Error: as ``open_checkpoint`` says.
     """
 
@@ -55,16 +55,19 @@ class StreamedTrainerMixin(_Beside):  # type: ignore[misc]
         options: Mapping[str, Any],
         *,
         adapter: Adapter | None = None,
-        own: frozenset[str] = frozenset(),
+        supported: frozenset[str] = frozenset(),
     ) -> None:
         require_supported_trainer(type(self))
         if not isinstance(args, TrainingArguments):
             raise OptionError(
-                "args", found=f"a {type(args).__name__}", expected="the trainer's arguments", remedy="pass them by name"
+                "args",
+                found=f"a {type(args).__name__}",
+                expected="TrainingArguments",
+                remedy="pass args=TrainingArguments(...)",
             )
-        require_supported(args, options, own=own)
-        if getattr(args, "precompute_ref_log_probs", None) is False:  # DPO would load the reference whole
-            setattr(args, "precompute_ref_log_probs", True)  # noqa: B010 - no other trainer's arguments have it
+        require_supported(args, options, supported=supported)
+        if getattr(args, "precompute_ref_log_probs", None) is False:  # DPO would load the whole reference model
+            setattr(args, "precompute_ref_log_probs", True)  # noqa: B010 - arguments of other trainers do not have it
         self.block_model = open_for(model, autocast_of(args), head_for(type(self)), adapter=adapter)
         self._swept: SweptBatches | None = None
         skeleton: Any = self.block_model.skeleton
@@ -76,20 +79,20 @@ class StreamedTrainerMixin(_Beside):  # type: ignore[misc]
     @property
     @abstractmethod
     def engine(self) -> Runner:
-        """The engine that has the present weights."""
+        """Engine that has the present weights."""
 
     @abstractmethod
     def _reference(self) -> AbstractContextManager[Runner]:
-        """The weights that training began with, whatever steps were taken."""
+        """The weights that training started from."""
 
     @abstractmethod
     def _write(self, directory: Path, *, weights: bool, write_others: Callable[[Path], None] = lambda _: None) -> None:
-        """Write what a checkpoint has of the run.
+        """Write the run's files of a checkpoint.
 
         Args:
-            directory: Made if it is not there.
-            weights: Whether the weights are written, too.
-            write_others: Writes the other files of the checkpoint into a directory, which holds what was written so far.
+            directory: Directory of the checkpoint, which is created if necessary.
+            weights: Whether to write the weights as well.
+            write_others: Writes the other files of the checkpoint into a directory that has the files written so far.
         """
 
     def evaluation_loop(
@@ -100,16 +103,16 @@ class StreamedTrainerMixin(_Beside):  # type: ignore[misc]
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
-        """Evaluate with as many batches a sweep as activations may take memory."""
+        """Evaluate, with as many batches per sweep as fit in the memory for activations."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         predict = partial(super().prediction_step, prediction_loss_only=loss_only, ignore_keys=ignore_keys)
         self._set_mode(training=False)
         swept = self._swept_batches(dataloader, predict, self.engine, keeps_logits=not loss_only)
-        before, self._swept = self._swept, swept
+        outer, self._swept = self._swept, swept
         try:
             return super().evaluation_loop(swept, description, loss_only, ignore_keys, metric_key_prefix)
         finally:
-            self._swept = before
+            self._swept = outer
 
     def prediction_step(
         self,
@@ -118,7 +121,7 @@ class StreamedTrainerMixin(_Beside):  # type: ignore[misc]
         prediction_loss_only: bool,  # noqa: FBT001
         ignore_keys: list[str] | None = None,
     ) -> Any:
-        """What the sweep made of the batch: loss, logits and labels."""
+        """Loss, logits and labels of the batch, from the sweep in which it was processed."""
         if self._swept is not None:
             return self._swept.output
         predict = partial(super().prediction_step, prediction_loss_only=prediction_loss_only, ignore_keys=ignore_keys)
@@ -127,7 +130,7 @@ class StreamedTrainerMixin(_Beside):  # type: ignore[misc]
         return output
 
     def compute_ref_log_probs(self, model: Any, inputs: Batch) -> Any:
-        """DPO's log-probabilities of the reference, for one batch: of a model in a sweep, or in one of its own."""
+        """DPO's reference log-probabilities of one batch, in the running sweep or else in a sweep for this batch."""
         if model is not self.model:
             return super().compute_ref_log_probs(model, inputs)
         with self._reference() as reference:
@@ -140,11 +143,11 @@ class StreamedTrainerMixin(_Beside):  # type: ignore[misc]
         return SweptBatches(loader, replayer, forward, batch_tensors, self.accelerator.gradient_state)
 
     def _set_mode(self, *, training: bool) -> None:
-        """What trainers ask for the name of their metrics. Its modules stay as in evaluation, as in MeZO: no dropout."""
+        """Set the flag by which trainers name metrics. The modules stay in evaluation mode, without dropout, as in MeZO."""
         self.model.training = training
 
     def _save_pretrained(self, save_directory: str | Path, **_: Any) -> None:
-        """What ``model.save_pretrained`` means here: the model at the present version."""
+        """Write the model at the present version, in place of ``model.save_pretrained``."""
         self._write(Path(save_directory), weights=True)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -154,7 +157,7 @@ class StreamedTrainerMixin(_Beside):  # type: ignore[misc]
         return dict(super()._build_accelerator_args(**options, device_placement=False))  # the engine places the weights
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, which is not to cast: the engine computes in the precision in which the model was opened."""
+        """Create the accelerator without autocast: the engine computes in the precision in which the model was opened."""
         super().create_accelerator_and_postprocess()
         self.accelerator.native_amp, self.accelerator.scaler = False, None
 
@@ -173,7 +176,7 @@ class StreamedTrainerMixin(_Beside):  # type: ignore[misc]
         torch.save(self.args, directory / "training_args.bin")
 
     def _trainer_loss(self, num_items: Any) -> TrainerLoss:
-        """The loss that the trainer computes, as an objective."""
+        """The trainer's loss as an objective."""
         adds_up = self.loss_is_scaled_for_ga
         if adds_up is None:
             adds_up = (self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None
@@ -181,16 +184,16 @@ class StreamedTrainerMixin(_Beside):  # type: ignore[misc]
 
 
 def _no_weights(*_: Any, **__: Any) -> dict[str, torch.Tensor]:
-    """The skeleton's state: it has no weights, so what reads them finds none."""
+    """The state dict of the skeleton, which has no weights."""
     return {}
 
 
 def _refuse_to_push(*_: Any, **__: Any) -> None:
     raise OptionError(
-        "model.push_to_hub", found="a model without weights", expected="a saved one", remedy="use trainer.push_to_hub()"
+        "model.push_to_hub", found="a model without weights", expected="a saved model", remedy="use trainer.push_to_hub()"
     )
 
 
 def batch_tensors(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch without what flash attention alone would read: the same follows from positions."""
-    return {key: value for key, value in inputs.items() if key not in _OF_FLASH_ATTENTION}
+    """The batch without the entries for flash attention, which follow from the positions."""
+    return {key: value for key, value in inputs.items() if key not in _FLASH_ATTENTION_KEYS}

@@ -1,4 +1,4 @@
-"""A data loader whose batches have been through the model: as many a sweep as activations may take memory."""
+"""A data loader that yields batches with the model's output for them, computed for several batches in one sweep."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from zo2core import Batch, Forward, Runner
 
 
 class SweptBatches:
-    """Gives a data loader's batches one by one, each with what the model's sweep made of it in ``output``.
+    """Yields the batches of a data loader; ``output`` has the model's output for the batch that was yielded last.
 
-    It reads ahead: a sweep's batches are taken from the loader before the first of them is given. So it is this loader that
-    accelerate has to ask where the data ends, not the one that it reads from.
+    All batches of a sweep, as many as fit in the memory for activations, are read before the first of them is yielded. So
+    accelerate has to ask this loader, and not the wrapped one, whether the data has ended.
 
     Args:
-        loader: The data loader, whose other attributes this one has, too.
-        replayer: What runs the sweeps.
-        forward: What ends in the output.
-        tensors: What of a batch the forward takes.
+        loader: The data loader. Its other attributes are attributes of this object, too.
+        replayer: Runs the sweeps.
+        forward: Computes the output.
+        tensors: Selects the entries of a batch that the forward takes.
         state: Accelerate's ``GradientState``.
     """
 
@@ -41,27 +41,27 @@ class SweptBatches:
         self._forward = forward
         self._tensors = tensors
         self._state = state
-        self.output: Any = None  # of the batch that was given last
-        self.end_of_dataloader = False  # whether the batch that was given last is the loader's last one
+        self.output: Any = None  # the model's output for the batch that was yielded last
+        self.end_of_dataloader = False  # whether the batch that was yielded last is the loader's last one
         self.remainder = -1  # rows of an incomplete last batch that count; -1: all of them
 
     def __iter__(self) -> Iterator[Any]:
         source: Iterable[Any] = getattr(self._loader, "base_dataloader", self._loader)
-        taken: deque[tuple[Any, bool]] = deque()
+        pending: deque[tuple[Any, bool]] = deque()  # batches that were read, and whether each is the last one
 
         def batches() -> Iterator[Batch]:
             for batch, is_last in _with_last(source):
-                taken.append((batch, is_last))
+                pending.append((batch, is_last))
                 yield self._tensors(batch)
 
         self._state._add_dataloader(self)
         try:
             for outputs in self._replayer.forwards(batches(), self._forward):
                 for self.output in outputs:
-                    batch, self.end_of_dataloader = taken.popleft()
+                    batch, self.end_of_dataloader = pending.popleft()
                     if self.end_of_dataloader:
                         self.remainder = _rows_that_count(self._loader, batch)
-                    # What left a sweep belongs to whoever gets it, also to be changed in place.
+                    # A copy, because callers may change the output in place.
                     self.output = tree_map_only(torch.Tensor, torch.Tensor.clone, self.output)
                     yield batch
         finally:
@@ -76,7 +76,7 @@ class SweptBatches:
 
 
 def _rows_that_count(loader: Any, last: Any) -> int:
-    """As accelerate counts the rows of a loader's last batch, by which losses that were repeated for a whole one are cut."""
+    """Number of rows in the last batch, as accelerate counts them to drop the losses of repeated rows."""
     whole = getattr(loader, "total_batch_size", None)
     if whole is None or getattr(getattr(loader, "batch_sampler", None), "drop_last", False):
         return -1
@@ -88,10 +88,10 @@ def _rows_that_count(loader: Any, last: Any) -> int:
 
 def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     """Each batch, and whether it is the last one."""
-    before: list[Any] = []
+    previous: list[Any] = []
     for batch in batches:
-        if before:
-            yield before.pop(), False
-        before.append(batch)
-    for batch in before:
+        if previous:
+            yield previous.pop(), False
+        previous.append(batch)
+    for batch in previous:
         yield batch, True

@@ -1,4 +1,4 @@
-"""The loss that a trainer computes, as an objective."""
+"""A trainer's loss as an objective of an engine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zo2core import Batch, OptionError
 
 
 class TrainerLoss(CalledForward):
-    """A function from the model and a batch to a loss, 0-d. See ``Objective``.
+    """A trainer's ``compute_loss`` as an ``Objective``.
 
     Args:
         model: The model.
-        loss: Takes the model and a batch, as a trainer's ``compute_loss``.
-        adds_up: Whether the losses of a step's batches are shares of one mean, to be added; else the step's is their mean.
+        loss: Function from the model and a batch to a loss, 0-d.
+        adds_up: Whether the step's loss is the sum of its batches' losses; otherwise it is their mean.
     """
 
     def __init__(self, model: HFBlockModel, loss: Callable[[Any, dict[str, Any]], torch.Tensor], *, adds_up: bool) -> None:
@@ -29,13 +29,13 @@ class TrainerLoss(CalledForward):
         """Leave the batch whole. See the contract.
 
         Raises:
-            OptionError: if it is to be cut: only its author knows how.
+            OptionError: if it is to be split, since a trainer's loss need not be a mean over rows.
         """
         if rows is not None:
             raise OptionError(
                 "micro_batch_size",
-                found=f"{rows}, beside a loss that the trainer computes",
-                expected="none",
+                found=f"{rows}, with a loss that the trainer computes",
+                expected="None",
                 remedy="lower per_device_train_batch_size and raise gradient_accumulation_steps",
             )
         return [batch]

@@ -1,7 +1,7 @@
-"""Zeroth-order steps in ``transformers.Trainer``, and in the trainers that are made from it.
+"""Zeroth-order training in ``transformers.Trainer`` and trainers derived from it.
 
 The trainer keeps its loop, data, schedules, logs, evaluation, callbacks and checkpoints. Its model is the skeleton of a
-checkpoint that is never whole in memory; a training step is a step of ``ZOEngine``, an evaluation step a part of a sweep.
+checkpoint that is never whole in memory. A training step is a step of ``ZOEngine``, an evaluation step a part of a sweep.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from zo2adapters.frameworks.trainer_loss import TrainerLoss
 from zo2adapters.models.hf import HFBlockModel
 from zo2core import Batch, Journal, OptionError, Replayer, Runner, ZOEngine
 
-_SAVED, _VERSION = "ZOTrainerMixin", "version"  # under which a trainer's state keeps the number of steps in the journal
+_SAVED, _VERSION = "ZOTrainerMixin", "version"  # keys of the number of steps in the journal, in a trainer's state
 
 
 class ZOTrainerMixin(StreamedTrainerMixin):
-    """Makes a trainer of Hugging Face's one of zeroth order: ``class ZOTrainer(ZOTrainerMixin, Trainer): pass``.
+    """Gives a Hugging Face trainer zeroth-order steps: ``class ZOTrainer(ZOTrainerMixin, Trainer): pass``.
 
     Made for ``transformers.Trainer``, for TRL's ``SFTTrainer``, ``DPOTrainer``, ``RewardTrainer`` and ``TPOTrainer``, and
     for trainers of your own whose ``compute_loss`` calls the model with one batch. TRL's other trainers are refused: GRPO,
     RLOO and distillation generate text with the model, KTO calls it with a second batch.
 
-    Where the trainer's loss is the model's own, over labelled tokens, a step is ``engine.step(batch)``, bit for bit. Any
-    other ``compute_loss`` runs in the head's visit. DPO's reference is the base checkpoint, whose log-probabilities are
-    streamed once, at the start.
+    If the trainer's loss is the model's own, over labelled tokens, a step is ``engine.step(batch)``, bit for bit. Any other
+    ``compute_loss`` runs when the sweep visits the head. DPO's reference is the base checkpoint, whose log-probabilities are
+    computed in a sweep at the start.
 
     Args:
-        model: A model directory, a hub id, or what ``open_checkpoint`` gives. ``bf16=True`` or ``fp16=True`` in ``args``
+        model: A model directory, a hub id, or a model from ``open_checkpoint``. ``bf16=True`` or ``fp16=True`` in ``args``
             opens it in mixed precision.
         args: The trainer's arguments.
-        zo: What a zeroth-order run takes beyond them.
-        options: The trainer's other options, by name.
+        zo: Arguments of the zeroth-order run.
+        options: Other options of the trainer, by name.
 
     Raises:
-        OptionError: if an argument asks for what a zeroth-order run cannot do, the trainer is one of TRL's that cannot work,
-            or the model's precision is another one. ``max_grad_norm`` has no effect: there is no gradient to clip.
+        OptionError: if an argument or one of TRL's trainers is not supported in zeroth-order runs, or the model has another
+            precision than the arguments ask for. ``max_grad_norm`` has no effect: there is no gradient to clip.
         ZO2Error: as ``open_checkpoint`` and ``ZOEngine`` say.
     """
 
@@ -59,19 +59,19 @@ class ZOTrainerMixin(StreamedTrainerMixin):
         self.zo = ZOArguments() if zo is None else zo
         self._engine: ZOEngine | None = None
         self._journal = Journal()
-        self._waiting: list[Batch] = []  # of a step, with gradient accumulation
+        self._accumulated: list[Batch] = []  # batches of an unfinished step, with gradient accumulation
         self._projected_grad: float | None = None
         super().__init__(model, args, options)
 
     @property
     def engine(self) -> ZOEngine:
-        """The engine that takes the steps, at the present version."""
+        """Engine that takes the steps, at the present version."""
         if self._engine is None:
             args, zo = self.args, self.zo
             if zo.device is not None and torch.device(zo.device).type != args.device.type:
                 raise OptionError(
                     "device",
-                    found=f"{zo.device} beside the trainer's {args.device}",
+                    found=f"{zo.device}, while the trainer uses {args.device}",
                     expected="the same kind of device",
                     remedy="leave it out, or pass use_cpu=True",
                 )
@@ -86,35 +86,39 @@ class ZOTrainerMixin(StreamedTrainerMixin):
         return self._engine
 
     def rewind(self, journal: Journal) -> None:
-        """Go on from another version of the run: that of its journal, or of ``journal.until(step)``."""
+        """Continue from another version of the run: the last step of ``journal``, which may be ``journal.until(step)``."""
         if self._engine is not None:
             self._engine.close()
-        self._engine, self._journal, self._waiting = None, journal, []
+        self._engine, self._journal, self._accumulated = None, journal, []
 
     def train(self, *arguments: Any, **options: Any) -> Any:
-        """Train. What an earlier call left of a step that it did not take is forgotten."""
-        self._waiting = []
+        """Train. Batches of a step that an earlier call left unfinished are dropped."""
+        self._accumulated = []
         return super().train(*arguments, **options)
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Take a zeroth-order step; with gradient accumulation, at the last of its batches."""
-        self._waiting.append(batch_tensors(self._prepare_inputs(inputs)))
+        """Take a zeroth-order step; with gradient accumulation, at the last of the step's batches.
+
+        Returns:
+            Loss of the step, 0-d; 0 for all batches but the last.
+        """
+        self._accumulated.append(batch_tensors(self._prepare_inputs(inputs)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        batches, self._waiting = self._waiting, []
+        batches, self._accumulated = self._accumulated, []
         self._set_mode(training=True)
         result = self.engine.step(batches, self._loss(num_items_in_batch))
         self._projected_grad = math.sqrt(math.fsum(grad * grad for grad in result.projected_grads))
         return torch.tensor(result.loss, device=self.args.device)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Make what the schedule of the learning rate is told to; the engine takes the steps."""
+        """Create the optimizer whose learning rate the schedule sets. The engine takes the steps."""
         if self.optimizer is None:
             self.optimizer = torch.optim.SGD([torch.zeros(0, requires_grad=True)], lr=self.args.learning_rate)
         return self.optimizer
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Two operations a parameter, token and evaluation: there is no backward pass."""
+        """Two operations per parameter, token and evaluation; there is no backward pass."""
         tokens: int = inputs[getattr(self.model, "main_input_name", "input_ids")].numel()
         parameters = sum(spec.numel for layout in self.block_model.layouts for spec in layout.parameters)
         return 2 * parameters * tokens * self._evaluations()
@@ -124,29 +128,29 @@ class ZOTrainerMixin(StreamedTrainerMixin):
         return len(updates[-1].evaluations) if updates else 0
 
     def _loss(self, num_items: Any) -> TrainerLoss | None:
-        """What a step makes smaller; None is the model's own loss."""
-        if not self.zo.trainer_loss and self._has_the_models_loss():
+        """Objective of a step; None: the model's own loss."""
+        if not self.zo.trainer_loss and self._uses_model_loss():
             return None
         return self._trainer_loss(num_items)
 
-    def _has_the_models_loss(self) -> bool:
+    def _uses_model_loss(self) -> bool:
         """Whether ``compute_loss`` gives the model's own loss: the mean over labelled tokens."""
         if self.compute_loss_func is not None or self.label_smoother is not None:
             return False
-        computes = type(self).compute_loss
-        if computes is Trainer.compute_loss:
+        method = type(self).compute_loss
+        if method is Trainer.compute_loss:
             return True
-        is_sft = f"{computes.__module__}.{computes.__qualname__}" == "trl.trainer.sft_trainer.SFTTrainer.compute_loss"
+        is_sft = f"{method.__module__}.{method.__qualname__}" == "trl.trainer.sft_trainer.SFTTrainer.compute_loss"
         return is_sft and self.args.loss_type == "nll" and not self.aux_loss_enabled
 
     @contextmanager
     def _reference(self) -> Iterator[Runner]:
-        """The base checkpoint, whatever steps were taken."""
+        """The base checkpoint, without the steps taken so far."""
         if self.engine.version == 0:
             yield self.engine
             return
         journal = self.engine.journal
-        self.rewind(journal)  # one at a time uses the model
+        self.rewind(journal)  # closes the engine: only one engine at a time uses the model
         with Replayer(self.block_model, journal.until(0), device=str(self.args.device), memory=self.zo.memory) as replayer:
             yield replayer
 
@@ -167,7 +171,7 @@ class ZOTrainerMixin(StreamedTrainerMixin):
         self._write(directory, weights=self.zo.export_checkpoints or not is_checkpoint, write_others=self._write_settings)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # Beside global_step, which a second call of train counts from 0 again.
+        # A second call of train counts global_step from 0 again.
         self.state.stateful_callbacks[_SAVED] = {"args": {}, "attributes": {_VERSION: self.engine.version}}
         super()._save_checkpoint(model, trial)
 
@@ -185,7 +189,7 @@ class ZOTrainerMixin(StreamedTrainerMixin):
 
 
 def _saved_journal(checkpoint: Path) -> Journal:
-    """The journal of a trainer's checkpoint, held against the step that the trainer's state names."""
+    """The journal of a trainer's checkpoint, which must end at the step in the trainer's state."""
     path, version = checkpoint / TRAINER_STATE_NAME, None
     if path.is_file():
         state = TrainerState.load_from_json(str(path))
