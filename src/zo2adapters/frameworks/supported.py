@@ -13,12 +13,12 @@ from zo2core import OptionError
 
 # Arguments for gradients and for models that are whole in memory. They must have their default values. Values are remedies.
 _AT_DEFAULT: Mapping[str, str] = {
-    "optim": "the estimator of ZOArguments takes the optimizer's place",
-    "optim_args": "the estimator of ZOArguments takes the optimizer's place",
+    "optim": "leave it out: the estimator of ZOArguments replaces the optimizer",
+    "optim_args": "leave it out: the estimator of ZOArguments replaces the optimizer",
     "optim_target_modules": "leave it out: all parameters are trained",
-    "adam_beta1": "the estimator of ZOArguments takes the optimizer's place",
-    "adam_beta2": "the estimator of ZOArguments takes the optimizer's place",
-    "adam_epsilon": "the estimator of ZOArguments takes the optimizer's place",
+    "adam_beta1": "leave it out: the estimator of ZOArguments replaces the optimizer",
+    "adam_beta2": "leave it out: the estimator of ZOArguments replaces the optimizer",
+    "adam_epsilon": "leave it out: the estimator of ZOArguments replaces the optimizer",
     "max_grad_norm": "leave it out: there is no gradient whose norm could be clipped; an estimator that makes "
     "Clipped(estimator=MeZOSGD(...), value=...) clips projected gradients",
     "neftune_noise_alpha": "leave it out: forwards must be deterministic",
@@ -38,8 +38,8 @@ _AT_DEFAULT: Mapping[str, str] = {
 _OFF: Mapping[str, object] = {"max_grad_norm": 0}  # values that turn an unsupported feature off
 _ABSENT: Mapping[str, str] = {  # options of the trainer's constructor that must be absent, with remedies
     "model_init": "pass model",
-    "optimizers": "the estimator of ZOArguments takes the optimizer's place; lr_scheduler_type names the schedule",
-    "optimizer_cls_and_kwargs": "the estimator of ZOArguments takes the optimizer's place",
+    "optimizers": "leave it out: the estimator of ZOArguments replaces the optimizer; lr_scheduler_type names the schedule",
+    "optimizer_cls_and_kwargs": "leave it out: the estimator of ZOArguments replaces the optimizer",
     "peft_config": "pass model=open_checkpoint(model, adapter=Adapter(config=peft_config))",
     "quantization_config": "leave it out: weights are in 16 or 32 bits",
     "ref_model": "leave it out: the reference is the base checkpoint, streamed once",

@@ -292,10 +292,9 @@ class TrainOptions(RunOptions):
         model_names = {option.name for option in dataclasses.fields(RunModelOptions)}
         values = {**values, "model_options": {name: values[name] for name in model_names & values.keys()}}
         for kind, group in ((cls, values), *((kind, values[name]) for name, kind in _GROUPS.items())):
+            # The run may have begun with another value than the default.
             if missing := {option.name for option in dataclasses.fields(kind)} - group.keys() - _LATER - {"output"}:
-                raise KeyError(
-                    f"no {', '.join(sorted(missing))}"
-                )  # the run may have begun with another value than the default
+                raise KeyError(f"no {', '.join(sorted(missing))}")
         values = {name: value for name, value in values.items() if name not in model_names}
         optimization, model_options = dict(values.pop("optimization")), dict(values.pop("model_options"))
         first_order = FirstOrder(**values.pop("first_order", {}))
