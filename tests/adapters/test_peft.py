@@ -200,7 +200,7 @@ def test_a_run_goes_on_with_the_same_adapter_only(tmp_path: Path) -> None:
         ({"config": lora(bias="lora_only")}, "adapter.bias"),
         ({"config": lora(modules_to_save=["lm_head"])}, "adapter.modules_to_save"),
         ({"config": lora(init_lora_weights="olora")}, "adapter.init_lora_weights"),
-        ({"config": peft.IA3Config(target_modules=["q_proj"])}, "adapter: found IA3"),
+        ({"config": peft.VeraConfig(target_modules=["q_proj"])}, "adapter: found VERA"),
         ({"config": peft.PromptTuningConfig(num_virtual_tokens=3)}, "adapter: found PROMPT_TUNING"),
         ({"config": {"r": 3}}, "adapter: found dict"),
         ({"config": lora(), "frozen": ("lora_",)}, "adapter.frozen"),
@@ -337,7 +337,7 @@ def test_an_adapter_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFi
     main([*train, "--output", str(run), "--steps", "2", *adapter])
     assert (run / "model" / "adapter_model.safetensors").exists()
     config.write_text("{}")  # a resumed run reads it again
-    assert refusal("train", "--resume", run, "--steps", 4).startswith("zo2: --adapter: found None; expected LORA")
+    assert refusal("train", "--resume", run, "--steps", 4).startswith("zo2: --adapter: found None; expected one of LORA")
     config.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}))
     main(["train", "--resume", str(run), "--steps", "4"])
     main([*train, "--output", str(tmp_path / "whole"), "--steps", "4", *adapter])

@@ -95,6 +95,27 @@ def around(whole: nn.Module, config: Any) -> nn.Module:
     return PlainNames(peft.get_peft_model(whole, config))
 
 
+def ia3(model_type: str, **changes: Any) -> Any:
+    targets = {"target_modules": TARGETS[model_type], "feedforward_modules": TARGETS[model_type][1:]}
+    return peft.IA3Config(**{**targets, "init_ia3_weights": False, **changes})
+
+
+def loha(model_type: str, **changes: Any) -> Any:
+    return peft.LoHaConfig(**{"r": 3, "alpha": 16, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
+
+
+def lokr(model_type: str, **changes: Any) -> Any:
+    return peft.LoKrConfig(**{"r": 3, "alpha": 16, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
+
+
+def hra(model_type: str, **changes: Any) -> Any:
+    return peft.HRAConfig(**{"r": 4, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
+
+
+def miss(model_type: str, **changes: Any) -> Any:
+    return peft.MissConfig(**{"r": 2, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
+
+
 def vera(model_type: str) -> Any:
     """A kind that this version does not have."""
     return peft.VeraConfig(target_modules=TARGETS[model_type])
@@ -103,6 +124,11 @@ def vera(model_type: str) -> Any:
 KINDS = {
     "dora": Kind(dora, wrapped, {"lora_alpha": 8}, "lora_A"),
     "prefix": Kind(prefix, around, {"num_virtual_tokens": 4}, ""),
+    "ia3": Kind(ia3, wrapped, {"feedforward_modules": []}, "q_proj"),
+    "loha": Kind(loha, wrapped, {"alpha": 8}, "hada_w1_a"),
+    "lokr": Kind(lokr, wrapped, {"alpha": 8}, "lokr_w1"),
+    "hra": Kind(hra, wrapped, {"apply_GS": True}, "q_proj"),
+    "miss": Kind(miss, wrapped, {"r": 1}, "q_proj"),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -297,6 +323,19 @@ def test_magnitudes_begin_as_pefts(tmp_path: Path) -> None:
             assert torch.equal(values[name], theirs[name]), name
 
 
+@pytest.mark.parametrize("kind", ["ia3", "loha", "lokr", "hra", "miss"])
+def test_first_values_of_kinds_without_code_of_their_own_are_pefts(kind: str, tmp_path: Path) -> None:
+    base = save_model(tmp_path, small_config("llama"))
+    config = KINDS[kind].config("llama")
+    values = values_of(open_checkpoint(base, adapter=Adapter(config=config, seed=4)))
+    whole = AutoModelForCausalLM.from_pretrained(base)
+    torch.manual_seed(4)
+    theirs = dict(KINDS[kind].insert(whole, config).named_parameters())
+    assert len(values) >= 4
+    for name, value in values.items():
+        assert torch.equal(value, theirs[name]), name
+
+
 def test_magnitudes_are_norms_of_weights_and_matrices_together(tmp_path: Path) -> None:
     base = save_model(tmp_path, small_config("llama"))
     config = dora("llama", init_lora_weights=False, target_modules=["q_proj"])
@@ -418,10 +457,13 @@ def test_rows_leave_a_prefix_its_positions(tmp_path: Path) -> None:
     ("config", "option"),
     [
         (partial(dora, bias="lora_only"), "adapter.bias"),
-        (partial(dora, modules_to_save=["lm_head"]), "adapter.modules_to_save"),
+        (partial(dora, modules_to_save=["lm_head"]), "adapter.modules_to_save: found lm_head"),
+        (partial(ia3, modules_to_save=["embed_tokens"]), "adapter.modules_to_save: found model.embed_tokens"),
+        (partial(dora, modules_to_save=["self_attn"]), "adapter.modules_to_save: found .*self_attn"),
+        (partial(dora, modules_to_save=["layer_norms"]), "adapter.modules_to_save: found layer_norms"),
         (partial(dora, r=0), "adapter.r"),
         (partial(dora, target_modules=["lm_head"]), "adapter.target_modules: found lm_head"),
-        (vera, "adapter: found VERA; expected LORA or PREFIX_TUNING as peft_type"),
+        (vera, "adapter: found VERA; expected one of LORA, .* as peft_type"),
         (partial(dora, target_modules=["query"]), "adapter.target_modules"),
         (partial(dora, lora_dropout=0.1), "adapter.lora_dropout"),
         (partial(prefix, prefix_projection=True), "adapter.prefix_projection"),
@@ -440,7 +482,7 @@ def test_what_no_kind_heeds_is_refused(config: Callable[[str], Any], option: str
         open_checkpoint(base, adapter=Adapter(config=config("llama")))
 
 
-@pytest.mark.parametrize("kind", ["dora", "prefix"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_any_kind_on_the_command_line(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = small_run(tmp_path)
     run, config = tmp_path / "run", KINDS[kind].config("llama")

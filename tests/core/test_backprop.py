@@ -161,6 +161,37 @@ def test_a_step_is_that_of_the_resident_model(
             assert_equal(engine, resident)
 
 
+KINDS: Mapping[str, Any] = {
+    "lora and modules": lambda targets: lora(
+        target_modules=targets,
+        modules_to_save=["final_layer_norm", "fc2"] if "fc1" in targets else ["input_layernorm", "norm", "v_proj"],
+    ),
+    "dora": lambda targets: lora(use_dora=True, target_modules=targets),
+    "ia3": lambda targets: peft.IA3Config(target_modules=targets, feedforward_modules=targets[1:], init_ia3_weights=False),
+    "loha": lambda targets: peft.LoHaConfig(r=3, alpha=16, target_modules=targets, init_weights=False),
+    "lokr": lambda targets: peft.LoKrConfig(r=3, alpha=16, target_modules=targets, init_weights=False),
+    "hra": lambda targets: peft.HRAConfig(r=4, target_modules=targets, init_weights=False),
+    "miss": lambda targets: peft.MissConfig(r=4, target_modules=targets, init_weights=False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("room", [1, 1 << 28])
+def test_every_kind_of_adapter_is_that_of_peft(kind: str, dtype: torch.dtype, room: int, tmp_path: Path) -> None:
+    for model_type in ("opt", "llama"):
+        base = save_model(tmp_path / model_type, small_config(model_type), dtype)
+        adapter = Adapter(config=KINDS[kind](TARGETS[model_type]), seed=1)
+        model = open_checkpoint(base, adapter=adapter)
+        resident = Resident(base, adapter.config, first_values(model), OPTIMIZERS["adamw"])
+        micro_batches = [make_batch(40, [7, 5]), make_batch(40, [6])]
+        with BackpropEngine(model, OPTIMIZERS["adamw"], clip=0.05, memory=memory(1, room)) as engine:
+            for _ in range(3):
+                expected = resident.step(micro_batches, 0.05)
+                assert engine.step(micro_batches).loss == pytest.approx(expected, rel=1e-6)
+                assert_equal(engine, resident)
+
+
 def make(base: Path, buckets: int | None = None, room: int = 1 << 28, **options: Any) -> BackpropEngine:
     model = open_checkpoint(base, adapter=Adapter(config=lora(init_lora_weights=False), seed=1))
     return BackpropEngine(model, OPTIMIZERS["adamw"], memory=memory(buckets, room), **options)
@@ -257,9 +288,13 @@ def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(base: Path, b
 @pytest.mark.parametrize("model_type", ["opt", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("room", [1, 1 << 28])
-def test_mixed_precision_is_that_of_autocast(model_type: str, dtype: torch.dtype, room: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["lora", *(kind for kind in KINDS if kind not in ("dora", "loha"))])
+def test_mixed_precision_is_that_of_autocast(
+    model_type: str, dtype: torch.dtype, room: int, kind: str, tmp_path: Path
+) -> None:
     base = save_model(tmp_path / "base", small_config(model_type, tie_word_embeddings=True), dtype)
-    config = lora(target_modules=TARGETS[model_type], init_lora_weights=False)
+    targets = TARGETS[model_type]
+    config = lora(target_modules=targets, init_lora_weights=False) if kind == "lora" else KINDS[kind](targets)
     adapter = Adapter(config=config, seed=1)
     model = open_checkpoint(base, adapter=adapter, precision="mixed", dtype="bfloat16", loss_chunk=None)
     frozen = [spec for layout in model.layouts[1:-1] for spec in layout.parameters]
@@ -276,7 +311,9 @@ def test_mixed_precision_is_that_of_autocast(model_type: str, dtype: torch.dtype
             assert_equal(engine, resident)
 
 
-def test_dora_in_mixed_precision_is_refused(base: Path) -> None:
+def test_kinds_whose_bits_differ_under_autocast_are_refused_in_mixed_precision(base: Path) -> None:
+    with pytest.raises(OptionError, match="precision: found mixed with LoHa"):
+        open_checkpoint(base, adapter=Adapter(config=KINDS["loha"](["q_proj"])), precision="mixed")
     with pytest.raises(OptionError, match="precision: found mixed with DoRA"):
         open_checkpoint(base, adapter=Adapter(config=lora(use_dora=True)), precision="mixed")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -21,18 +22,20 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from zo2adapters.models.peft_kinds.files import CONFIG_FILE, WEIGHTS_FILE
-from zo2adapters.models.peft_kinds.kind import NEUTRAL, AdapterKind, OpenBase, OpenedAdapter
+from zo2adapters.models.peft_kinds.injected import INJECTED
+from zo2adapters.models.peft_kinds.kind import NEUTRAL, AdapterKind, FirstValues, OpenBase, OpenedAdapter
 from zo2adapters.models.peft_kinds.lora import LoRAKind
 from zo2adapters.models.peft_kinds.prefix import PrefixKind
 from zo2adapters.models.peft_kinds.reader import read_values
-from zo2adapters.models.peft_kinds.wrapped_layers import WRAPPED, put_value
+from zo2adapters.models.peft_kinds.wrapped_layers import SAVED, base_form, put_value
 from zo2adapters.optional_package import optional_package
 from zo2core import CheckpointError, OptionError
 from zo2core.checkpoint import require_own_file
 from zo2core.errors import reason
 from zo2core.io.durable import open_regular
+from zo2core.kernels.encoding import decoded
 
-KINDS: Mapping[str, AdapterKind] = {kind.peft_type: kind for kind in (LoRAKind(), PrefixKind())}
+KINDS: Mapping[str, AdapterKind] = {kind.peft_type: kind for kind in (LoRAKind(), PrefixKind(), *INJECTED)}
 
 _LARGEST_CONFIG = 1 << 20  # bytes
 
@@ -89,7 +92,7 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
     if kind is None or not isinstance(config, getattr(peft, kind.config_class)):
         classes = ", ".join(known.config_class for known in KINDS.values())
         raise OptionError(
-            "adapter", found=name, expected=f"{' or '.join(KINDS)} as peft_type", remedy=f"use one of {classes}"
+            "adapter", found=name, expected=f"one of {', '.join(KINDS)} as peft_type", remedy=f"use one of {classes}"
         )
     plain, defaults = config.to_dict(), type(config)().to_dict()
     known = kind.decisive | kind.supported | NEUTRAL
@@ -132,12 +135,16 @@ def inject(skeleton: PreTrainedModel, adapter: Adapter, chosen: ChosenConfig, ba
         ) from error
     names = list(inserted.parameters)
     shapes = {name: skeleton.get_parameter(name).shape for name in names}
+    # A module's copy has the dtype of the module, as in peft.
+    dtypes = {name: skeleton.get_parameter(name).dtype if SAVED in name else torch.float32 for name in names}
     if weights is None:
-        values = kind.first_values(skeleton, config, adapter.seed, base)
+        own = kind.first_values(skeleton, config, adapter.seed, base)
+        copies = [name for name in names if SAVED in name]
+        values = partial(_with_copies, own, copies, dtypes, base) if copies else own
     else:
-        values = partial(dict, read_values(weights, inserted, shapes))
+        values = partial(dict, read_values(weights, inserted, shapes, dtypes))
     for name, shape in shapes.items():
-        put_value(skeleton, name, torch.empty(shape, dtype=torch.float32, device="meta"))
+        put_value(skeleton, name, torch.empty(shape, dtype=dtypes[name], device="meta"))
     trained = frozenset(name for name in names if not any(part in name for part in adapter.frozen))
     unmatched = [part for part in adapter.frozen if not any(part in name for name in names)]
     if not trained or unmatched:
@@ -148,13 +155,29 @@ def inject(skeleton: PreTrainedModel, adapter: Adapter, chosen: ChosenConfig, ba
             remedy="leave it out to train all",
         )
     where = str(weights or "the new adapter")
-    return OpenedAdapter(kind, config, inserted, shapes, trained, values, where)
+    return OpenedAdapter(kind, config, inserted, shapes, dtypes, trained, values, where)
+
+
+def _with_copies(
+    values: FirstValues, copies: Sequence[str], dtypes: Mapping[str, torch.dtype], base: OpenBase
+) -> Mapping[str, torch.Tensor]:
+    """First values of an adapter, with those of modules that are trained whole: the base's."""
+    model = base()
+    specs = {spec.name: spec for layout in model.layouts for spec in layout.parameters}
+    read: dict[str, torch.Tensor] = {}
+    with closing(model.weights) as reader:
+        for name in copies:
+            spec = specs[base_form(name)]
+            stored = torch.empty(spec.stored_numel, dtype=spec.stored_dtype)
+            reader.read_into(spec.name, stored)
+            read[name] = (stored if spec.encoding is None else decoded(spec, stored)).to(dtypes[name])
+    return {**values(), **read}
 
 
 def by_wrapped_names(model: nn.Module, values: Mapping[str, T]) -> dict[str, T]:
     """What is kept by the base's parameters, by the names that they have once peft has wrapped their layers."""
     names = (name for name, _ in model.named_parameters())
-    return {name: values[plain] for name in names if (plain := name.replace(WRAPPED, ".")) in values}
+    return {name: values[plain] for name in names if SAVED not in name and (plain := base_form(name)) in values}
 
 
 def _read_config(peft: Any, path: Path) -> Any:

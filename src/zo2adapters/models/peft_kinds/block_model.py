@@ -34,6 +34,8 @@ class PeftBlockModel(HFBlockModel):
         """What decides the forwards, the adapter's config among it."""
         plain = plain_config(self.adapter.config)
         decisive = {key: plain[key] for key in sorted(self.adapter.kind.decisive & plain.keys())}
+        if decisive.get("modules_to_save") is None:  # nor had runs an entry that were begun before it was supported
+            decisive.pop("modules_to_save", None)
         return {**super().description, "adapter": decisive}
 
     @property
@@ -54,6 +56,8 @@ class PeftBlockModel(HFBlockModel):
     def require_stackable(self) -> None:
         """Patch the modules for directions beside the activations. See the contract."""
         title = self.adapter.kind.why_not_stacked(self.adapter.config)
+        if title is None and self.adapter.config.modules_to_save:
+            title = "modules_to_save"
         if title is not None:
             raise UnsupportedModelError(
                 "adapter",

@@ -18,7 +18,7 @@ NEUTRAL = frozenset(  # options of every config that decide nothing of a run
 )
 
 OpenBase = Callable[[], HFBlockModel]  # the base as it is without the adapter
-FirstValues = Callable[[], Mapping[str, torch.Tensor]]  # by parameter: float32
+FirstValues = Callable[[], Mapping[str, torch.Tensor]]  # by parameter, in its dtype
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Inserted:
 class AdapterKind(ABC):
     """A kind of peft's adapters: a further one is a subclass, and a row of ``KINDS`` in ``peft_model``."""
 
-    peft_type: ClassVar[str]  # in peft's files
-    title: ClassVar[str]  # in messages
-    config_class: ClassVar[str]  # of peft
-    decisive: ClassVar[frozenset[str]]  # options that decide forwards: a run's description has them
-    supported: ClassVar[frozenset[str]]  # options that decide first values, parameters or files, which speak for themselves
-    accepted: ClassVar[str]  # in words: what is
-    part_of_names: ClassVar[str]  # of some of its parameters, as an example
+    peft_type: str  # in peft's files
+    title: str  # in messages
+    config_class: str  # of peft
+    decisive: frozenset[str]  # options that decide forwards: a run's description has them
+    supported: frozenset[str]  # options that decide first values, parameters or files, which speak for themselves
+    accepted: str  # in words: what is
+    part_of_names: str  # of some of its parameters, as an example
     model_classes: ClassVar[Mapping[type[HFBlockModel], Callable[..., HFBlockModel]]]
     """By the class of a model without an adapter: what takes an ``OpenedAdapter``, and what that class takes."""
 
@@ -84,6 +84,7 @@ class OpenedAdapter:
     config: Any  # peft's
     inserted: Inserted
     shapes: Mapping[str, Sequence[int]]  # by parameter
+    dtypes: Mapping[str, torch.dtype]  # by parameter
     trained: frozenset[str]  # parameters
     values: FirstValues
     where: str  # what it is called in messages

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -46,7 +45,7 @@ class LoRAKind(AdapterKind):
     config_class = "LoraConfig"
     decisive = frozenset(
         {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "rank_pattern", "alpha_pattern"}
-        | {"layers_to_transform", "layers_pattern", "fan_in_fan_out"}
+        | {"layers_to_transform", "layers_pattern", "fan_in_fan_out", "modules_to_save"}
     )
     supported = frozenset({"init_lora_weights", "use_dora"})
     accepted = "LoRA or DoRA of linear layers alone, without dropout, whose matrices begin without weights of the base"
@@ -68,10 +67,7 @@ class LoRAKind(AdapterKind):
 
     def insert(self, skeleton: PreTrainedModel, config: Any) -> Inserted:
         """See the contract."""
-        import peft
-
-        put = partial(peft.inject_adapter_in_model, config, skeleton, adapter_name=ADAPTER_NAME)
-        names = wrap_layers(skeleton, put)
+        names = wrap_layers(skeleton, config)
         largest = 0
         if config.use_dora:
             largest = max(layer.base_layer.weight.numel() for _, layer in wrapped_layers(skeleton))

@@ -44,7 +44,7 @@ class AdapterReader:
 
     def itemsize(self, parameter: str) -> int:
         """Bytes of an element."""
-        return torch.float32.itemsize if self._is_own(parameter) else self._base.itemsize(parameter)
+        return self._adapter.dtypes[parameter].itemsize if self._is_own(parameter) else self._base.itemsize(parameter)
 
     def origin(self, parameter: str) -> str:
         """Where a parameter comes from."""
@@ -68,22 +68,25 @@ class AdapterReader:
             return self._values
 
 
-def read_values(path: Path, inserted: Inserted, shapes: Mapping[str, torch.Size]) -> dict[str, torch.Tensor]:
+def read_values(
+    path: Path, inserted: Inserted, shapes: Mapping[str, torch.Size], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, torch.Tensor]:
     """Read the values that a file of peft's holds.
 
     Args:
         path: The file.
         inserted: The adapter's modules, which the file has to fit.
         shapes: By parameter, in the skeleton.
+        dtypes: By parameter, in the skeleton.
 
     Returns:
-        By parameter: float32.
+        Values by parameter.
 
     Raises:
         CheckpointError: if the file cannot be read, or holds another adapter, or one of another base.
     """
     entries = parse_header(path)
-    values = {name: torch.empty(shapes[name], dtype=torch.float32) for name in inserted.parameters}
+    values = {name: torch.empty(shapes[name], dtype=dtypes[name]) for name in inserted.parameters}
     wanted = {inserted.parameters[name]: value for name, value in values.items()}
     with closing(SafetensorsReader(entries)) as reader:
         for saved_name, value in wanted.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,15 +15,16 @@ from zo2adapters.models.peft_kinds.kind import ADAPTER_NAME
 from zo2core import OptionError
 
 LARGEST_RANK = 1 << 16
-WRAPPED = ".base_layer."  # within the names of a wrapped layer's own parameters
+_WRAPPED = re.compile(r"\.(base_layer|original_module)\.")  # within the names of a wrapped module's own parameters
+SAVED = f".modules_to_save.{ADAPTER_NAME}."  # within the names of parameters that are trained in a module's copy
 
 
-def wrap_layers(skeleton: PreTrainedModel, put: Callable[[], object]) -> list[str]:
+def wrap_layers(skeleton: PreTrainedModel, config: Any) -> list[str]:
     """Have peft put its modules around layers of a skeleton.
 
     Args:
         skeleton: Changed.
-        put: Does it.
+        config: Peft's.
 
     Returns:
         The names of the adapter's parameters.
@@ -31,9 +32,11 @@ def wrap_layers(skeleton: PreTrainedModel, put: Callable[[], object]) -> list[st
     Raises:
         OptionError: if peft cannot, or the layers are not linear ones before the head.
     """
+    import peft
+
     try:
         with torch.random.fork_rng(devices=[]):  # layers are built with random weights, which go nowhere
-            put()
+            peft.inject_adapter_in_model(config, skeleton, adapter_name=ADAPTER_NAME)
     except Exception as error:  # any: what a config says surfaces inside peft's own code
         found = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise OptionError(
@@ -52,8 +55,33 @@ def wrap_layers(skeleton: PreTrainedModel, put: Callable[[], object]) -> list[st
                 expected="linear layers before the head",
                 remedy="name such layers, as q_proj",
             )
+    _require_copies(skeleton, config)
     skeleton.train(mode=False)
     return [name for name, _ in skeleton.named_parameters() if f".{ADAPTER_NAME}." in f"{name}."]
+
+
+def _require_copies(skeleton: PreTrainedModel, config: Any) -> None:
+    """Refuse ``modules_to_save`` that name no module, or modules whose copies cannot be trained.
+
+    Raises:
+        OptionError: naming the first one.
+    """
+    wanted = list(config.modules_to_save or ())
+    paths = [name[: name.index(SAVED)] for name, _ in skeleton.named_parameters() if SAVED in name]
+    ends: Any = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
+    wrong = [name for name in wanted if not any(path.endswith(name) for path in paths)]
+    wrong += [path for path in dict.fromkeys(paths) if skeleton.get_submodule(path) in ends or _has_parts(skeleton, path)]
+    if wrong:
+        raise OptionError(
+            "adapter.modules_to_save",
+            found=wrong[0],
+            expected="modules with parameters of their own, such as norms, other than the embedding and the output layer",
+            remedy="name such modules, or leave it out",
+        )
+
+
+def _has_parts(skeleton: nn.Module, path: str) -> bool:
+    return any(True for _ in skeleton.get_submodule(path + SAVED.rstrip(".")).children())
 
 
 def wrapped_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -66,12 +94,17 @@ def wrapped_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def base_name(model: nn.Module, weight: nn.Parameter) -> str:
     """The name that a wrapped layer's parameter has in the base."""
     [name] = [name for name, parameter in model.named_parameters() if parameter is weight]
-    return name.replace(WRAPPED, ".")
+    return base_form(name)
+
+
+def base_form(name: str) -> str:
+    """The name in the base of a parameter of the model with the adapter; a trained copy has that of its original."""
+    return _WRAPPED.sub(".", name).replace(SAVED, ".")
 
 
 def file_name(name: str) -> str:
     """The name in peft's files of a parameter in the model."""
-    return FILE_PREFIX + re.sub(rf"\.{ADAPTER_NAME}(?=\.|$)", "", name)
+    return FILE_PREFIX + re.sub(rf"\.{ADAPTER_NAME}(?=\.|$)", "", name.replace(SAVED, "."))
 
 
 def put_value(model: nn.Module, name: str, value: torch.Tensor) -> None:
