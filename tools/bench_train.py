@@ -3,8 +3,10 @@
     python tools/bench_train.py /tmp/opt-13b --memory auto --rows 1 --tokens 64 --steps 2
     python tools/bench_train.py /tmp/opt-175b --evaluate-only --rows 1 --tokens 16
     python tools/bench_train.py /tmp/opt-13b --rank 2 --queries 4 --tokens 64 --steps 20
+    python tools/bench_train.py /tmp/opt-13b --method adamw --rows 8 --tokens 256 --steps 4
 
-With ``--rank`` directions are low-rank, and blocks are only read. Prints a table and JSON: the time of steps, bytes read and
+With ``--rank`` directions are low-rank, and blocks are only read. With ``--method`` a LoRA adapter of queries and values is
+trained by gradients. Prints a table and JSON: the time of steps, bytes read and
 written, and the ratio of each step to its slowest lane. The peak is the kernel's count of this process's resident memory.
 """
 
@@ -20,16 +22,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench_overlap import spread
+from peft import LoraConfig
 
-from zo2adapters import open_checkpoint
+from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
+from zo2adapters.trainers.allocator import keep_freed_memory
+from zo2adapters.trainers.first_order import METHODS
+from zo2adapters.trainers.first_order_run import gradient_bytes
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.verification import random_batch
-from zo2core import MemoryPolicy, WriteBackPolicy, ZOEngine
+from zo2core import BackpropEngine, MemoryPolicy, WriteBackPolicy, ZOEngine
 from zo2core.planning.host_budget import resident_memory
 from zo2core.types import Lane
 
@@ -44,20 +51,76 @@ def planned(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     batching = ["--batch-size", str(options.rows), "--sequence-length", str(options.tokens), "--noise", options.noise]
     batching += ["--precision", options.precision, "--queries", str(options.queries)]
     batching += [] if options.rank is None else ["--rank", str(options.rank)]
+    if options.method is not None:
+        lora().save_pretrained(run / "lora")
+        batching = ["--batch-size", str(options.rows), "--sequence-length", str(options.tokens)]
+        batching += ["--method", options.method, "--adapter", str(run / "lora" / "adapter_config.json")]
     command = [
         "plan",
         "--model",
         str(options.directory),
         "--memory",
         options.memory,
-        "--scratch",
-        str(run),
+        *([] if options.method is not None else ["--scratch", str(run)]),
         "--json",
         *batching,
     ]
     done = subprocess.run([sys.executable, "-m", "zo2adapters.cli", *command], check=True, capture_output=True, text=True)
     measured: dict[str, Any] = json.loads(done.stdout)
     return measured
+
+
+def lora() -> LoraConfig:
+    """An adapter of the projections of queries and values."""
+    return LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+
+
+def first_order_engine(options: argparse.Namespace) -> BackpropEngine:
+    """An engine that trains an adapter by gradients, with memory as ``zo2 train`` reserves it."""
+    model = open_checkpoint(options.directory, adapter=Adapter(config=lora(), seed=0))
+    activations, _ = gradient_bytes(model, options.rows, options.tokens, None)
+    memory = MemoryPolicy(host=options.memory, activations=activations)
+    return BackpropEngine(model, partial(METHODS[options.method], lr=1e-4), memory=memory)
+
+
+def bench_first_order(options: argparse.Namespace, run: Path) -> dict[str, Any]:
+    """Plan, open and run first-order steps; return bytes and seconds."""
+    keep_freed_memory()
+    plan = planned(options, run)
+    with first_order_engine(options) as engine:
+        assert engine.host_plan is not None
+        model, host_plan = engine._model, engine.host_plan
+        layouts = [layout for layout in model.layouts if not layout.resident]
+        batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
+        steps = []
+        for _ in range(options.steps):
+            steps.append(engine.step(batch))
+            print(f"step {len(steps)}: {steps[-1].seconds:.2f} s, loss {steps[-1].loss:.4f}", flush=True)
+        settled = steps[1:] or steps
+        stored = sum(spec.stored_numel * spec.stored_dtype.itemsize for layout in layouts for spec in layout.parameters)
+        streamed = stored * max(len(layouts) - (host_plan.buckets or len(layouts)), 0) / len(layouts)
+        return {
+            "method": options.method,
+            "directory": options.directory.name,
+            "rows": options.rows,
+            "tokens": options.tokens,
+            "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+            "blocks": len(layouts),
+            "buckets": host_plan.buckets,
+            "arranged_bytes": host_plan.nbytes,
+            "planned_bytes": plan["nbytes"],
+            "planned_seconds": plan["seconds"],
+            "step_seconds": [step.seconds for step in steps],
+            "settled_seconds": statistics.median(step.seconds for step in settled),
+            "losses": [step.loss for step in steps],
+            "lanes": [{lane.value: use.busy_seconds for lane, use in step.lanes.items()} for step in steps],
+            "read_bytes": statistics.median(step.lanes[Lane.READ].nbytes for step in settled),
+            "two_passes_without_buckets_bytes": 2 * streamed,
+            "written_bytes": sum(step.lanes[Lane.WRITE].nbytes for step in steps),
+            "against_slowest_lane": spread([step.seconds / step.bound_seconds for step in settled]),
+            "peak_bytes": peak(),
+            "peak_against_arranged": peak() / host_plan.nbytes,
+        }
 
 
 def bench(options: argparse.Namespace, run: Path) -> dict[str, Any]:
@@ -147,12 +210,14 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=None, help="rank of the directions; by default they are full-rank")
     parser.add_argument("--queries", type=int, default=1)
     parser.add_argument("--precision", choices=["exact", "mixed"], default="exact")
+    parser.add_argument("--method", choices=sorted(METHODS), default=None, help="train a LoRA adapter by this optimizer")
     parser.add_argument("--evaluate-only", action="store_true")
     parser.add_argument("--no-scratch", action="store_true", help="never write back")
     parser.add_argument("--folder", type=Path, default=None, help="folder for the run's files; a temporary one by default")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        measured = bench(options, Path(folder))
+        run = bench if options.method is None else bench_first_order
+        measured = run(options, Path(folder))
     print()
     for key, value in measured.items():
         if key.endswith("_bytes"):

@@ -4,12 +4,15 @@
 
 Weights are drawn from N(0, 0.02), norms are ones, biases zeros, as in a newly initialised model. With ``--sparse`` the files
 have their full names, headers and sizes, but their data is a hole, which reads as zeros and takes no disk space. That is
-enough to measure layout, size and reads, and OPT-175B is written in a second.
+enough to measure layout, size and reads, and OPT-175B is written in a second. With ``--nf4``, too, one layer is encoded as
+nf4, and all layers have its header, its scales and a hole.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,10 +23,14 @@ from transformers import LlamaConfig, OPTConfig, PretrainedConfig, Qwen3Config
 
 from zo2adapters.models.architecture import segment_layouts
 from zo2adapters.models.checkpoint import ARCHITECTURES, DTYPES
+from zo2adapters.models.quantizer import quantize
 from zo2adapters.models.skeleton import build_skeleton
-from zo2core.checkpoint import write_checkpoint
+from zo2core.checkpoint import find_tensors, write_checkpoint
+from zo2core.checkpoint.reader import TensorEntry
 from zo2core.checkpoint.writer import MAX_SHARD, lay_out_checkpoint
 from zo2core.types import ParameterSpec
+
+LARGEST_SCALES = 1 << 18  # bytes: smaller tensors of an encoded layer are written, larger ones are a hole
 
 
 def opt(hidden: int, layers: int, heads: int, **other: Any) -> OPTConfig:
@@ -131,6 +138,40 @@ def make_checkpoint(
     return sum(spec.nbytes for spec in specs)
 
 
+def make_sparse_nf4(config: PretrainedConfig, directory: Path, *, dtype: torch.dtype) -> int:
+    """Write config and one shard of a model with nf4 layers, whose data is a hole; return the bytes of the weights."""
+    layers, config.num_hidden_layers = config.num_hidden_layers, 1
+    with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
+        one = Path(folder)
+        make_checkpoint(config, one / "plain", dtype=dtype, sparse=True)
+        quantize(one / "plain", one / "nf4", "nf4", report=lambda line: None)
+        entries = find_tensors(one / "nf4")
+        header: dict[str, Any] = {}
+        sources: list[TensorEntry] = []
+        nbytes = 0
+        for name, entry in sorted(entries.items()):
+            for layer in range(layers if ".layers.0." in name else 1):
+                offsets = [nbytes, nbytes := nbytes + entry.nbytes]
+                renamed = name.replace(".layers.0.", f".layers.{layer}.")
+                header[renamed] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
+                sources.append(entry)
+        directory.mkdir()
+        text = json.dumps(header).encode()
+        text = text.ljust(-(-len(text) // 16) * 16 + 8)  # so that data begins at a multiple of 16
+        with (directory / "model.safetensors").open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for entry in sources:
+                if entry.nbytes > LARGEST_SCALES:
+                    file.seek(file.truncate(file.tell() + entry.nbytes))
+                else:
+                    with entry.path.open("rb") as source:
+                        source.seek(entry.start)
+                        file.write(source.read(entry.nbytes))
+        written = json.loads((one / "nf4" / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**written, "num_hidden_layers": layers}))
+    return nbytes
+
+
 def leave_hole(file: IO[bytes], spec: ParameterSpec) -> None:
     """Extend a file by a parameter's bytes without writing them."""
     file.seek(file.truncate(file.tell() + spec.nbytes))
@@ -157,7 +198,14 @@ def main() -> None:
     parser.add_argument(
         "--sparse", action="store_true", help="write holes instead of data: weights are zero and take no disk space"
     )
+    parser.add_argument("--nf4", action="store_true", help="with --sparse: layers are encoded as nf4")
     options = parser.parse_args()
+    if options.nf4 and not options.sparse:
+        parser.error("--nf4 needs --sparse; encode other checkpoints with zo2 convert --quantize nf4")
+    if options.nf4:
+        written = make_sparse_nf4(geometries()[options.geometry], options.directory, dtype=DTYPES[options.dtype])
+        print(f"{options.directory}: {written / 1e9:.2f} GB of nf4 weights")
+        return
     written = make_checkpoint(
         geometries()[options.geometry],
         options.directory,

@@ -116,6 +116,12 @@ def miss(model_type: str, **changes: Any) -> Any:
     return peft.MissConfig(**{"r": 2, "target_modules": TARGETS[model_type], "init_weights": False, **changes})
 
 
+def saved(model_type: str, **changes: Any) -> Any:
+    modules = {"opt": ["final_layer_norm", "fc2"], "llama": ["norm", "input_layernorm", "v_proj"]}[model_type]
+    targets = {"target_modules": TARGETS[model_type], "modules_to_save": modules}
+    return peft.LoraConfig(**{"r": 3, "lora_alpha": 16, **targets, **changes})
+
+
 def vera(model_type: str) -> Any:
     """A kind that this version does not have."""
     return peft.VeraConfig(target_modules=TARGETS[model_type])
@@ -126,6 +132,7 @@ KINDS = {
     "prefix": Kind(prefix, around, {"num_virtual_tokens": 4}, ""),
     "ia3": Kind(ia3, wrapped, {"feedforward_modules": []}, "q_proj"),
     "loha": Kind(loha, wrapped, {"alpha": 8}, "hada_w1_a"),
+    "modules_to_save": Kind(saved, wrapped, {"modules_to_save": None}, "lora_A"),
     "lokr": Kind(lokr, wrapped, {"alpha": 8}, "lokr_w1"),
     "hra": Kind(hra, wrapped, {"apply_GS": True}, "q_proj"),
     "miss": Kind(miss, wrapped, {"r": 1}, "q_proj"),
