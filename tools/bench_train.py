@@ -3,7 +3,7 @@
     python tools/bench_train.py /tmp/opt-13b --memory auto --rows 1 --tokens 64 --steps 2
     python tools/bench_train.py /tmp/opt-175b --evaluate-only --rows 1 --tokens 16
     python tools/bench_train.py /tmp/opt-13b --rank 2 --queries 4 --tokens 64 --steps 20
-    python tools/bench_train.py /tmp/opt-13b --method adamw --rows 8 --tokens 256 --steps 4
+    python tools/bench_train.py /tmp/opt-13b --method adamw --rows 8 --tokens 256 --micro-rows 2
 
 With ``--rank`` directions are low-rank, and blocks are only read. With ``--method`` a LoRA adapter of queries and values is
 trained by gradients. Prints a table and JSON: the time of steps, bytes read and
@@ -31,6 +31,7 @@ from peft import LoraConfig
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
+from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.allocator import keep_freed_memory
 from zo2adapters.trainers.first_order import METHODS
 from zo2adapters.trainers.first_order_run import gradient_bytes
@@ -52,8 +53,9 @@ def planned(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     batching += ["--precision", options.precision, "--queries", str(options.queries)]
     batching += [] if options.rank is None else ["--rank", str(options.rank)]
     if options.method is not None:
-        lora().save_pretrained(run / "lora")
+        lora().save_pretrained(str(run / "lora"))
         batching = ["--batch-size", str(options.rows), "--sequence-length", str(options.tokens)]
+        batching += [] if options.micro_rows is None else ["--micro-batch-size", str(options.micro_rows)]
         batching += ["--method", options.method, "--adapter", str(run / "lora" / "adapter_config.json")]
     command = [
         "plan",
@@ -65,7 +67,9 @@ def planned(options: argparse.Namespace, run: Path) -> dict[str, Any]:
         "--json",
         *batching,
     ]
-    done = subprocess.run([sys.executable, "-m", "zo2adapters.cli", *command], check=True, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "zo2adapters.cli", *command], check=False, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
     measured: dict[str, Any] = json.loads(done.stdout)
     return measured
 
@@ -75,21 +79,23 @@ def lora() -> LoraConfig:
     return LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
 
 
-def first_order_engine(options: argparse.Namespace) -> BackpropEngine:
+def first_order_engine(options: argparse.Namespace, model: HFBlockModel) -> BackpropEngine:
     """An engine that trains an adapter by gradients, with memory as ``zo2 train`` reserves it."""
-    model = open_checkpoint(options.directory, adapter=Adapter(config=lora(), seed=0))
-    activations, _ = gradient_bytes(model, options.rows, options.tokens, None)
+    activations, _ = gradient_bytes(model, options.rows, options.tokens, options.micro_rows)
     memory = MemoryPolicy(host=options.memory, activations=activations)
-    return BackpropEngine(model, partial(METHODS[options.method], lr=1e-4), memory=memory)
+    return BackpropEngine(
+        model, partial(METHODS[options.method], lr=1e-4), memory=memory, micro_batch_size=options.micro_rows
+    )
 
 
 def bench_first_order(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     """Plan, open and run first-order steps; return bytes and seconds."""
     keep_freed_memory()
     plan = planned(options, run)
-    with first_order_engine(options) as engine:
+    model = open_checkpoint(options.directory, adapter=Adapter(config=lora(), seed=0))
+    with first_order_engine(options, model) as engine:
         assert engine.host_plan is not None
-        model, host_plan = engine._model, engine.host_plan
+        host_plan = engine.host_plan
         layouts = [layout for layout in model.layouts if not layout.resident]
         batch = random_batch(model.config.vocab_size, options.rows, options.tokens, seed=0)
         steps = []
@@ -104,6 +110,7 @@ def bench_first_order(options: argparse.Namespace, run: Path) -> dict[str, Any]:
             "directory": options.directory.name,
             "rows": options.rows,
             "tokens": options.tokens,
+            "micro_rows": options.micro_rows,
             "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
             "blocks": len(layouts),
             "buckets": host_plan.buckets,
@@ -211,6 +218,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=1)
     parser.add_argument("--precision", choices=["exact", "mixed"], default="exact")
     parser.add_argument("--method", choices=sorted(METHODS), default=None, help="train a LoRA adapter by this optimizer")
+    parser.add_argument("--micro-rows", type=int, default=None, help="with --method: rows that run at a time")
     parser.add_argument("--evaluate-only", action="store_true")
     parser.add_argument("--no-scratch", action="store_true", help="never write back")
     parser.add_argument("--folder", type=Path, default=None, help="folder for the run's files; a temporary one by default")

@@ -149,5 +149,5 @@ class BackpropTrainerMixin(StreamedTrainerMixin):
         model, engine = self.block_model, self.engine
         assert isinstance(model, PeftBlockModel), "the constructor has required an adapter"
         shapes = {name: torch.Size(shape) for name, shape in model.adapter.shapes.items()}
-        values = read_values(checkpoint / WEIGHTS_FILE, model.adapter.inserted, shapes)
+        values = read_values(checkpoint / WEIGHTS_FILE, model.adapter.inserted, shapes, model.adapter.dtypes)
         engine.load_parameters({name: values[name] for name in engine.parameters})

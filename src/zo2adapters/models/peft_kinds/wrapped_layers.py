@@ -68,7 +68,8 @@ def _require_copies(skeleton: PreTrainedModel, config: Any) -> None:
     """
     wanted = list(config.modules_to_save or ())
     paths = [name[: name.index(SAVED)] for name, _ in skeleton.named_parameters() if SAVED in name]
-    ends: Any = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
+    whole: Any = skeleton
+    ends = (whole.get_input_embeddings(), whole.get_output_embeddings())
     wrong = [name for name in wanted if not any(path.endswith(name) for path in paths)]
     wrong += [path for path in dict.fromkeys(paths) if skeleton.get_submodule(path) in ends or _has_parts(skeleton, path)]
     if wrong:
