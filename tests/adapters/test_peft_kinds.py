@@ -161,7 +161,7 @@ def set_values(whole: nn.Module, values: Mapping[str, torch.Tensor], frozen: tup
     for name, parameter in whole.named_parameters():
         parameter.requires_grad = name in values and not any(part in name for part in frozen)
         if name in values:
-            parameter.data = values[name].clone()
+            parameter.data = values[name].to(parameter.dtype, copy=True)
             names.add(name)
     assert names == set(values)
 
