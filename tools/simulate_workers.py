@@ -34,7 +34,7 @@ from bench_overlap import keep
 
 from zo2core import MultiQueryRGE, Update, Workers
 from zo2core.io.record_log import to_line
-from zo2core.journal.update_record import encode
+from zo2core.journal.step_records import encode
 from zo2core.types import Evaluation
 from zo2core.workers import Split
 from zo2core.workers.exchange import TCPStore

@@ -56,7 +56,7 @@ from zo2core import (
 )
 from zo2core.io.shared_memory import SharedMemory
 from zo2core.journal.damage import ImpossibleRecordError
-from zo2core.journal.update_record import decode, encode
+from zo2core.journal.step_records import decode, encode
 from zo2core.planning.host_budget import free_memory, resident_memory
 from zo2core.planning.host_plan import HostPlan
 from zo2core.sources.shared import SharedSource
