@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from zo2core.errors import CheckpointError
-from zo2core.io.checksum import combined_checksum, piece_checksum
-from zo2core.io.direct_file import PAGE, byte_view
-from zo2core.io.page_memory import anonymous_memory
+from zo2core.io.checksum import chunk_checksum, combined_checksum
+from zo2core.io.direct_file import PAGE, anonymous_memory, byte_view
 from zo2core.journal import Journal
 from zo2core.protocols import BlockModel, TensorReader
 from zo2core.types import BlockLayout, ParameterSpec
@@ -63,7 +62,7 @@ class SegmentDigest:
                 if missing[chunk] == 0:
                     complete.append(chunk)
         for chunk in complete:
-            self._checksums[parameter][chunk] = piece_checksum(byte_view(view[chunk * length : (chunk + 1) * length]))
+            self._checksums[parameter][chunk] = chunk_checksum(byte_view(view[chunk * length : (chunk + 1) * length]))
 
     def value(self) -> str:
         """The digest, once all elements were added."""
@@ -186,7 +185,7 @@ class _ChunkReader:
         offset = self._weights.page_offset(spec) or 0  # the offset on disk, so that most bytes are read without a copy
         chunks = self._memory.pages[offset : offset + count * dtype.itemsize].view(dtype)
         self._weights.read_into(spec.name, chunks, start)
-        return [piece_checksum(byte_view(chunks[first : first + length])) for first in range(0, count, length)]
+        return [chunk_checksum(byte_view(chunks[first : first + length])) for first in range(0, count, length)]
 
 
 def _chunk_length(dtype: torch.dtype) -> int:

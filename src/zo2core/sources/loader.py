@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from zo2core.io.checksum import piece_checksum
+from zo2core.io.checksum import chunk_checksum
 from zo2core.io.direct_file import PAGE, byte_view, whole_pages
 from zo2core.profiling.timeline import Gathered, Timeline
 from zo2core.protocols import TensorReader
@@ -142,7 +142,7 @@ class SegmentLoader:
         def read(index: int, out: torch.Tensor) -> None:
             scratch.read(segment, out, starts[index])
             if is_unchecked:
-                checksums[index] = piece_checksum(byte_view(out))  # while the bytes are in a cache
+                checksums[index] = chunk_checksum(byte_view(out))  # while the bytes are in a cache
 
         def check() -> bool:
             return not is_unchecked or scratch.confirm(segment, checksums)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from zo2core.errors import ScratchError, reason
-from zo2core.io.checksum import combined_checksum, piece_checksum
+from zo2core.io.checksum import chunk_checksum, combined_checksum
 from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
 from zo2core.io.durable import LockedFileError, make_directory, replace_file
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
@@ -164,7 +164,7 @@ class Scratch:
         slot = min(self._slots[segment].difference(written.slot for written in list(self._written.values())))
         view = byte_view(data)
         starts = range(0, len(view), PIECE)
-        hashing = self._hashing.submit(lambda: [piece_checksum(view[start : start + PIECE]) for start in starts])
+        hashing = self._hashing.submit(lambda: [chunk_checksum(view[start : start + PIECE]) for start in starts])
         try:
             self._manifest.retract()  # a record that was written but not synced may name this slot for other bytes
             end = self._manifest.end
