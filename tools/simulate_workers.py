@@ -34,11 +34,11 @@ from bench_overlap import keep
 
 from zo2core import MultiQueryRGE, Update, Workers
 from zo2core.io.record_log import to_line
-from zo2core.journal.update_record import encode
+from zo2core.journal.step_records import encode
 from zo2core.types import Evaluation
 from zo2core.workers import Split
 from zo2core.workers.exchange import TCPStore
-from zo2core.workers.messages import Round, unbundled
+from zo2core.workers.messages import AllGather, unbundled
 from zo2core.workers.rendezvous import open_store
 from zo2core.workers.report import Report, combined
 from zo2core.workers.seal import Seal
@@ -128,7 +128,7 @@ def simulated(size: int, steps: int, world: World, seed: int) -> dict[str, Any]:
     for step in range(steps):
         evaluations = estimator.evaluations(step, iter(range(step * directions, (step + 1) * directions)))
         name = f"losses {step}"
-        start, collected = tally.clock, Round(name, size, seal)
+        start, collected = tally.clock, AllGather(name, size, seal)
         arrivals: list[tuple[float, int, bytes]] = []
         for rank, member in enumerate(members):
             ready = max(start, member.free) + share_seconds * member.speed
@@ -183,7 +183,9 @@ def relay_levels(size: int, world: World) -> int:
     return max(1, math.ceil(math.log(size, world.fan_out)))
 
 
-def relayed(arrivals: Sequence[tuple[float, int, bytes]], collected: Round, end: float, world: World, size: int) -> float:
+def relayed(
+    arrivals: Sequence[tuple[float, int, bytes]], collected: AllGather, end: float, world: World, size: int
+) -> float:
     """Pass messages up the tree, in which each level waits for its children until the deadline at most.
 
     Every message is opened at its first relay and again at the root, as in the library's collector.
@@ -196,7 +198,7 @@ def relayed(arrivals: Sequence[tuple[float, int, bytes]], collected: Round, end:
     bytes_up, last = 0, 0.0
     while queue and queue[0][0] <= end:
         at, rank, message = heapq.heappop(queue)
-        assert collected.offer(rank, message), "a message of this round and this run"
+        assert collected.add(rank, message), "a message of this all-gather and this run"
         bytes_up, last = bytes_up + len(message) + 8, at
     all_arrived = not queue and not collected.missing
     hop = world.latency_seconds + 8 * bytes_up / world.relay_bits  # the last hop, to the root, carries the most bytes

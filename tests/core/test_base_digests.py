@@ -197,7 +197,7 @@ def digests_of(
 
 def test_digests_depend_on_the_values_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not on the source, on where a tensor lies in its file, or on how the file is cut into shards."""
-    monkeypatch.setattr(zo2core.sources.base_digests, "CUT", 1 << 16)
+    monkeypatch.setattr(zo2core.sources.base_digests, "CHUNK_BYTES", 1 << 16)
     generator = torch.Generator().manual_seed(0)
     sizes = {"a": (3, 5), "b": (700, 1900), "c": (1,), "d": (1_100_003,)}
     values = {name: torch.randn(shape, generator=generator) for name, shape in sizes.items()}

@@ -32,7 +32,7 @@ from zo2core import (
     ZOEngine,
 )
 from zo2core.errors import DeviceError
-from zo2core.io.page_memory import anonymous_memory
+from zo2core.io.direct_file import anonymous_memory
 from zo2core.kernels import dispatch, philox
 from zo2core.kernels.low_bit import FP8
 from zo2core.perturbation import factor_store

@@ -56,14 +56,14 @@ from zo2core import (
 )
 from zo2core.io.shared_memory import SharedMemory
 from zo2core.journal.damage import ImpossibleRecordError
-from zo2core.journal.update_record import decode, encode
+from zo2core.journal.step_records import decode, encode
 from zo2core.planning.host_budget import free_memory, resident_memory
 from zo2core.planning.host_plan import HostPlan
 from zo2core.sources.shared import SharedSource
 from zo2core.types import Evaluation
 from zo2core.workers import Split
 from zo2core.workers.exchange import TCPStore
-from zo2core.workers.messages import COLLECTOR, Round, unbundled
+from zo2core.workers.messages import COLLECTOR, AllGather, unbundled
 from zo2core.workers.report import Report, combined
 from zo2core.workers.seal import SEAL_BYTES, Seal
 from zo2core.workers.shards import choose_split, evaluations_apart
@@ -350,7 +350,7 @@ def test_losses_that_a_caller_makes_are_shared_out_by_directions(tmp_path: Path)
         assert_equal_weights(own, alone)
     [error, _] = attempted(2, run, split="rows")
     assert isinstance(error, OptionError)
-    assert "cannot be dealt" in str(error)
+    assert "cannot be sharded" in str(error)
 
 
 def test_an_evaluation_is_that_of_one_worker(tmp_path: Path) -> None:
@@ -598,7 +598,7 @@ def test_a_journal_of_another_run_is_refused_and_left(tmp_path: Path) -> None:
     for error in attempted(2, lambda workers: trained(tmp_path / str(workers.rank), RGE, workers)):
         assert isinstance(error, WorkerError)
         assert "worker 1" in str(error)
-        assert "none of worker 0's run" in str(error)
+        assert "does not belong to worker 0's run" in str(error)
     assert (tmp_path / "1" / "journal.jsonl").read_bytes() == before
 
 
@@ -658,12 +658,12 @@ def test_a_message_counts_for_its_sender_its_round_and_its_key_alone() -> None:
 
 def test_a_bundle_has_what_was_said_or_is_none() -> None:
     seal = Seal(b"key")
-    collected = Round("7", 4, seal)
+    collected = AllGather("7", 4, seal)
     for rank in (2, 0, 3):
-        assert collected.offer(rank, seal.sealed(bytes([rank]), name="7", sender=rank))
-    assert not collected.offer(1, seal.sealed(b"x", name="6", sender=1))
-    assert not collected.offer(1, seal.sealed(b"x", name="7", sender=2))
-    assert not collected.offer(9, seal.sealed(b"x", name="7", sender=9))
+        assert collected.add(rank, seal.sealed(bytes([rank]), name="7", sender=rank))
+    assert not collected.add(1, seal.sealed(b"x", name="6", sender=1))
+    assert not collected.add(1, seal.sealed(b"x", name="7", sender=2))
+    assert not collected.add(9, seal.sealed(b"x", name="7", sender=9))
     assert collected.missing == [1]
     bundle = collected.bundle()
     assert unbundled(bundle, "7", seal) == {0: b"\0", 2: b"\2", 3: b"\3"}
@@ -674,8 +674,8 @@ def test_a_bundle_has_what_was_said_or_is_none() -> None:
     altered[-1] ^= 1  # by the collector itself, which has the key
     assert unbundled(seal.sealed(bytes(altered), name="7", sender=COLLECTOR), "7", seal) is None
     forged = Seal(b"guess")
-    entries = Round("7", 1, forged)
-    entries.offer(0, forged.sealed(b"x", name="7", sender=0))
+    entries = AllGather("7", 1, forged)
+    entries.add(0, forged.sealed(b"x", name="7", sender=0))
     assert unbundled(entries.bundle(), "7", seal) is None
 
 
@@ -767,7 +767,7 @@ def test_what_is_not_finite_does_not_count_where_others_do(tmp_path: Path) -> No
     assert worked(2, lambda workers: run(workers, [0]), deadline=30.0) == [(1,), (1,)]
     for error in attempted(2, lambda workers: run(workers, [0, 1]), deadline=30.0):
         assert isinstance(error, NonFiniteLossError)
-        assert "no loss of any worker" in str(error)
+        assert "no finite loss" in str(error)
 
 
 @pytest.mark.parametrize("deadline", [-1.0, float("nan"), float("inf")])

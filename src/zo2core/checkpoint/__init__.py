@@ -1,12 +1,12 @@
 """Safetensors checkpoints: read by range, written as a stream."""
 
-from zo2core.checkpoint.own_files import require_own_file as require_own_file
 from zo2core.checkpoint.reader import Piece as Piece
 from zo2core.checkpoint.reader import SafetensorsReader as SafetensorsReader
 from zo2core.checkpoint.reader import TensorEntry as TensorEntry
 from zo2core.checkpoint.reader import check_float as check_float
 from zo2core.checkpoint.reader import find_tensors as find_tensors
 from zo2core.checkpoint.reader import parse_header as parse_header
+from zo2core.checkpoint.reader import require_own_file as require_own_file
 from zo2core.checkpoint.reader import same_samples as same_samples
 from zo2core.checkpoint.snapshots import Snapshot as Snapshot
 from zo2core.checkpoint.snapshots import Snapshots as Snapshots

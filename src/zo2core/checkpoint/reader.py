@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zo2core.checkpoint.own_files import require_own_file
 from zo2core.errors import CheckpointError, reason
 from zo2core.io.direct_file import PAGE, RangedFile, byte_view
 from zo2core.io.durable import open_regular
@@ -392,3 +391,33 @@ def same_samples(first: TensorEntry, second: TensorEntry) -> bool:
         return reader.samples(first) == reader.samples(second)
     finally:
         reader.close()
+
+
+def require_own_file(path: Path, directory: Path) -> Path:
+    """Refuse a file of a model's directory that is a link to a file elsewhere; the file need not exist.
+
+    A model may come from an untrusted source: a link in its directory could have any file of this machine read, and copied
+    into an export. Links are followed where they stay inside the directory, and where it belongs to the hub's cache, whose
+    files are links to the blobs of the same model. The directory itself may be reached by a link of the user's.
+
+    Args:
+        path: Path of a file in the directory.
+        directory: Directory of the model.
+
+    Returns:
+        The path with all links followed.
+
+    Raises:
+        CheckpointError: if the path leads out of the directory, and not to a blob of the same model in the hub's cache.
+    """
+    target, root = (Path(os.path.realpath(item)) for item in (path, directory))
+    cached = root.parent.parent  # in the hub's cache: models--ORGANISATION--NAME/snapshots/REVISION
+    is_snapshot = root.parent.name == "snapshots" and cached.name.startswith("models--")
+    if target.is_relative_to(root) or (is_snapshot and target.is_relative_to(cached / "blobs")):
+        return target
+    raise CheckpointError(
+        path,
+        found=f"a link to {target}",
+        expected="a file of the model's own directory",
+        remedy="do not use this model unless you know why it links there; if so, replace the link by a copy",
+    )

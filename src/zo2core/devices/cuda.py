@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zo2core.errors import DeviceError
-from zo2core.io.page_memory import anonymous_memory
+from zo2core.io.direct_file import anonymous_memory
 from zo2core.protocols import Transfer, Wait
 from zo2core.types import Event, Lane
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import psutil
 import torch
 
-from zo2core.io.page_memory import anonymous_memory
+from zo2core.io.direct_file import anonymous_memory
 from zo2core.profiling.timeline import now
 from zo2core.protocols import Transfer, Wait
 from zo2core.types import Event, Lane

@@ -1,4 +1,4 @@
-"""Checksums of large memory: made piece by piece, in whatever thread has the piece at hand, and combined in order."""
+"""Checksums of large memory: one per chunk, computed by any thread, and combined in order."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import xxhash
 
 
-def piece_checksum(piece: memoryview) -> int:
-    """XXH3 of a piece's bytes, 64 bits. Other threads run in the meantime."""
-    return xxhash.xxh3_64_intdigest(piece)
+def chunk_checksum(chunk: memoryview) -> int:
+    """64-bit XXH3 of a chunk's bytes. Releases the GIL."""
+    return xxhash.xxh3_64_intdigest(chunk)
 
 
-def combined_checksum(pieces: Iterable[int]) -> str:
-    """One checksum of the checksums of pieces in their order: XXH3 of 8 bytes each, little-endian; 16 hexadecimal digits."""
-    return xxhash.xxh3_64_hexdigest(b"".join(piece.to_bytes(8, "little") for piece in pieces))
+def combined_checksum(checksums: Iterable[int]) -> str:
+    """XXH3 of chunks' checksums in order, 8 bytes each, little-endian; 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(b"".join(checksum.to_bytes(8, "little") for checksum in checksums))

@@ -1,4 +1,4 @@
-"""The journal: what a run was made of, and every update of it."""
+"""The journal: the header that identifies a run, and every step of it."""
 
 from zo2core.journal.branch import branch_journal as branch_journal
 from zo2core.journal.branch import copy_journal as copy_journal

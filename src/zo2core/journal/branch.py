@@ -1,4 +1,4 @@
-"""New files of a journal: branches, which begin with its first steps and are how steps are undone, and copies."""
+"""New files from a journal: branches, which start with its first steps and so undo later ones, and copies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zo2core.io.record_log import Record, to_line
 from zo2core.journal.header import json_object
 from zo2core.journal.journal import Journal
 from zo2core.journal.side_records import DIGESTS
-from zo2core.journal.update_record import encode
+from zo2core.journal.step_records import encode
 
 
 def branch_journal(
@@ -24,22 +24,22 @@ def branch_journal(
     estimator: Mapping[str, Any] | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a new journal with the first steps of a run; an engine that is given its path goes on from there.
+    """Write a new journal with the first steps of a run; an engine that opens it continues from there.
 
-    The header is that of the run to come. Its key ``branched`` lists the runs that the steps were taken over from, oldest
-    first: for each one the step up to which they were, the journal's checksum at that step, and its estimator's options.
+    The header is that of the new run. Its key ``branched`` lists the runs that the steps were copied from, oldest first:
+    for each run the number of copied steps, the journal's checksum at that step, and its estimator's options.
 
     Args:
-        source: The journal to branch from, or its path. It is only read, and may belong to a run that goes on.
-        destination: Path of the new one. It appears whole and durable, or not at all.
-        step: How many steps are taken over.
-        estimator: Options of the estimator of the run to come (``estimator.options``); None: the same as before.
-        provenance: Provenance of the run to come; None: the same as before.
+        source: The journal to branch from, or its path. It is only read, and may belong to a running engine.
+        destination: Path of the new journal. It appears whole and durable, or not at all.
+        step: Number of steps to copy.
+        estimator: Options of the new run's estimator (``estimator.options``); None keeps the source's.
+        provenance: Provenance of the new run; None keeps the source's.
 
     Raises:
-        JournalError: if the source is none, is damaged, or has fewer steps.
-        OutputError: if something is at the destination, or it cannot be written.
-        OptionError: if ``provenance`` is none of JSON.
+        JournalError: if the source is not a journal, is damaged, or has fewer steps.
+        OutputError: if the destination exists or cannot be written.
+        OptionError: if ``provenance`` is not made of JSON values.
     """
     opened = source if isinstance(source, Journal) else Journal(source)
     try:
@@ -50,35 +50,35 @@ def branch_journal(
                 opened.name,
                 found="first-order steps",
                 expected="steps that can be replayed",
-                remedy="begin a new run, from an adapter that zo2 export wrote",
+                remedy="start a new run from an adapter that zo2 export wrote",
             )
         lines = b"".join(to_line(record) for record in _records(opened.until(step), estimator, provenance))
     finally:
         if opened is not source:
             opened.close()
-    _put(Path(destination), lines)
+    _write(Path(destination), lines)
 
 
 def copy_journal(source: Journal, destination: Path | str) -> None:
-    """Write a journal as it is to another path, in whose place it then is: of a journal in memory, its first file.
+    """Write a copy of a journal to a path.
 
     Args:
-        source: The journal; it was begun.
-        destination: A path; a file that is there is replaced at once, whole and durable, or not at all.
+        source: The journal, on disk or in memory.
+        destination: Path of the copy; a file at this path is replaced at once, whole and durable, or not at all.
 
     Raises:
-        JournalError: if the journal was not begun.
+        JournalError: if the journal has no header.
         OutputError: if the file cannot be written.
     """
     if source.header is None:
-        raise JournalError(source.name, found="no run", expected="a journal that was begun", remedy="begin a run first")
-    _put(Path(destination), source.excerpt(0), replaces=True)
+        raise JournalError(source.name, found="no run", expected="the journal of a run", remedy="start a run first")
+    _write(Path(destination), source.excerpt(0), replace=True)
 
 
 def _records(
     journal: Journal, estimator: Mapping[str, Any] | None, provenance: Mapping[str, Any] | None
 ) -> Iterator[Record]:
-    """The records of the new journal: header, what is known of the base, updates."""
+    """The records of the new journal: header, digests of the base, updates."""
     assert journal.header is not None
     step, header = len(journal.updates), dict(journal.header)
     before = {"step": step, "checksum": f"{journal.chain(step):08x}", "estimator": header.get("estimator")}
@@ -93,8 +93,8 @@ def _records(
     yield from map(encode, journal.updates)
 
 
-def _put(path: Path, content: bytes, *, replaces: bool = False) -> None:
-    if not replaces and os.path.lexists(path):
+def _write(path: Path, content: bytes, *, replace: bool = False) -> None:
+    if not replace and os.path.lexists(path):
         raise OutputError(path, found="a file", expected="a path that is free", remedy="choose another path")
     try:
         make_directory(path.absolute().parent)

@@ -1,4 +1,4 @@
-"""What tells a record that the journal cannot have written, and how a file is refused."""
+"""Errors of a journal's records and files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SHOWN = 80  # characters of a value that an error shows
 
 
 class ImpossibleRecordError(ValueError):
-    """A record whose checksum holds, and which no run of this format has written.
+    """A record whose checksum is right, but which no run of this format writes.
 
     Args:
         found: As in ``ZO2Error``.
@@ -25,7 +25,7 @@ class ImpossibleRecordError(ValueError):
 
 
 def shown(value: object) -> str:
-    """A value's ``repr``, cut where it is long: errors stay one line."""
+    """A value's ``repr``, truncated so that an error stays one line."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # integers of thousands of digits, values nested too deep
@@ -34,18 +34,18 @@ def shown(value: object) -> str:
 
 
 def damaged(path: Path, line: int, found: str, expected: str) -> JournalError:
-    """The error of a file that is damaged in a line."""
+    """The error for a file with a damaged line."""
     return JournalError(
         f"{path}, line {line}",
         found=found,
         expected=expected,
-        remedy="restore the journal from a copy; what follows the damage cannot be trusted",
+        remedy="restore the journal from a copy; records after the damage cannot be trusted",
     )
 
 
 def unwritable(name: str, error: OSError) -> JournalError:
-    """The error of a file that cannot be opened for writing, or written."""
-    expected, remedy = "a file that can be written and synced", "free space or mend the disk"
+    """The error for a file that cannot be opened for writing, or written."""
+    expected, remedy = "a file that can be written and synced", "free space or repair the disk"
     if isinstance(error, LockedFileError):
         expected, remedy = "a file that no other engine writes", "close that engine, or wait until its process has ended"
     elif isinstance(error, DisturbedFileError):

@@ -1,4 +1,4 @@
-"""A journal's header: what a run was made of, as JSON values, and how two headers differ."""
+"""A journal's header: JSON values that identify the run, and the differences between two headers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zo2core.journal.damage import ImpossibleRecordError, shown
 from zo2core.types import ParameterSpec
 
 FORMAT = 1
-METHOD = "method"  # the key that headers of first-order runs have, and others lack
+METHOD = "method"  # key of first-order runs' headers only
 
 Header: TypeAlias = Mapping[str, Any]
 
 _WORDS = {dict: "an object", list: "a list", str: "a string", int: "a whole number", type(None): "null"}
-_TYPES: Mapping[str, tuple[type, ...]] = {  # of the values that this library writes; other keys are a caller's
+_TYPES: Mapping[str, tuple[type, ...]] = {  # types of the values that this library writes; other keys are the caller's
     "base": (str,),
     "parameters": (str,),
     "noise": (str,),
@@ -31,75 +31,75 @@ _TYPES: Mapping[str, tuple[type, ...]] = {  # of the values that this library wr
     "branched": (list,),
 }
 _LATER = {"model", "provenance"}  # keys that journals of earlier versions lack
-_NESTING = 64  # levels at most
-_LISTED = 6  # differences that an error spells out
+_NESTING = 64  # most levels of nested values
+_LISTED = 6  # most differences that an error lists
 _ABSENT = object()
 
 
 def completed(header: Header) -> Header:
-    """A header as it is written and read: with its format, and of JSON values only.
+    """A header as it is written and read: with its format, and with JSON values only.
 
     Raises:
-        TypeError, ValueError, RecursionError: if a value is none of JSON.
+        TypeError, ValueError, RecursionError: if a value is not a JSON value.
     """
     return {"format": FORMAT, **json.loads(json.dumps(dict(header), allow_nan=False))}
 
 
 def json_object(name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Values of a caller's as the JSON values that a header takes.
+    """A caller's values as JSON values for a header.
 
     Raises:
-        OptionError: naming the option whose they are, if they are none of JSON.
+        OptionError: naming the option ``name``, if a value is not a JSON value.
     """
     try:
-        taken = json.loads(json.dumps(dict(values), allow_nan=False))
-        _leaves(taken, name)
+        converted = json.loads(json.dumps(dict(values), allow_nan=False))
+        _leaves(converted, name)
     except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(
             name, found=str(error), expected="finite JSON values in an object", remedy="pass strings and numbers"
         ) from error
-    assert isinstance(taken, dict)
-    return taken
+    assert isinstance(converted, dict)
+    return converted
 
 
 def require_header(record: Mapping[str, Any]) -> None:
-    """Refuse a record that is no header of this format.
+    """Refuse a record that is not a header of this format.
 
     Raises:
         ImpossibleRecordError: naming the key.
     """
     if type(record.get("format")) is not int or record["format"] != FORMAT:
-        raise ImpossibleRecordError(_said(record, "format"), f"a header of format {FORMAT}")
+        raise ImpossibleRecordError(_described(record, "format"), f"a header of format {FORMAT}")
     for key, types in _TYPES.items():
         if key in record and type(record[key]) not in types:
-            raise ImpossibleRecordError(_said(record, key), f"{' or '.join(_WORDS[kind] for kind in types)} as {key}")
+            raise ImpossibleRecordError(_described(record, key), f"{' or '.join(_WORDS[kind] for kind in types)} as {key}")
     _leaves(record)
 
 
-def may_begin_a_journal(torn: bytes) -> bool:
-    """Whether bytes may be what is left of a header that was being written: its beginning, or a sector of zeros."""
-    begin = b'{"format":'
+def may_be_torn_header(torn: bytes) -> bool:
+    """Whether bytes may be a header whose write was interrupted: its beginning, or a sector of zeros."""
+    start = b'{"format":'
     if re.match(rb"[0-9a-f]", torn):  # the line format of earlier versions
-        return bool(re.fullmatch(rb"[0-9a-f]{1,8}", torn[:8])) and (b" " + begin).startswith(torn[8 : 9 + len(begin)])
-    return begin.startswith(torn[: len(begin)]) or not torn[:512].strip(b"\0")
+        return bool(re.fullmatch(rb"[0-9a-f]{1,8}", torn[:8])) and (b" " + start).startswith(torn[8 : 9 + len(start)])
+    return start.startswith(torn[: len(start)]) or not torn[:512].strip(b"\0")
 
 
 def differences(theirs: Header, ours: Header) -> tuple[str, str] | None:
-    """How a journal's header differs from that of a run that would go on with it, leaf by leaf.
+    """The differences, leaf by leaf, between a journal's header and that of a run that would continue it.
 
-    A key of the run with the value None says nothing, nor does one that the journal is too old to have.
+    Keys of the run with the value None are not compared, nor are keys that the journal is too old to have.
 
     Returns:
-        What the journal says and what the run says; None if nothing differs.
+        The differing values of the journal and those of the run; None if nothing differs.
     """
-    said = {key for key, value in ours.items() if value is not None and (key in theirs or key not in _LATER)}
-    journal, run = (_leaves({key: header[key] for key in said if key in header}) for header in (theirs, ours))
+    compared = {key for key, value in ours.items() if value is not None and (key in theirs or key not in _LATER)}
+    journal, run = (_leaves({key: header[key] for key in compared if key in header}) for header in (theirs, ours))
     keys = [key for key in sorted({*journal, *run}) if not _same(journal.get(key, _ABSENT), run.get(key, _ABSENT))]
     return (_listed(journal, keys), _listed(run, keys)) if keys else None
 
 
 def digest(parameters: Iterable[ParameterSpec]) -> str:
-    """Identifies a model's parameters: names, shapes, dtypes, places, decay, how they are carried and encoded."""
+    """Identifies a model's parameters: names, shapes, dtypes, indices, decay, transfer dtypes and encodings."""
     listed: list[list[object]] = []
     for spec in parameters:
         transfer = [str(spec.transfer_dtype), spec.transfer_back] if spec.is_low_bit else []  # older journals have none
@@ -110,7 +110,7 @@ def digest(parameters: Iterable[ParameterSpec]) -> str:
 
 
 def _leaves(value: object, path: str = "", depth: int = 0) -> dict[str, Any]:
-    """Nested objects and lists as one flat object, for telling what differs."""
+    """Nested objects and lists as one flat dictionary, with dotted paths as keys."""
     if depth > _NESTING:
         raise ImpossibleRecordError(f"more than {_NESTING} levels in {path.split('.')[0]}", "a header that is less nested")
     if isinstance(value, dict):
@@ -126,16 +126,16 @@ def _leaves(value: object, path: str = "", depth: int = 0) -> dict[str, Any]:
 
 
 def _same(one: object, other: object) -> bool:
-    """Whether two JSON values are equal: numbers by their value, and true is no number."""
+    """Whether two JSON values are equal: numbers by their value, and true is not a number."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
-def _said(header: Header, key: str) -> str:
+def _described(header: Header, key: str) -> str:
     name = key if key.isprintable() else shown(key)  # an error is one line
     return f"{name} {shown(header[key])}" if key in header else f"no {name}"
 
 
 def _listed(leaves: Mapping[str, Any], keys: list[str]) -> str:
-    words = [_said(leaves, key) for key in keys[:_LISTED]]
+    listed = [_described(leaves, key) for key in keys[:_LISTED]]
     more = len(keys) - _LISTED
-    return "; ".join([*words, f"and {more} more"] if more > 0 else words)
+    return "; ".join([*listed, f"and {more} more"] if more > 0 else listed)

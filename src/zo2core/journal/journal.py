@@ -1,7 +1,7 @@
-"""The journal: an append-only list of updates. With the base checkpoint it is the weights of every step.
+"""The journal: an append-only list of updates. With the base checkpoint it determines the weights of every step.
 
-On disk it is a file of checksummed records (``io/record_log.py``): the first is the header (format version, what the run was
-made of), each further one a step, digests of the base's bytes, or the result of an evaluation. The steps of a zeroth-order
+On disk it is a file of checksummed records (``io/record_log.py``): the first is the header (format version and identity of
+the run), each further one a step, digests of the base's bytes, or the result of an evaluation. The steps of a zeroth-order
 run are updates, which can be replayed. Those of a first-order run, whose header has a `method`, are commits, which cannot.
 """
 
@@ -16,93 +16,91 @@ from types import MappingProxyType
 
 from zo2core.errors import JournalError, reason
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, from_line, to_json, to_line
-from zo2core.journal.commit_record import COMMIT, decode_commit, encode_commit
 from zo2core.journal.damage import ImpossibleRecordError, damaged, shown, unwritable
-from zo2core.journal.header import FORMAT, METHOD, Header, completed, differences, may_begin_a_journal, require_header
-from zo2core.journal.side_records import DIGEST, DIGESTS, EVALUATION, Notes, evaluation_record
-from zo2core.journal.update_record import decode, encode
+from zo2core.journal.header import FORMAT, METHOD, Header, completed, differences, may_be_torn_header, require_header
+from zo2core.journal.side_records import DIGEST, DIGESTS, EVALUATION, SideRecords, evaluation_record
+from zo2core.journal.step_records import COMMIT, decode, decode_commit, encode, encode_commit
 from zo2core.types import Commit, Update
 
 
 class Journal:
-    """Steps 0, 1, 2, ... of one run, in memory and, given a path, on disk as well. One thread at a time appends.
+    """Steps 0, 1, 2, ... of one run, in memory and, given a path, on disk as well. Only one thread at a time may append.
 
     Args:
         path: File to continue, or to create with the first record. None keeps the journal in memory. One object at a time
             writes a file, from ``lock`` or its first record until ``close``; others may read it meanwhile.
 
     Raises:
-        JournalError: if the file exists and cannot be read, is none, or is damaged elsewhere than in a torn last record.
+        JournalError: if the file exists and cannot be read, is not a journal, or is damaged before its last record.
     """
 
     def __init__(self, path: Path | str | None = None) -> None:
         self._name = "journal" if path is None else str(path)
         self._header: Header | None = None
         self._updates: list[Update] = []
-        self._commits: list[Commit] = []  # a journal has either of these two
-        self._notes = Notes()
+        self._commits: list[Commit] = []  # one of the two lists is empty
+        self._side_records = SideRecords()
         self._chain: list[int] = [0]  # version -> checksum over header and updates up to it
         self._torn = False
-        self._begun_at: int | None = None  # version to which this object began it; None: the file had begun
+        self._started_at: int | None = None  # version when this object wrote the header; None: it did not
         self._file = None if path is None else self._open(Path(path))
 
     @property
     def name(self) -> str:
-        """Its path, for errors; of a journal in memory a word."""
+        """The path, or "journal" for a journal in memory; for errors."""
         return self._name
 
     @property
     def header(self) -> Header | None:
-        """What the run was made of; None before it began."""
+        """Identity of the run; None before ``begin``."""
         return self._header
 
     @property
     def updates(self) -> Sequence[Update]:
-        """All updates so far, a live view; none of a first-order run."""
+        """All updates so far, a live view; empty for a first-order run."""
         return self._updates
 
     @property
     def commits(self) -> Sequence[Commit]:
-        """All steps of a first-order run so far, a live view; none of a zeroth-order run."""
+        """All steps of a first-order run so far, a live view; empty for a zeroth-order run."""
         return self._commits
 
     @property
     def steps(self) -> Sequence[Update | Commit]:
-        """All steps so far, of whichever kind, a live view."""
+        """All updates or commits so far, a live view."""
         return self._commits or self._updates
 
     @property
     def version(self) -> int:
-        """The number of steps so far."""
+        """Number of steps so far."""
         return len(self._updates) + len(self._commits)
 
     @property
     def is_replayable(self) -> bool:
-        """Whether the journal and the base give the weights of every step; a first-order run needs snapshots for that."""
+        """Whether the journal and the base determine the weights of every step; first-order runs need snapshots."""
         return self._header is None or METHOD not in self._header
 
     @property
     def base_digests(self) -> Mapping[str, str]:
-        """Hexadecimal digest of the base's bytes of each segment, by the segment's name, as far as noted. A live view."""
-        return MappingProxyType(self._notes.digests)
+        """Hexadecimal digest of each segment's bytes in the base, by segment name, as far as noted; a live view."""
+        return MappingProxyType(self._side_records.digests)
 
     @property
     def evaluations(self) -> Mapping[int, Mapping[str, float]]:
-        """Results of evaluations, by the number of updates in the weights and then by name, as far as noted. A live view."""
-        return MappingProxyType(self._notes.evaluations)
+        """Results of evaluations, by number of updates in the weights and then by name; a live view."""
+        return MappingProxyType(self._side_records.evaluations)
 
     @property
     def torn(self) -> bool:
-        """Whether the file ended with something that was no whole record, and was dropped.
+        """Whether the file ended with an incomplete record, which was dropped.
 
-        That is what a crash leaves of a step that was not taken, and also what damage to the last record looks like:
-        ``require_version`` tells.
+        A crash during a write leaves one, and damage to the last record looks the same; ``require_version`` detects it.
         """
         return self._torn
 
     @property
     def noise(self) -> str | None:
-        """Name of the generator of z that the run was begun with; None before it began, and of a first-order run.
+        """Name of the run's noise generator; None before ``begin`` and for a first-order run.
 
         Raises:
             JournalError: if the header lacks it.
@@ -113,7 +111,7 @@ class Journal:
             raise JournalError(
                 self._name,
                 found="a header without noise",
-                expected="the name of the generator of z",
+                expected="the name of the noise generator",
                 remedy="restore the journal from a copy",
             )
         return str(self._header["noise"])
@@ -134,20 +132,19 @@ class Journal:
         """Write the header of a new journal, or check that an existing one belongs to the same run.
 
         Args:
-            header: JSON values only. A key with the value None says nothing: it fits whatever the journal has. Nor does
-                "model" or "provenance" where the journal is of an earlier version and lacks it.
+            header: Header of the run, of JSON values. Keys with the value None are not compared, nor are "model" and
+                "provenance" where the journal of an earlier version lacks them.
 
         Raises:
-            TypeError, ValueError, RecursionError: if a value is none of JSON, or of another type than such a key has.
-            JournalError: if the journal was begun with another header (each difference is spelled out), or the file cannot
-                be written.
+            TypeError, ValueError, RecursionError: if a value is not a JSON value, or is of another type than its key has.
+            JournalError: if the journal has another header (with each difference), or the file cannot be written.
         """
         header = completed(header)
         if self._header is None:
             header = {key: value for key, value in header.items() if value is not None}
             require_header(header)
-            self._begun_at = self.version
-            self._write(header, partial(self._take_header, header), lambda: self._header is not None)
+            self._started_at = self.version
+            self._write(header, partial(self._add_header, header), lambda: self._header is not None)
             return
         differing = differences(self._header, header)
         if differing is not None:
@@ -156,7 +153,7 @@ class Journal:
                 self._name,
                 found=theirs,
                 expected=ours,
-                remedy="continue with the base checkpoint and options the journal was begun with, or begin a new one",
+                remedy="continue with the base checkpoint and options that the journal was started with, or start a new one",
             )
 
     def append(self, step: Update | Commit) -> None:
@@ -164,55 +161,55 @@ class Journal:
 
         Raises:
             JournalError: if no estimator can have made the update, the file cannot be written, or it was removed or
-                replaced. Whatever is raised, an interrupt included, file and memory agree: both have the step, or neither.
+                replaced. After any exception, also an interrupt, either file and memory both have the step, or neither has.
         """
-        assert self._header is not None, "a journal is begun before it goes on"
+        assert self._header is not None, "a journal has a header before it has steps"
         assert step.step == self.version, "steps are appended in order"
         record = _record_of(step)
         try:
-            taken = self._decoded(record)  # refuses what could not be read back, before anything is written
+            decoded = self._decoded(record)  # refuses a record that could not be read back, before anything is written
         except ImpossibleRecordError as error:
             raise JournalError(
                 f"{self._name}, step {step.step}",
                 found=error.found,
                 expected=error.expected,
-                remedy="mend the estimator, or lower `lr`; the step was not taken",
+                remedy="fix the estimator, or lower `lr`; the step was not taken",
             ) from error
-        self._write(record, partial(self._count, taken, record), lambda: self.version > step.step)
+        self._write(record, partial(self._count, decoded, record), lambda: self.version > step.step)
 
     def withdraw(self) -> None:
-        """Undo ``begin`` or ``take_excerpt``, if this object began the journal so and no update of its own followed.
+        """Undo ``begin`` or ``take_excerpt`` if this object wrote the header and no step followed.
 
-        A run that is refused leaves nothing.
+        A run that is refused leaves no file.
 
         Raises:
             OSError: if the file cannot be removed.
         """
-        if self._header is not None and self._begun_at == self.version:
-            self._header, self._chain, self._begun_at = None, [0], None
+        if self._header is not None and self._started_at == self.version:
+            self._header, self._chain, self._started_at = None, [0], None
             self._updates.clear()
             self._commits.clear()
-            self._notes.clear()
+            self._side_records.clear()
             if self._file is not None:
                 self._file.remove()
 
     def withdraw_if_refused(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Call ``withdraw`` and ``close`` as an exit of an ``ExitStack``: a refused run does not keep the next one out."""
+        """Call ``withdraw`` and ``close`` after an exception, as an exit callback of an ``ExitStack``."""
         if kind is not None:
             with contextlib.suppress(OSError):
                 self.withdraw()
             self.close()
 
     def note_base(self, digests: Mapping[str, str]) -> None:
-        """Add digests of the base's bytes; on return they are durable if the journal is a file. They are no update.
+        """Add digests of the base's bytes; on return they are durable if the journal is a file.
 
         Args:
-            digests: Segment name to lower-case hexadecimal digest. What is known already is not written again.
+            digests: Segment name to lower-case hexadecimal digest. Known digests are not written again.
 
         Raises:
             JournalError: if another digest of a segment is known, or the file cannot be written.
         """
-        assert self._header is not None, "a journal is begun before it goes on"
+        assert self._header is not None, "a journal has a header before it has digests"
         for segment, digest in digests.items():
             assert DIGEST.fullmatch(digest), "a digest is written in lower-case hexadecimal digits"
             known = self.base_digests.get(segment, digest)
@@ -220,36 +217,36 @@ class Journal:
                 raise JournalError(
                     self._name,
                     found=f"a base whose {segment} has digest {shown(digest)}",
-                    expected=f"digest {shown(known)}, as when the run was begun",
-                    remedy="restore the base checkpoint, or begin a new run",
+                    expected=f"digest {shown(known)}, as when the run was started",
+                    remedy="restore the base checkpoint, or start a new run",
                 )
         unknown = {segment: digest for segment, digest in digests.items() if segment not in self.base_digests}
         if unknown:
-            kept = self._notes.digests
+            kept = self._side_records.digests
             self._write({DIGESTS: unknown}, partial(kept.update, unknown), lambda: unknown.keys() <= kept.keys())
 
     def note_evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the result of an evaluation; on return it is durable if the journal is a file. It is no update.
+        """Add the result of an evaluation; on return it is durable if the journal is a file.
 
         Args:
             step: Number of updates in the weights that were evaluated.
-            values: Results by name. A later result of the same step takes the place of an earlier one.
+            values: Results by name. They replace an earlier result of the same step.
 
         Raises:
             JournalError: if the file cannot be written.
         """
-        assert 0 <= step <= self.version, "what was evaluated is a step of the run"
-        record, kept = evaluation_record(step, values), self._notes.evaluations
+        assert 0 <= step <= self.version, "the evaluated step belongs to the run"
+        record, kept = evaluation_record(step, values), self._side_records.evaluations
         before = kept.get(step)
-        count = partial(self._notes.take, record, self.version)
+        count = partial(self._side_records.add, record, self.version)
         self._write(record, count, lambda: kept.get(step) is not before)
 
     def require_version(self, version: int, where: str) -> None:
-        """Refuse a journal that is shorter than what somebody else knows to have been durable.
+        """Refuse a journal that has lost durable steps.
 
         Args:
-            version: Number of updates that were.
-            where: Who knows, for the error: a file's name, say.
+            version: Number of steps that are known to have been durable.
+            where: Name of the file that they are known from, for the error.
 
         Raises:
             JournalError: naming both numbers.
@@ -274,23 +271,23 @@ class Journal:
                 self._name,
                 found=f"{self.version} steps",
                 expected=f"at least {shown(step)}",
-                remedy=f"choose a step from 0 to {self.version}",
+                remedy=f"pass a step from 0 to {self.version}",
             )
         copy = Journal()
         copy._header = self._header
         copy._updates, copy._commits = self._updates[:step], self._commits[:step]
-        copy._notes = self._notes.until(step)
+        copy._side_records = self._side_records.until(step)
         copy._chain = self._chain[: step + 1]
         return copy
 
     def excerpt(self, begin: int) -> bytes:
-        """Lines of a file: header, digests of the base, updates from this step on, evaluations; none before it began.
+        """Lines of a file: header, digests of the base, steps from ``begin`` on, evaluations; empty without a header.
 
-        An evaluation stands where the run noted it, before the update of its step: journals of workers are equal files.
+        An evaluation precedes the update of its step, as in the run's file, so that the files of all workers are equal.
         """
         if self._header is None:
             return b""
-        records = [self._header, *self._notes.digest_records()]
+        records = [self._header, *self._side_records.digest_records()]
         for step in range(self.version + 1):
             if step in self.evaluations:
                 records.append(evaluation_record(step, self.evaluations[step]))
@@ -299,7 +296,10 @@ class Journal:
         return b"".join(map(to_line, records))
 
     def take_excerpt(self, lines: bytes) -> None:
-        """Append what of another journal's excerpt is not here; this journal is the beginning of that one, or not begun.
+        """Append the records of another journal's excerpt that this journal lacks.
+
+        Args:
+            lines: Excerpt of a journal that starts with this journal's steps.
 
         Raises:
             JournalError: if a line is damaged, or the file cannot be written.
@@ -309,9 +309,9 @@ class Journal:
             for record in records[:1]:
                 require_header(record)
             updates = [decode(record) for record in records[1:] if not {DIGESTS, EVALUATION} & record.keys()]
-            notes = Notes()
+            side_records = SideRecords()
             for record in records[1:]:
-                notes.take(record, updates[-1].step + 1 if updates else self.version)
+                side_records.add(record, updates[-1].step + 1 if updates else self.version)
         except (ValueError, RecursionError) as error:
             raise JournalError(
                 self._name,
@@ -323,30 +323,30 @@ class Journal:
         try:
             for header in records[:1]:
                 self.begin(header)
-            self.note_base(notes.digests)
+            self.note_base(side_records.digests)
             for update in updates:
-                self._take_evaluations(notes, update.step)
+                self._add_evaluations(side_records, update.step)
                 if update.step >= self.version:
                     self.append(update)
-            self._take_evaluations(notes, self.version)
+            self._add_evaluations(side_records, self.version)
         finally:
-            self._begun_at = self.version if is_new else None
+            self._started_at = self.version if is_new else None
 
-    def _take_evaluations(self, notes: Notes, last: int) -> None:
-        """Note what another journal has of evaluations up to a step, and this one has not."""
-        for step in sorted(notes.evaluations.keys() - self.evaluations.keys()):
+    def _add_evaluations(self, side_records: SideRecords, last: int) -> None:
+        """Note evaluations, up to a step, that this journal lacks."""
+        for step in sorted(side_records.evaluations.keys() - self.evaluations.keys()):
             if step <= min(last, self.version):
-                self.note_evaluation(step, notes.evaluations[step])
+                self.note_evaluation(step, side_records.evaluations[step])
 
     @property
     def checksum(self) -> int:
-        """Over header and all updates. Two journals with the same one are of the same run, at the same step."""
+        """Checksum over header and all steps: journals with the same checksum are of the same run, at the same step."""
         return self._chain[self.version]
 
     def chain(self, version: int) -> int | None:
-        """A checksum over header and updates 0..version-1: tells whether bytes of a version belong to this run.
+        """Checksum over header and steps 0..version-1, which identifies the weights of a version of this run.
 
-        Asking makes the journal durable, as far as it goes: bytes of a version may be written once its checksum is known.
+        Makes the journal durable: weights of a version may be written to disk once its checksum is known.
 
         Returns:
             The checksum; None if the journal is shorter.
@@ -362,22 +362,22 @@ class Journal:
                     self._name,
                     found=reason(error),
                     expected="a file that can be synced",
-                    remedy="mend the disk; blocks are written back only after the journal",
+                    remedy="repair the disk; blocks are written back only after the journal",
                 ) from error
         return self._chain[version] if 0 <= version <= self.version else None
 
     def close(self) -> None:
-        """Close the file, which ends its lock. May be called twice; the next record opens it again."""
+        """Close the file, which ends its lock. May be called twice; the next record reopens it."""
         if self._file is not None:
             self._file.close()
 
     def _write(self, record: Record, count: Callable[[], object], is_counted: Callable[[], bool]) -> None:
-        """Write a record, durably, and count it in memory: both or neither, also where an interrupt comes between the two.
+        """Write a record durably and add it in memory: both or neither, also after an interrupt between the two.
 
         Args:
-            record: What to write.
-            count: Its last operation makes the record count, and cannot be interrupted.
-            is_counted: Whether it has.
+            record: Record to write.
+            count: Adds the record in memory; its last operation does so and cannot be interrupted.
+            is_counted: Whether ``count`` has added it.
         """
         if self._file is None:
             count()
@@ -385,13 +385,13 @@ class Journal:
         end = 0 if self._header is None else self._file.end
         try:
             if self._header is None:
-                self._file.retract(end)  # a header that was withdrawn, where an interrupt left it
+                self._file.retract(end)  # a withdrawn header that an interrupt left in the file
             self._file.append(record)
             count()
         except BaseException as error:
             if not is_counted():
                 with contextlib.suppress(OSError):
-                    self._file.retract(end)  # a record that is there, and not counted here, would count for a resumed run
+                    self._file.retract(end)  # otherwise a resumed run would have a step that this one has not
             if isinstance(error, OSError):
                 raise unwritable(self._name, error) from error
             raise
@@ -405,30 +405,30 @@ class Journal:
             raise damaged(path, error.line, f"a damaged record ({error})", f"a record of format {FORMAT}") from error
         for line, record in enumerate(file.loaded, start=1):
             try:
-                self._take(record)
+                self._add(record)
             except ImpossibleRecordError as error:
                 raise damaged(path, line, error.found, error.expected) from error
             except (ValueError, RecursionError) as error:  # infinity, as json reads 1e999; a value nested too deep
                 raise damaged(path, line, f"a value that JSON lacks ({error})", f"a record of format {FORMAT}") from error
         file.loaded.clear()
         self._torn = bool(file.torn)
-        if self._header is None and not may_begin_a_journal(file.torn):  # it would be written over
-            found = f"{len(file.torn)} bytes that do not begin as a journal does"  # and may be secret
+        if self._header is None and not may_be_torn_header(file.torn):  # the file would be overwritten
+            found = f"{len(file.torn)} bytes that are not the beginning of a journal"  # not shown: they may be secret
             raise JournalError(path, found=found, expected="a journal", remedy="check the path")
         return file
 
-    def _take(self, record: Record) -> None:
+    def _add(self, record: Record) -> None:
         if self._header is None:
             require_header(record)
-            self._take_header(record)
-        elif not self._notes.take(record, self.version):
-            self._take_step(record)
+            self._add_header(record)
+        elif not self._side_records.add(record, self.version):
+            self._add_step(record)
 
-    def _take_header(self, header: Record) -> None:
+    def _add_header(self, header: Record) -> None:
         self._chain = [zlib.crc32(to_json(header))]
         self._header = header
 
-    def _take_step(self, record: Record) -> None:
+    def _add_step(self, record: Record) -> None:
         step = self._decoded(record)
         if step.step != self.version:
             raise ImpossibleRecordError(f"step {shown(step.step)}", f"step {self.version}")
@@ -438,7 +438,7 @@ class Journal:
         """The step of a record.
 
         Raises:
-            ImpossibleRecordError: if it is none that a run with this header can have written.
+            ImpossibleRecordError: if a run with this header cannot have written the record.
         """
         if (COMMIT in record) is self.is_replayable:
             found, expected = ("a commit", "an update") if self.is_replayable else ("no commit", "a commit")

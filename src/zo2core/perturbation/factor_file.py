@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from zo2core.errors import ScratchError, ZO2Warning, reason
-from zo2core.io.checksum import combined_checksum, piece_checksum
+from zo2core.io.checksum import chunk_checksum, combined_checksum
 from zo2core.io.direct_file import RangedFile, byte_view
 from zo2core.io.durable import LockedFileError, make_directory, open_regular, replace_file
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
@@ -228,7 +228,7 @@ class FactorFile:
 
     def _checksum(self, name: str, version: int, view: memoryview) -> str:
         """Checksum of a parameter's bytes and of its name."""
-        return combined_checksum([self._places[name], version, piece_checksum(view)])
+        return combined_checksum([self._places[name], version, chunk_checksum(view)])
 
     def _try(self, action: Callable[[], Any]) -> Any:
         """What an action gives; None, after a warning, if the disk does not let it: the run needs none of it."""

@@ -1,8 +1,8 @@
-"""Digests of the base checkpoint's segments: made beside the first reads, kept by the journal, compared ever after.
+"""Digests of the base checkpoint's segments: computed with the first reads, kept in the journal, compared by later runs.
 
-The fingerprint in a journal's header samples each tensor; a digest covers every byte. A segment's digest is made of its
-parameters' bytes as they are loaded, in the run's dtype. It is cut at fixed elements of each parameter, so it depends
-neither on where the parameter lies in a file nor on where it lies in a bucket.
+The fingerprint in a journal's header samples each tensor; a digest covers every byte. A segment's digest is computed from
+its parameters' bytes as they are loaded, in the run's dtype, in chunks that start at fixed elements of each parameter. It
+depends neither on the parameter's offset in a file nor on its offset in a bucket.
 """
 
 from __future__ import annotations
@@ -14,32 +14,31 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from zo2core.errors import CheckpointError
-from zo2core.io.checksum import combined_checksum, piece_checksum
-from zo2core.io.direct_file import PAGE, byte_view
-from zo2core.io.page_memory import anonymous_memory
+from zo2core.io.checksum import chunk_checksum, combined_checksum
+from zo2core.io.direct_file import PAGE, anonymous_memory, byte_view
 from zo2core.journal import Journal
 from zo2core.protocols import BlockModel, TensorReader
 from zo2core.types import BlockLayout, ParameterSpec
 
-CUT = 1 << 20  # bytes of a parameter that are digested at a time
+CHUNK_BYTES = 1 << 20  # bytes of a chunk: each has a checksum of its own
 
-_CUTS = 4  # read at a time where nothing is kept
+_CHUNKS_PER_READ = 4  # chunks per read in ``verify_base``
 _READERS = 4  # threads
 
 
 class SegmentDigest:
-    """The digest of a segment whose bytes come in pieces, in any order and from several threads.
+    """The digest of a segment that several threads read in parts, in any order.
 
-    Pieces end where pages of the disk end, not where cuts do. Whoever brings a cut's last bytes digests it, so that all of
-    them are still in a cache, and no thread reads the segment once more.
+    Parts end at page boundaries of the disk, not at those of chunks. The thread that reads a chunk's last bytes computes its
+    checksum while the chunk is in a cache, so the segment is not read a second time.
 
     Args:
-        views: Views of the segment's parameters, flat, in layout order.
+        views: Flat views of the segment's parameters, in layout order.
     """
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
         self._views = views
-        self._lengths = [_cut_length(view.dtype) for view in views]  # elements of a cut
+        self._lengths = [_chunk_length(view.dtype) for view in views]  # elements of a chunk
         self._missing = [
             [min(length, view.numel() - first) for first in range(0, view.numel(), length)]
             for view, length in zip(views, self._lengths, strict=True)
@@ -48,7 +47,7 @@ class SegmentDigest:
         self._lock = threading.Lock()
 
     def add(self, parameter: int, start: int, stop: int) -> None:
-        """Take in elements of a parameter that are in memory now, each once.
+        """Add elements of a parameter that have been read, each once.
 
         Args:
             parameter: Index of the parameter in the segment's layout.
@@ -56,15 +55,14 @@ class SegmentDigest:
             stop: The element after the last one.
         """
         view, length, missing = self._views[parameter], self._lengths[parameter], self._missing[parameter]
-        whole: list[int] = []
+        complete: list[int] = []
         with self._lock:
-            for cut in range(start // length, -(-stop // length)):
-                missing[cut] -= min(stop, (cut + 1) * length) - max(start, cut * length)
-                if missing[cut] == 0:
-                    whole.append(cut)
-        for cut in whole:
-            piece = view[cut * length : (cut + 1) * length]
-            self._checksums[parameter][cut] = piece_checksum(byte_view(piece))
+            for chunk in range(start // length, -(-stop // length)):
+                missing[chunk] -= min(stop, (chunk + 1) * length) - max(start, chunk * length)
+                if missing[chunk] == 0:
+                    complete.append(chunk)
+        for chunk in complete:
+            self._checksums[parameter][chunk] = chunk_checksum(byte_view(view[chunk * length : (chunk + 1) * length]))
 
     def value(self) -> str:
         """The digest, once all elements were added."""
@@ -72,14 +70,14 @@ class SegmentDigest:
 
 
 class BaseDigests:
-    """What is known of the base's content.
+    """Expected digests of the base's segments.
 
-    Each segment is looked at when it is first read from the base. Later reads by the same process are not: a disk protects
-    what it stores by codes of its own, and files are exchanged between processes, not under one.
+    A segment is checked when a process first reads it from the base, not at later reads: disks have error-correcting codes,
+    and files are replaced between processes, not while one has them open.
 
     Args:
-        kept: Segment name to digest, as a journal has them.
-        learns: Whether segments without a kept digest get one.
+        kept: Segment name to digest, from a journal.
+        learns: Whether to compute digests of segments that have none in ``kept``.
     """
 
     def __init__(self, kept: Mapping[str, str], *, learns: bool) -> None:
@@ -89,14 +87,14 @@ class BaseDigests:
         self._is_news = False
 
     def wants(self, layout: BlockLayout) -> bool:
-        """Whether the next read of a segment is to be digested."""
+        """Whether the next read of a segment needs a digest."""
         return layout.name not in self._checked and (self._learns or layout.name in self._expected)
 
     def check(self, layout: BlockLayout, digest: str, weights: TensorReader) -> None:
-        """Compare the digest of bytes that were read from the base, or take it down if there is none yet.
+        """Compare the digest of bytes that were read from the base, or keep it if there is none yet.
 
         Raises:
-            CheckpointError: if the bytes are others than those of the run.
+            CheckpointError: if the bytes differ from those of the run.
         """
         expected = self._expected.setdefault(layout.name, digest)
         if expected != digest:
@@ -105,18 +103,18 @@ class BaseDigests:
         self._is_news = True
 
     def known(self, layout: BlockLayout) -> str:
-        """The digest of a segment that was read; empty if nobody wants one."""
+        """The digest of a segment that was read; empty if none was computed."""
         return self._expected.get(layout.name, "")
 
     def note(self, journal: Journal) -> None:
-        """Hand a journal the digests that it has not; mostly there are none, and nothing is done.
+        """Write the digests that a journal lacks to it.
 
         Raises:
-            JournalError: if it cannot be written.
+            JournalError: if the journal cannot be written.
         """
         if self._is_news:
             kept = journal.base_digests
-            # Sorted: of several workers each may have read them in another order, and their journals are to be equal.
+            # Sorted, since workers may read segments in different orders and their journals have to be equal.
             unknown = {name: digest for name, digest in sorted(self._expected.items()) if name not in kept}
             if unknown:
                 journal.note_base(unknown)
@@ -124,22 +122,22 @@ class BaseDigests:
 
 
 def verify_base(model: BlockModel, journal: Journal, progress: Callable[[int], object] | None = None) -> Mapping[str, str]:
-    """Read every byte of a model's base at once, and compare it with what a journal keeps of it.
+    """Read every byte of a model's base and compare it with the digests in a journal.
 
     Args:
-        model: Its checkpoint is read; nothing of it stays in memory.
+        model: Model whose checkpoint is read; no weights stay in memory.
         journal: Journal of a run on this base.
-        progress: Told how many more bytes were read.
+        progress: Called with the number of bytes of each read.
 
     Returns:
-        Digests that the journal has not, by segment: to be noted there.
+        Digests that the journal lacks, by segment.
 
     Raises:
-        CheckpointError: if the bytes are others than those of the run, or cannot be read.
+        CheckpointError: if the bytes differ from those of the run, or cannot be read.
     """
     kept, unknown = journal.base_digests, dict[str, str]()
     with ThreadPoolExecutor(_READERS, thread_name_prefix="zo2-verify") as pool:
-        reader = _CutReader(model.weights)
+        reader = _ChunkReader(model.weights)
         for layout in model.layouts:
             digest = reader.digest(layout, pool, progress)
             if kept.get(layout.name, digest) != digest:
@@ -149,19 +147,22 @@ def verify_base(model: BlockModel, journal: Journal, progress: Callable[[int], o
     return unknown
 
 
-class _CutReader:
-    """Reads segments a few cuts at a time, into a small buffer of each thread."""
+class _ChunkReader:
+    """Reads segments a few chunks at a time, into a small buffer per thread."""
 
     def __init__(self, weights: TensorReader) -> None:
         self._weights = weights
         self._memory = threading.local()
 
     def digest(self, layout: BlockLayout, pool: ThreadPoolExecutor, progress: Callable[[int], object] | None) -> str:
-        """Read a segment; as ``SegmentDigest`` has it."""
+        """Read a segment; returns the same digest as ``SegmentDigest``."""
         reads = [
-            (pool.submit(self._checksums, spec, start), min(_CUTS * CUT, spec.nbytes - start * spec.stored_dtype.itemsize))
+            (
+                pool.submit(self._checksums, spec, start),
+                min(_CHUNKS_PER_READ * CHUNK_BYTES, spec.nbytes - start * spec.stored_dtype.itemsize),
+            )
             for spec in layout.parameters
-            for start in range(0, spec.stored_numel, _CUTS * _cut_length(spec.stored_dtype))
+            for start in range(0, spec.stored_numel, _CHUNKS_PER_READ * _chunk_length(spec.stored_dtype))
         ]
         checksums: list[int] = []
         try:
@@ -175,21 +176,21 @@ class _CutReader:
         return combined_checksum(checksums)
 
     def _checksums(self, spec: ParameterSpec, start: int) -> list[int]:
-        """Read the next few cuts of a parameter; return their checksums."""
+        """Read the next few chunks of a parameter; returns their checksums."""
         if not hasattr(self._memory, "pages"):
-            self._memory.pages = torch.frombuffer(anonymous_memory(_CUTS * CUT + PAGE), dtype=torch.uint8)
+            self._memory.pages = torch.frombuffer(anonymous_memory(_CHUNKS_PER_READ * CHUNK_BYTES + PAGE), dtype=torch.uint8)
         dtype = spec.stored_dtype
-        length = _cut_length(dtype)
-        count = min(_CUTS * length, spec.stored_numel - start)
-        askew = self._weights.page_offset(spec) or 0  # as on disk: most bytes are then read in place
-        piece = self._memory.pages[askew : askew + count * dtype.itemsize].view(dtype)
-        self._weights.read_into(spec.name, piece, start)
-        return [piece_checksum(byte_view(piece[first : first + length])) for first in range(0, count, length)]
+        length = _chunk_length(dtype)
+        count = min(_CHUNKS_PER_READ * length, spec.stored_numel - start)
+        offset = self._weights.page_offset(spec) or 0  # the offset on disk, so that most bytes are read without a copy
+        chunks = self._memory.pages[offset : offset + count * dtype.itemsize].view(dtype)
+        self._weights.read_into(spec.name, chunks, start)
+        return [chunk_checksum(byte_view(chunks[first : first + length])) for first in range(0, count, length)]
 
 
-def _cut_length(dtype: torch.dtype) -> int:
-    """Elements of a cut."""
-    return CUT // dtype.itemsize
+def _chunk_length(dtype: torch.dtype) -> int:
+    """Elements of a chunk."""
+    return CHUNK_BYTES // dtype.itemsize
 
 
 def _changed(layout: BlockLayout, digest: str, expected: str, weights: TensorReader) -> CheckpointError:
@@ -197,6 +198,6 @@ def _changed(layout: BlockLayout, digest: str, expected: str, weights: TensorRea
     return CheckpointError(
         f"{', '.join(files)}: {layout.name}",
         found=f"content of digest {digest}",
-        expected=f"digest {expected}, of the base that the run was begun with",
-        remedy="get the file again; weights of the run are made from the bytes it had",
+        expected=f"digest {expected}, of the base that the run was started with",
+        remedy="download the file again: the run's weights depend on its original bytes",
     )

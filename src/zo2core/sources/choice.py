@@ -1,4 +1,4 @@
-"""Which source a run's segments come from."""
+"""Choice of the source of a run's segments."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def open_source(
 
     Args:
         weights: The base checkpoint.
-        layouts: Segments in visiting order, as they lie in it.
-        host_memory: Allocates its memory.
-        buckets: Number of buckets for streamed blocks; None: all blocks are in memory.
-        shared: Memory that workers of this host have together; None: the source has its own.
-        scratch: Files that segments were written back to.
-        write_back_every: Versions that a segment may be ahead of its bytes on disk; None: it is never written.
-        base_digests: What the base's segments have to be.
-        timeline: Every read and write is noted there.
+        layouts: Segments in visiting order.
+        host_memory: Allocates the source's memory.
+        buckets: Number of buckets for streamed blocks; None keeps all blocks in memory.
+        shared: Memory shared by the workers of this host; None allocates memory for this worker alone.
+        scratch: Files of written-back segments.
+        write_back_every: Versions that a segment may be ahead of its bytes on disk; None never writes.
+        base_digests: Expected digests of the base's segments.
+        timeline: Records every read and write.
 
-    What is shared and the files belong to the source, and are closed if none comes of it.
+    The source takes ownership of ``shared`` and ``scratch``; they are closed if it cannot be opened.
     """
-    assert shared is None or scratch is None, "what is shared is not written back"
+    assert shared is None or scratch is None, "shared segments are not written back"
     try:
         if shared is not None:
             return SharedSource(weights, layouts, shared, base_digests=base_digests, timeline=timeline)
@@ -69,7 +69,7 @@ def open_source(
             timeline=timeline,
         )
     except BaseException:
-        for own in (shared, scratch):
-            if own is not None:
-                own.close()
+        for resource in (shared, scratch):
+            if resource is not None:
+                resource.close()
         raise

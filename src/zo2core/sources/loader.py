@@ -1,4 +1,4 @@
-"""Fill buckets in the background, from the base checkpoint or from what was written back: submit, then wait."""
+"""Fill buckets in the background from the base checkpoint or from written-back files: submit, then wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import torch
 
-from zo2core.io.checksum import piece_checksum
+from zo2core.io.checksum import chunk_checksum
 from zo2core.io.direct_file import PAGE, byte_view, whole_pages
 from zo2core.profiling.timeline import Gathered, Timeline
 from zo2core.protocols import TensorReader
@@ -20,22 +20,22 @@ from zo2core.sources.base_digests import BaseDigests, SegmentDigest
 from zo2core.sources.scratch import PIECE, Scratch
 from zo2core.types import BlockLayout, Lane, aligned
 
-_Read: TypeAlias = tuple[int, Callable[[], None]]  # bytes, and what brings them
+_Read: TypeAlias = tuple[int, Callable[[], None]]  # bytes, and the function that reads them
 
 READERS = 4  # threads; one buffered reader does not reach a disk's rate
-CHUNK = PIECE  # bytes read at a time, so that all threads work on the segment that is needed first
+CHUNK = PIECE  # bytes of a read: small enough for all threads to work on the segment that is needed first
 
 
 def portions(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Cut memory into pieces, one after the other."""
+    """Split memory into consecutive slices of these sizes."""
     ends = list(accumulate(sizes))
     return [memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def laid_out_as_on_disk(layouts: Sequence[BlockLayout], weights: TensorReader) -> tuple[BlockLayout, ...]:
-    """Give each parameter the place in its bucket at which pages of the disk can be read without a copy.
+    """Give each parameter the offset in its bucket at which pages of the disk can be read without a copy.
 
-    A parameter begins as far from a page's start as it does in its file. Tensors that follow each other there do so here.
+    A parameter has the same offset within a page as in its file. Tensors that are adjacent in the file stay adjacent.
     """
     return tuple(replace(layout, offsets=_offsets(layout, weights)) for layout in layouts)
 
@@ -44,20 +44,20 @@ def _offsets(layout: BlockLayout, weights: TensorReader) -> tuple[int, ...]:
     offsets: list[int] = []
     end = 0
     for spec in layout.parameters:
-        wanted = weights.page_offset(spec)
-        start = aligned(end) if wanted is None else end + (wanted - end) % PAGE
+        page_offset = weights.page_offset(spec)
+        start = aligned(end) if page_offset is None else end + (page_offset - end) % PAGE
         offsets.append(start)
         end = start + spec.nbytes
     return tuple(offsets)
 
 
 class Loading:
-    """Reads under way.
+    """Reads of a segment that are in flight.
 
     Args:
         futures: Futures of the reads.
-        version: Version of the bytes that come.
-        check: Says, once all have come, whether they count; it may raise CheckpointError.
+        version: Version of the bytes that are read.
+        check: Returns, after all reads, whether the bytes are valid; it may raise CheckpointError.
     """
 
     def __init__(self, futures: Sequence[Future[None]], version: int, check: Callable[[], bool] = lambda: True) -> None:
@@ -70,22 +70,22 @@ class Loading:
         return all(future.done() for future in self._futures)
 
     def settle(self) -> None:
-        """Wait for all reads to end, whatever became of them."""
+        """Wait for all reads to end, also failed ones."""
         wait(self._futures)
 
     def failed(self) -> bool:
-        """Wait for all reads to end, and say whether one failed."""
+        """Wait for all reads to end; returns whether one failed."""
         self.settle()
         return any(future.exception() is not None for future in self._futures)
 
     def wait(self) -> bool:
-        """Wait for all reads to end, then report the first failure: none may write into the memory later.
+        """Wait for all reads to end, so that none writes into the memory later, then report the first failure.
 
         Returns:
-            Whether the bytes count. If not, what was written back is damaged and given up: the next load brings the base.
+            Whether the bytes are valid. If not, the written-back bytes are damaged and the next load reads the base.
 
         Raises:
-            CheckpointError: if a read of the base failed, or the base is another than it was.
+            CheckpointError: if a read of the base failed, or the base has changed.
             ScratchError: if a read of written-back bytes failed.
         """
         failures = [future.exception() for future in self._futures]
@@ -101,9 +101,9 @@ class SegmentLoader:
     Args:
         weights: The base checkpoint. Belongs to the caller.
         layouts: Segments in visiting order.
-        scratch: Where written-back segments are; belongs to the caller.
-        base_digests: What the base's segments have to be; None does not look.
-        timeline: Takes down every segment's reads.
+        scratch: Files of written-back segments; belongs to the caller.
+        base_digests: Expected digests of the base's segments; None does not check them.
+        timeline: Records every segment's reads.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class SegmentLoader:
         """Start filling a segment's memory and return at once.
 
         Args:
-            segment: Which one.
-            pages: uint8, its memory in whole pages.
-            views: Views of its parameters in that memory.
+            segment: Index of the segment.
+            pages: uint8, the segment's memory in whole pages.
+            views: Views of the segment's parameters in that memory.
         """
         if self._scratch is not None and self._scratch.version(segment) > 0:
             return self._load_written(self._scratch, segment, pages[: whole_pages(self._layouts[segment].nbytes)])
@@ -139,16 +139,16 @@ class SegmentLoader:
         version, checksums = scratch.version(segment), [0] * len(starts)
         is_unchecked = scratch.is_unchecked(segment)
 
-        def read(place: int, out: torch.Tensor) -> None:
-            scratch.read(segment, out, starts[place])
+        def read(index: int, out: torch.Tensor) -> None:
+            scratch.read(segment, out, starts[index])
             if is_unchecked:
-                checksums[place] = piece_checksum(byte_view(out))  # while the bytes are in a cache
+                checksums[index] = chunk_checksum(byte_view(out))  # while the bytes are in a cache
 
         def check() -> bool:
             return not is_unchecked or scratch.confirm(segment, checksums)
 
-        pieces = [pages[start : start + CHUNK] for start in starts]
-        reads: list[_Read] = [(out.nbytes, partial(read, place, out)) for place, out in enumerate(pieces)]
+        chunks = [pages[start : start + CHUNK] for start in starts]
+        reads: list[_Read] = [(out.nbytes, partial(read, index, out)) for index, out in enumerate(chunks)]
         return Loading(self._submit(segment, reads), version, check)
 
     def _load_base(self, segment: int, views: Sequence[torch.Tensor]) -> Loading:
@@ -167,31 +167,31 @@ class SegmentLoader:
 
         reads: list[_Read] = []
         for parameter, (spec, view) in enumerate(zip(layout.parameters, views, strict=True)):
-            step, past = CHUNK // view.itemsize, view.data_ptr() % PAGE // view.itemsize
-            cuts = [0, *range(step - past, view.numel(), step), view.numel()]  # where pages begin
+            step, offset = CHUNK // view.itemsize, view.data_ptr() % PAGE // view.itemsize
+            bounds = [0, *range(step - offset, view.numel(), step), view.numel()]  # at page boundaries
             itemsize = self._weights.itemsize(spec.name)
-            reads += [((stop - start) * itemsize, partial(read, parameter, start, stop)) for start, stop in pairwise(cuts)]
+            reads += [((stop - start) * itemsize, partial(read, parameter, start, stop)) for start, stop in pairwise(bounds)]
         return Loading(self._submit(segment, reads), 0, check)
 
     def _submit(self, segment: int, reads: Sequence[_Read]) -> list[Future[None]]:
-        """Have every thread take one read after the other: to submit each would take the caller 40 us."""
+        """Start all reads as one task per thread; submitting each read would take the caller 40 us."""
         gathered = Gathered(self._timeline, Lane.READ, self._layouts[segment].name, len(reads))
-        left = deque(reads)
+        queue = deque(reads)
 
-        def take() -> None:
+        def run_reads() -> None:
             while True:
                 try:
-                    nbytes, read = left.popleft()
-                except IndexError:  # the other threads have what was left
+                    nbytes, read = queue.popleft()
+                except IndexError:
                     return
                 if self._closed:
                     raise CancelledError
                 with gathered.part(nbytes):
                     read()
 
-        return [self._pool.submit(take) for _ in range(min(READERS, len(reads)))]
+        return [self._pool.submit(run_reads) for _ in range(min(READERS, len(reads)))]
 
     def close(self) -> None:
-        """Drop reads that have not begun, and wait for the others."""
+        """Drop reads that have not started, and wait for the others."""
         self._closed = True
         self._pool.shutdown(cancel_futures=True)

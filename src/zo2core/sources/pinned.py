@@ -1,4 +1,4 @@
-"""Every segment resident in host memory, in one exact-size arena, filled straight from the checkpoint on first use."""
+"""Every segment resident in host memory, in one arena of exact size, filled from the checkpoint on first use."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from zo2core.types import BlockLayout, Bucket
 class PinnedSource(SegmentSource):
     """Host memory for the whole model, page-locked where the device needs that for fast copies.
 
-    Nothing is read until a segment is first asked for; no tensor is held twice.
+    A segment is read when it is first prefetched or acquired; no tensor is held twice.
 
     Args:
         weights: The base checkpoint. Belongs to the caller.
         layouts: Segments in visiting order.
         host_memory: Allocates the arena: ``Device.host_memory``.
-        scratch: Files that segments were written back to, and are again. They belong to this source.
-        write_back_every: A segment is written back once it is this many versions ahead of its bytes on disk: a snapshot
-            that bounds what a resumed run has to replay. None never writes.
-        base_digests: What the base's segments have to be; None does not look.
-        timeline: Every read and write is noted there.
+        scratch: Files of written-back segments. They belong to this source.
+        write_back_every: A segment is written back once it is this many versions ahead of its bytes on disk, which limits
+            the updates that a resumed run replays. None never writes.
+        base_digests: Expected digests of the base's segments; None does not check them.
+        timeline: Records every read and write.
 
     Raises:
         OptionError: if ``write_back_every`` is out of its range.
@@ -81,7 +81,7 @@ class PinnedSource(SegmentSource):
         return self._buckets[index]
 
     def release(self, bucket: Bucket, version: int | None) -> None:
-        """Note the version of the bytes. Bytes that are lost are read anew."""
+        """Keep the version of the bytes; lost bytes (None) are read again. See the contract."""
         index = bucket.segment
         if version is None:
             self._filled.discard(index)
@@ -89,7 +89,7 @@ class PinnedSource(SegmentSource):
         self._buckets[index] = bucket._replace(version=version)
         self._write_back.start_if_due(index, self._pages[index], version, then=lambda: None)
 
-    def _give_back(self) -> None:
+    def _free_memory(self) -> None:
         self._loading.clear()
         self._buckets.clear()
         self._pages.clear()

@@ -1,4 +1,4 @@
-"""The order in which segments are needed, as the scheduler told it, and how far along it a source reads ahead."""
+"""The order in which the scheduler needs segments, and how far a source prefetches along it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from zo2core.types import BlockLayout
 
-READ_AHEAD = 2  # blocks: one is ready while the next one comes. More would displace blocks that are kept for later
-NEVER = sys.maxsize  # the rank of a segment that is not needed
+READ_AHEAD = 2  # blocks: one is ready while the next one is read. More would evict blocks that are kept for later
+NEVER = sys.maxsize  # rank of a segment that is not needed
 
 
 class ReadingOrder:
-    """A round of segments, from the one that is needed next to the one that is needed last.
+    """A cyclic order of segments, from the one that is needed next to the one that is needed last.
 
     Args:
         layouts: Segments in visiting order.
@@ -20,26 +20,26 @@ class ReadingOrder:
 
     def __init__(self, layouts: Sequence[BlockLayout]) -> None:
         self._layouts = layouts
-        self._ranks: dict[int, int] = {}  # segment to rank, in ascending order of the ranks
-        self._end = 0  # above all ranks
+        self._ranks: dict[int, int] = {}  # segment to rank, in ascending order of ranks
+        self._end = 0  # the rank after the last one
 
     def follow(self, order: Sequence[int]) -> None:
-        """Replace the order by another one."""
+        """Replace the order."""
         self._ranks = dict(zip(order, range(len(order)), strict=True))
         self._end = len(order)
 
     def acquired(self, segment: int) -> None:
-        """Move a segment to the end of the round: the next time it is needed is after all others."""
+        """Move a segment to the end of the order: it is needed again after all others."""
         if self._ranks.pop(segment, None) is not None:
             self._ranks[segment] = self._end
             self._end += 1
 
     def rank(self, segment: int) -> int:
-        """Return a number that is the higher the later a segment is needed, or ``NEVER``."""
+        """A number that is higher the later a segment is needed, or ``NEVER``."""
         return self._ranks.get(segment, NEVER)
 
     def ahead(self) -> Iterator[int]:
-        """Yield what is worth reading ahead: the next blocks, and embedding and head where they stand among them."""
+        """Yield the segments to prefetch: the next blocks, and embedding and head where they stand among them."""
         blocks = 0
         for segment in self._ranks:
             blocks += not self._layouts[segment].resident

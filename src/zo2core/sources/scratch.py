@@ -1,14 +1,14 @@
-"""Blocks written back: a file of slots, and a manifest of records that says which slot holds which segment at which version.
+"""Written-back segments: a file of slots, and a manifest that records each segment's slot and version.
 
-The user's checkpoint is never written. A segment's new bytes go to a free slot; its old ones count until the new ones are
-durable and the manifest says so. So there is no moment at which a segment is lost, and one spare slot for all blocks of a
-size suffices. What a crash leaves over is never wrong, at worst old: the journal makes up the difference.
+The user's checkpoint is never written. A segment's new bytes go to a free slot; its old bytes stay valid until the new ones
+and their manifest record are durable. So a segment is never lost, and one spare slot for all blocks suffices. What a crash
+leaves is never wrong, at worst old: replaying the journal brings it up to date.
 
 Write-ahead: bytes of version v are written only once the journal's records up to v are durable. Every manifest record
-carries the journal's checksum at its version, so bytes of another run do not count; and a checksum of the bytes, which is
-checked when they are first read after opening. Bytes that are damaged, or of another moment than their record, as in a
-copy of a run that was being written, are given up. Later reads are not checked: this process holds a lock on the file and is
-the only one that writes it, and what happens under a process (a bad sector) the disk reports itself.
+has the journal's checksum at its version, so bytes of another run are ignored, and a checksum of the bytes, which is
+checked when they are first read after opening. Bytes that do not match their record, as in a copy of a run that was being
+written, are dropped. Later reads are not checked: this process holds a lock on the file and is the only one that writes it,
+and disks report bad sectors themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from zo2core.errors import ScratchError, reason
-from zo2core.io.checksum import combined_checksum, piece_checksum
+from zo2core.io.checksum import chunk_checksum, combined_checksum
 from zo2core.io.direct_file import RangedFile, byte_view, whole_pages
 from zo2core.io.durable import LockedFileError, make_directory, replace_file
 from zo2core.io.record_log import DamagedRecordError, Record, RecordFile, to_line
@@ -31,22 +31,20 @@ from zo2core.types import BlockLayout, shown_bytes
 
 DATA = "scratch.bin"
 MANIFEST = "scratch.jsonl"
-FORMAT = 2  # of the manifest; records of format 1 had no checksum of the bytes
-PIECE = (
-    4 << 20
-)  # bytes of a slot that have a checksum of their own; a record has the checksum of these, and of its own words
+FORMAT = 2  # format of the manifest; records of format 1 had no checksum of the bytes
+PIECE = 4 << 20  # bytes with a checksum of their own; a record's checksum combines those of its slot
 
-_MOST_STEPS = 1 << 40  # of a run: a version beyond is damage
+_MOST_STEPS = 1 << 40  # higher versions are taken for damage
 
 
 class _Written(NamedTuple):
-    """What was written back of one segment."""
+    """The written-back bytes of one segment."""
 
-    slot: int  # of the file
-    version: int  # of the bytes in it
+    slot: int  # slot of the file
+    version: int  # version of the bytes
     chain: int  # the journal's checksum at that version
-    checksum: str  # of the bytes, and of whose they are: of segment, version and chain
-    is_checked: bool  # they were written, or read and compared, by this process
+    checksum: str  # checksum of segment, version, chain and bytes
+    is_checked: bool  # whether this process wrote the bytes, or compared them with their checksum
 
     def record(self, segment: int) -> Record:
         """The manifest's record."""
@@ -63,11 +61,11 @@ class Scratch:
     """Segments on disk at later versions than the base. Its files are locked until ``close``.
 
     Args:
-        directory: Directory of the run; what an earlier process left there is used.
+        directory: Directory of the run; valid files of an earlier process are used.
         layouts: Segments in visiting order.
-        chain: Version to the journal's checksum, None where the journal is not durable that far.
-        require_version: Told every version beyond the journal's end that the manifest has, and where that stands: bytes are
-            written after the journal's records, so it has lost some. None: such bytes just do not count.
+        chain: Version to the journal's checksum; None where the journal is not durable that far.
+        require_version: Called with every version in the manifest beyond the journal's end, and the manifest's path: the
+            journal has lost records, since bytes are written after them. None ignores such bytes.
 
     Raises:
         ScratchError: if the files cannot be opened, or another engine has them open.
@@ -87,15 +85,15 @@ class Scratch:
         self._sizes = [whole_pages(layout.nbytes) for layout in layouts]
         self._layout = [None if layout.offsets is None else list(layout.offsets) for layout in layouts]
         self._offsets: list[int] = []  # slot -> byte offset
-        self._slots: list[frozenset[int]] = []  # segment -> all slots it may ever use; all blocks have the same ones
-        self._lay_out(layouts)
+        self._slots: list[frozenset[int]] = []  # segment -> all slots it may use; all blocks have the same slots
+        self._assign_slots(layouts)
         self.nbytes = scratch_bytes(layouts)
-        # Segment to its bytes that count; all other slots are free. One thread reads while another one writes, but never the
+        # Segment to its valid bytes; all other slots are free. One thread reads while another one writes, but never the
         # same segment, and each changes the dictionary by single operations.
         self._written: dict[int, _Written] = {}
         try:
             make_directory(directory)
-            self._data = RangedFile(directory / DATA, writable=True)  # first: its lock is that of the manifest, too
+            self._data = RangedFile(directory / DATA, writable=True)  # before the manifest: its lock covers both
         except OSError as error:
             raise self._failed(error) from error
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="zo2-checksum")
@@ -109,26 +107,26 @@ class Scratch:
             raise
 
     def version(self, segment: int) -> int:
-        """Version of a segment's bytes here; 0 if there are none, and the base's count."""
-        place = self._written.get(segment)
-        return 0 if place is None else place.version
+        """Version of a segment's written-back bytes; 0 if there are none."""
+        written = self._written.get(segment)
+        return 0 if written is None else written.version
 
     def is_unchecked(self, segment: int) -> bool:
-        """Whether a segment's bytes are as an earlier process left them, and nobody has compared them with their record."""
+        """Whether a segment's bytes come from an earlier process and have not been compared with their checksum."""
         return not self._written[segment].is_checked
 
-    def confirm(self, segment: int, pieces: Sequence[int]) -> bool:
-        """Compare bytes that were read with their record; if they are others, the segment is not here any more.
+    def confirm(self, segment: int, checksums: Sequence[int]) -> bool:
+        """Compare bytes that were read with their record; if they differ, the segment is dropped.
 
         Args:
-            segment: Whose bytes.
-            pieces: Checksums of its pieces, in order.
+            segment: Index of the segment.
+            checksums: Checksums of each ``PIECE`` bytes, in order.
 
         Returns:
-            Whether they are those that were written.
+            Whether the bytes match.
         """
         written = self._written[segment]
-        if written.checksum == combined_checksum([segment, written.version, written.chain, *pieces]):
+        if written.checksum == combined_checksum([segment, written.version, written.chain, *checksums]):
             self._written[segment] = written._replace(is_checked=True)
             return True
         del self._written[segment]
@@ -138,12 +136,12 @@ class Scratch:
         """Fill memory with a range of a segment's bytes. May be called from several threads.
 
         Args:
-            segment: One with a version above 0.
-            out: uint8; whole pages are the fast way.
-            start: The range's first byte.
+            segment: Index of a segment with a version above 0.
+            out: uint8; whole pages are fastest.
+            start: First byte of the range.
 
         Raises:
-            ScratchError: if they cannot be read.
+            ScratchError: if the bytes cannot be read.
         """
         try:
             self._data.read_into(self._offsets[self._written[segment].slot] + start, byte_view(out))
@@ -151,21 +149,22 @@ class Scratch:
             raise self._failed(error) from error
 
     def write(self, segment: int, data: torch.Tensor, version: int) -> None:
-        """Write a bucket back. On return it is durable.
+        """Write a segment back. On return its bytes are durable.
 
         Args:
-            segment: Whose bytes.
+            segment: Index of the segment.
             data: uint8, the segment's bucket, up to whole pages.
             version: Version of the bytes.
 
         Raises:
-            ScratchError: if that failed; the bytes written before still count.
+            ScratchError: if the write failed; the bytes written before stay valid.
         """
         chain = self._chain(version)
         assert chain is not None, "bytes are written after the journal's records"
         slot = min(self._slots[segment].difference(written.slot for written in list(self._written.values())))
         view = byte_view(data)
-        hashing = self._hashing.submit(lambda: [piece_checksum(view[at : at + PIECE]) for at in range(0, len(view), PIECE)])
+        starts = range(0, len(view), PIECE)
+        hashing = self._hashing.submit(lambda: [chunk_checksum(view[start : start + PIECE]) for start in starts])
         try:
             self._manifest.retract()  # a record that was written but not synced may name this slot for other bytes
             end = self._manifest.end
@@ -177,7 +176,7 @@ class Scratch:
             try:
                 self._manifest.append(written.record(segment))
                 self._written[segment] = written
-            except BaseException:  # also an interrupt: manifest and memory agree on which slot counts
+            except BaseException:  # also an interrupt: manifest and memory have to agree on the segment's slot
                 if segment not in self._written or self._written[segment].slot != slot:
                     with contextlib.suppress(OSError):
                         self._manifest.retract(end)
@@ -193,8 +192,8 @@ class Scratch:
         self._data.close()
         self._manifest.close()
 
-    def _lay_out(self, layouts: Sequence[BlockLayout]) -> None:
-        """Place the slots: blocks share theirs and one to spare, a resident segment has two of its own."""
+    def _assign_slots(self, layouts: Sequence[BlockLayout]) -> None:
+        """Assign slots: blocks share one slot each and a spare one, a resident segment has two of its own."""
         end = 0
 
         def slots(count: int, size: int) -> frozenset[int]:
@@ -210,43 +209,43 @@ class Scratch:
             self._slots.append(slots(2, size) if layout.resident else shared)
 
     def _open_manifest(self) -> RecordFile:
-        """Take over what is of this run, and write the manifest anew without the rest."""
+        """Load the records of this run, and rewrite the manifest without others."""
         path = self.directory / MANIFEST
         header: Record = {"format": FORMAT, "sizes": self._sizes, "offsets": self._layout, "chain": self._chain(0)}
         try:
             loaded = RecordFile(path).loaded
         except DamagedRecordError:
-            loaded = []  # nothing is lost but time: the journal makes every version again
+            loaded = []  # only time is lost: replaying the journal gives every version again
         if loaded and loaded[0] == header:
-            self._take_over(loaded[1:], str(path))
+            self._load(loaded[1:], str(path))
         live = [self._written[segment].record(segment) for segment in sorted(self._written)]
-        # Durable before any slot is written: an older manifest that came back would name slots for other bytes.
+        # Durable before any slot is written: an older manifest would name slots that then hold other bytes.
         replace_file(path, b"".join(to_line(record) for record in [header, *live]))
         manifest = RecordFile(path)
         manifest.lock()
         return manifest
 
-    def _take_over(self, records: Sequence[Record], where: str) -> None:
-        """Take over the last record of each segment, where it can be right: its bytes are looked at when they are read."""
+    def _load(self, records: Sequence[Record], where: str) -> None:
+        """Load the last record of each segment where it is plausible; its bytes are checked when they are read."""
         data = self.directory / DATA
         size = data.stat().st_size if data.exists() else 0
         last: dict[int, _Written] = {}
         for record in records:
-            segment, written = self._understood(record)
+            segment, written = self._parsed(record)
             if segment is not None:
                 last.pop(segment, None)
             if segment is not None and written is not None:
                 last[segment] = written
-        named = Counter(written.slot for written in last.values())
+        users = Counter(written.slot for written in last.values())
         for segment, written in last.items():
             if self._require_version is not None and self._chain(written.version) is None:
                 self._require_version(written.version, where)
-            there = self._offsets[written.slot] + self._sizes[segment] <= size
-            if there and named[written.slot] == 1 and self._chain(written.version) == written.chain:
+            is_in_file = self._offsets[written.slot] + self._sizes[segment] <= size
+            if is_in_file and users[written.slot] == 1 and self._chain(written.version) == written.chain:
                 self._written[segment] = written
 
-    def _understood(self, record: Record) -> tuple[int | None, _Written | None]:
-        """The segment that a record is about, and what it says of it; None for what no record says."""
+    def _parsed(self, record: Record) -> tuple[int | None, _Written | None]:
+        """A record's segment and content; None where they are not valid."""
         segment, slot, version = (record.get(key) for key in ("segment", "slot", "version"))
         chain, checksum = record.get("chain"), record.get("xxh3")
         if type(segment) is not int or not 0 <= segment < len(self._sizes):
@@ -271,12 +270,12 @@ class Scratch:
             getattr(error, "filename", None) or self.directory / DATA,
             found=reason(error),
             expected=f"a regular file on a disk that holds {shown_bytes(self.nbytes)} of written-back blocks",
-            remedy="free space or mend the disk and resume the run; nothing is lost, the journal is whole",
+            remedy="free space or repair the disk and resume the run; nothing is lost, the journal is complete",
         )
 
 
 def scratch_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Most that a scratch file of these segments takes: a slot a block and one to spare, two for each resident segment."""
+    """Largest size of the scratch file: a slot per block and a spare one, two for each resident segment."""
     blocks = [whole_pages(layout.nbytes) for layout in layouts if not layout.resident]
     resident = sum(whole_pages(layout.nbytes) for layout in layouts if layout.resident)
     return (len(blocks) + 1) * max(blocks, default=0) + 2 * resident

@@ -1,4 +1,4 @@
-"""What all sources have in common: the reading threads, the order of what is needed next, written-back files, closing."""
+"""The base class of the sources: reading threads, prefetch order, write-back, closing."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from zo2core.types import BlockLayout
 
 
 class SegmentSource:
-    """The base of all sources; where segments lie in memory is what differs.
+    """The base class of the sources; subclasses manage the memory of the segments.
 
     Args:
-        weights: The base checkpoint; only ever read. Belongs to the caller.
+        weights: The base checkpoint, which is only read. Belongs to the caller.
         layouts: Segments in visiting order.
-        scratch: Files that segments were written back to, and are again. They belong to this source.
+        scratch: Files of written-back segments. They belong to this source.
         write_back_every: A segment is written back once it is this many versions ahead of its bytes on disk. None never
             writes.
-        base_digests: What the base's segments have to be; None does not look.
-        timeline: Every read and write is noted there.
+        base_digests: Expected digests of the base's segments; None does not check them.
+        timeline: Records every read and write.
 
     Raises:
         OptionError: if ``write_back_every`` is out of its range.
@@ -55,12 +55,12 @@ class SegmentSource:
 
     @property
     def capacity(self) -> int:
-        """All blocks, and embedding and head besides."""
+        """Number of segments."""
         return len(self._layouts)
 
     @property
     def write_back_every(self) -> int | None:
-        """Versions that a segment may be ahead of its bytes on disk. None: it is never written."""
+        """Versions that a segment may be ahead of its bytes on disk; None: segments are never written."""
         return self._write_back.every
 
     def prefetch(self, order: Sequence[int]) -> int:
@@ -77,40 +77,40 @@ class SegmentSource:
             return ready
 
     def close(self) -> None:
-        """Wait for reads and writes under way and give the memory back."""
+        """Wait for reads and writes in flight and free the memory."""
         with self._lock:
             loader, self._loader = self._loader, None
         if loader is not None:
             loader.close()
-            self._give_back()
+            self._free_memory()
         self._write_back.close()
 
     def _read_ahead(self) -> None:
-        """Start reading what comes next. The lock is held, or taken."""
+        """Start reading the next segments. Takes the lock, which the caller may hold."""
         raise NotImplementedError
 
     def _is_ready(self, segment: int) -> bool:
-        """Whether a segment could be acquired without a wait for the disk. The lock is held."""
+        """Whether a segment could be acquired without waiting for the disk. The caller holds the lock."""
         raise NotImplementedError
 
-    def _give_back(self) -> None:
-        """Let go of the memory: nothing reads into it any more."""
+    def _free_memory(self) -> None:
+        """Free the memory, which no read writes into any more."""
         raise NotImplementedError
 
     def _loaded(self, loading: Loading, load: Callable[[], Loading], *, ahead: bool) -> Loading:
-        """Wait until a segment's bytes are there and count.
+        """Wait until a segment is read and its bytes are valid.
 
         Args:
             loading: Reads of the segment, which have started.
-            load: Begins to read it again.
-            ahead: Whether they began before the segment was needed: then only a second failure counts.
+            load: Starts to read the segment again.
+            ahead: Whether the reads started before the segment was needed; if they failed, they are repeated once.
 
         Raises:
-            CheckpointError, ScratchError: if it cannot be read.
+            CheckpointError, ScratchError: if the segment cannot be read.
         """
-        if ahead and loading.failed():  # it was not needed then; what counts is whether it fails now
+        if ahead and loading.failed():
             loading = load()
-        if not loading.wait():  # what was written back is damaged: the base, then, and what it lacks is replayed
+        if not loading.wait():  # the written-back bytes are damaged: read the base, from which updates are replayed
             loading = load()
             loading.wait()
         return loading

@@ -1,8 +1,8 @@
-"""Every segment once for all workers of a host: whoever needs it first reads it, whoever meets it first replays it.
+"""Segments in memory shared by all workers of a host: the first worker that needs a segment reads it and replays updates.
 
-A segment's version stands beside its bytes. It is read and changed under the segment's lock, which is held while bytes are
-read or replayed, and by nobody who computes: when a step's losses are made, all workers have the same version, and none goes
-on to the next before all are done.
+A segment's version is stored in the shared memory. It is read and changed under the segment's lock, which is held while
+bytes are read or replayed, but not during forward passes: all workers compute a step's losses at the same version, and none
+continues with the next step before all are done.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from zo2core.sources.loader import portions
 from zo2core.sources.segment_source import SegmentSource
 from zo2core.types import BlockLayout, Bucket
 
-# A segment's mark: version v is v + 1, and -(v + 1) while it is brought there, which loses the bytes if it does not end.
+# A segment's mark is v + 1 at version v, and -(v + 1) while the bytes are being changed to v: they are lost if that fails.
 UNREAD = 0
-_MARK = 8  # bytes
-_DIGEST = 64  # bytes for a digest's text
+_MARK = 8  # bytes of a mark
+_DIGEST = 64  # bytes of a digest's text
 
 
 class SegmentLock:
-    """A segment while its lock is held.
+    """A segment whose lock is held.
 
     Args:
-        marks: Marks of all segments, shared.
+        marks: Marks of all segments, int64, in shared memory.
         index: Index of the segment.
     """
 
@@ -49,7 +49,7 @@ class SegmentLock:
 
     @contextmanager
     def changing(self, version: int) -> Iterator[None]:
-        """Change the bytes; they have this version if that ends well, and are lost otherwise."""
+        """Context that changes the bytes to a version; after an exception they are lost."""
         self._marks[self._index] = -(version + 1)
         yield
         self._marks[self._index] = version + 1
@@ -62,8 +62,8 @@ class SharedSource(SegmentSource):
         weights: The base checkpoint. Belongs to the caller.
         layouts: Segments in visiting order.
         memory: Memory of ``shared_bytes``, the same for all workers. It belongs to this source.
-        base_digests: What the base's segments have to be; None does not look.
-        timeline: Every read is noted there.
+        base_digests: Expected digests of the base's segments; None does not check them.
+        timeline: Records every read.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class SharedSource(SegmentSource):
         self._memory = memory
         self._base_digests = base_digests
         whole = torch.frombuffer(memory.buffer, dtype=torch.uint8)
-        head = _head_bytes(len(self._layouts))
+        header_bytes = _header_bytes(len(self._layouts))
         count = len(self._layouts)
         self._marks = whole[: count * _MARK].view(torch.int64)
         self._digests = whole[count * _MARK : count * (_MARK + _DIGEST)].view(count, _DIGEST)
         sizes = [whole_pages(layout.nbytes) for layout in self._layouts]
-        self._pages = portions(whole[head:], sizes)
+        self._pages = portions(whole[header_bytes:], sizes)
         self._views = [
             layout.views(pages[: layout.nbytes]) for layout, pages in zip(self._layouts, self._pages, strict=True)
         ]
@@ -94,55 +94,55 @@ class SharedSource(SegmentSource):
         self._reading: dict[int, Future[None]] = {}
 
     def acquire(self, index: int) -> Bucket:
-        """Wait until a segment is read, by whichever worker. See the contract."""
+        """Wait until this or another worker has read a segment. See the contract."""
         with self._lock:
             self._require_open()
             self._order.acquired(index)
             self._read_ahead()
-            self._reading.pop(index, None)  # whatever became of it: what counts is whether it fails now
-        with self._turn(index) as turn:
+            self._reading.pop(index, None)  # if this prefetch failed, the segment is read again
+        with self._locked(index) as lock:
             self._read(index)
             self._compare(index)
-            return Bucket(index, self._pages[index][: self._layouts[index].nbytes], self._views[index], turn.version)
+            return Bucket(index, self._pages[index][: self._layouts[index].nbytes], self._views[index], lock.version)
 
     def release(self, bucket: Bucket, version: int | None) -> None:
-        """Do nothing: the version stands beside the bytes, and lost bytes are marked where they are lost."""
+        """Do nothing: version and loss of the bytes are marked in shared memory when they change."""
 
     @contextmanager
     def turn(self, index: int) -> Iterator[SegmentLock]:
-        """Hold the lock of a segment that was acquired; bytes that another worker lost are read again.
+        """Hold the lock of an acquired segment; bytes that another worker lost are read again.
 
         Raises:
-            CheckpointError: if they cannot be read.
+            CheckpointError: if the bytes cannot be read.
         """
-        with self._turn(index) as turn:
+        with self._locked(index) as lock:
             self._read(index)
-            yield turn
+            yield lock
 
     def require_version(self, version: int) -> None:
-        """Refuse what was made of bytes that other workers have changed in the meantime.
+        """Refuse results of a forward pass if other workers changed the weights in the meantime.
 
         Args:
-            version: Version that this worker is at; no segment may be at a later one.
+            version: This worker's version, the highest that a segment may have.
 
         Raises:
-            OutrunError: if one is, or was on its way there.
+            OutrunError: if a segment has a later version, or is being changed to one.
         """
         furthest = int(self._marks.abs().max()) - 1
         if furthest > version:
             raise OutrunError(
                 "shared weights",
                 found=f"other workers at step {furthest}, and this one at step {version}",
-                expected="all at the same step",
-                remedy="let no worker take steps while another one looks at the weights; begin again from the journals",
+                expected="all workers at the same step",
+                remedy="let no worker take steps while another one reads the weights; restart from the journals",
             )
 
     def close(self) -> None:
-        """Wait for reads under way and let go of the memory."""
+        """Wait for reads in flight and free the memory."""
         self._ahead.shutdown(cancel_futures=True)
         super().close()
 
-    def _give_back(self) -> None:
+    def _free_memory(self) -> None:
         self._views.clear()
         self._pages.clear()
         self._memory.close()
@@ -151,23 +151,23 @@ class SharedSource(SegmentSource):
         return int(self._marks[segment]) > UNREAD
 
     @contextmanager
-    def _turn(self, index: int) -> Iterator[SegmentLock]:
+    def _locked(self, index: int) -> Iterator[SegmentLock]:
         with self._locks[index], self._memory.locked(index):
             yield SegmentLock(self._marks, index)
 
     def _read(self, index: int) -> None:
-        """Read a segment from the base unless its bytes are there. Its lock is held."""
+        """Read a segment from the base unless it is in memory. The caller holds its lock."""
         if int(self._marks[index]) > UNREAD:
             return
         loading = self._open_loader().load(index, self._pages[index], self._views[index])
         loading.wait()
         text = "" if self._base_digests is None else self._base_digests.known(self._layouts[index])
-        if text:  # a replayer without a journal neither knows nor learns one
+        if text:  # a replayer without a journal has no digests
             self._digests[index, : len(text)] = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         self._marks[index] = 1  # version 0
 
     def _compare(self, index: int) -> None:
-        """Take another worker's digest of a segment that it read for an own one."""
+        """Check the digest of a segment that another worker read."""
         layout, digests = self._layouts[index], self._base_digests
         if digests is not None and digests.wants(layout):
             digests.check(layout, bytes(self._digests[index].tolist()).rstrip(b"\0").decode(), self._weights)
@@ -178,15 +178,15 @@ class SharedSource(SegmentSource):
                 self._reading[segment] = self._ahead.submit(self._read_if_unread, segment)
 
     def _read_if_unread(self, index: int) -> None:
-        with self._turn(index):
+        with self._locked(index):
             if int(self._marks[index]) == UNREAD:
                 self._read(index)
 
 
 def shared_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Bytes of memory that a ``SharedSource`` of these segments takes."""
-    return _head_bytes(len(layouts)) + sum(whole_pages(layout.nbytes) for layout in layouts)
+    """Bytes of memory of a ``SharedSource`` of these segments."""
+    return _header_bytes(len(layouts)) + sum(whole_pages(layout.nbytes) for layout in layouts)
 
 
-def _head_bytes(segments: int) -> int:
+def _header_bytes(segments: int) -> int:
     return -(-segments * (_MARK + _DIGEST) // PAGE) * PAGE

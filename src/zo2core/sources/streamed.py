@@ -1,9 +1,8 @@
-"""A ring of a few buckets over a checkpoint on disk: a model of any size in bounded memory.
+"""A pool of a few buckets over a checkpoint on disk: a model of any size in bounded memory.
 
-Blocks are read ahead along the order that the scheduler tells. A bucket is reused for a block that is needed soon, in place
-of the block that is needed last; buckets beyond those that reading ahead takes come to keep blocks from sweep to sweep.
-Changed bytes are dropped and made again by replay, or written back once they lag. Embedding and head have buckets of their
-own and stay in them.
+Blocks are prefetched in the scheduler's order. A block that is needed soon evicts the one that is needed last; buckets
+beyond those that prefetching uses keep blocks from sweep to sweep. Changed bytes are dropped and recomputed by replaying
+updates, or written back every few versions. Embedding and head stay in buckets of their own.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ _NO_READS = Loading((), version=0)
 
 
 class _Empty(NamedTuple):
-    """Nothing of use is in the memory."""
+    """The memory holds no usable segment."""
 
-    reads: Loading  # nobody waits for them any more, but they may still go on
+    reads: Loading  # abandoned reads that may still be in flight
 
 
 class _Ahead(NamedTuple):
-    """A segment is read ahead of its need; nobody has acquired it."""
+    """A segment is being prefetched, or has been, and is not acquired."""
 
     segment: int
     loading: Loading
 
 
 class _Acquired(NamedTuple):
-    """The memory belongs to whoever acquired the segment, or is waiting for it."""
+    """The segment is acquired, or a caller waits for its reads."""
 
     segment: int
 
 
 class _Kept(NamedTuple):
-    """A segment was released and is still there; it may be on its way to the disk."""
+    """A segment was released and kept; it may be being written back."""
 
     segment: int
     version: int
@@ -57,7 +56,7 @@ _State: TypeAlias = _Empty | _Ahead | _Acquired | _Kept
 
 
 class _BucketMemory:
-    """Memory for one segment, and what is in it."""
+    """Memory for one segment, and its state."""
 
     def __init__(self, pages: torch.Tensor) -> None:
         self.pages = pages
@@ -65,7 +64,7 @@ class _BucketMemory:
         self._views: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def views(self, segment: int, layout: BlockLayout) -> tuple[torch.Tensor, ...]:
-        """Views of a segment's parameters, made once."""
+        """Views of a segment's parameters, cached."""
         if segment not in self._views:
             self._views[segment] = layout.views(self.pages)
         return self._views[segment]
@@ -75,16 +74,16 @@ class StreamedSource(SegmentSource):
     """Segments on disk, and a few buckets.
 
     Args:
-        weights: The base checkpoint; only ever read. Belongs to the caller.
+        weights: The base checkpoint, which is only read. Belongs to the caller.
         layouts: Segments in visiting order.
         host_memory: Allocates the arena: ``Device.host_memory``.
-        buckets: Number of buckets for blocks, at least 1. Embedding and head have one each besides. With 3 buckets blocks
-            are read ahead as far as it helps; more buckets keep blocks in memory from sweep to sweep.
-        scratch: Files that blocks were written back to, and are again. They belong to this source.
+        buckets: Number of buckets for blocks, at least 1; embedding and head have one more each. 3 buckets are enough to
+            prefetch; more buckets keep blocks in memory from sweep to sweep.
+        scratch: Files of written-back segments. They belong to this source.
         write_back_every: A block is written back once it is this many versions ahead of its bytes on disk; in between it is
-            read again and replayed. None never writes.
-        base_digests: What the base's segments have to be; None does not look.
-        timeline: Every read and write is noted there.
+            read again and updates are replayed. None never writes.
+        base_digests: Expected digests of the base's segments; None does not check them.
+        timeline: Records every read and write.
 
     Raises:
         OptionError: if an option is out of its range.
@@ -118,7 +117,7 @@ class StreamedSource(SegmentSource):
         memory = iter(portions(host_memory(sum(sizes)), sizes))
         self._resident = {i: _BucketMemory(next(memory)) for i, layout in enumerate(self._layouts) if layout.resident}
         self._ring = [_BucketMemory(pages) for pages in memory]
-        self._holding: dict[int, _BucketMemory] = {}  # segment to the memory that has it, or that it is on its way to
+        self._holding: dict[int, _BucketMemory] = {}  # segment to the memory that holds it or that it is read into
 
     @property
     def capacity(self) -> int:
@@ -131,25 +130,25 @@ class StreamedSource(SegmentSource):
         with self._lock:
             self._require_open()
             self._write_back.check()
-            memory = self._holding.get(index) or self._needed_last(index)
+            memory = self._holding.get(index) or self._evictable(index)
             before = memory.state
             assert not isinstance(before, _Acquired), "a segment is acquired once at a time"
-            self._change(memory, _Acquired(index))  # from here on nobody else reads the segment, or into this memory
+            self._change(memory, _Acquired(index))  # keeps prefetching from the segment and this memory
             self._order.acquired(index)
-        # The lock is free while this thread waits: the writing thread takes it between two writes.
+        # The lock is not held while this thread waits: the writing thread takes it between two writes.
         if isinstance(before, _Kept) and before.segment == index:
             self._read_ahead()
             version = before.version
         elif isinstance(before, _Ahead) and before.segment == index:
             version = self._wait_for_reads(index, memory, before.loading)
         else:
-            self._vacate(memory, before)
+            self._evict(memory, before)
             version = self._wait_for_reads(index, memory, None)
         layout = self._layouts[index]
         return Bucket(index, memory.pages[: layout.nbytes], memory.views(index, layout), version)
 
     def release(self, bucket: Bucket, version: int | None) -> None:
-        """Give a bucket back: to be written, kept for a while, or reused."""
+        """Release a bucket: it is written back if due, and kept until it is reused. See the contract."""
         with self._lock:
             memory = self._holding[bucket.segment]
             if version is None:
@@ -160,13 +159,13 @@ class StreamedSource(SegmentSource):
                 self._write_back.start_if_due(bucket.segment, pages, version, then=self._read_ahead)
             self._read_ahead()
 
-    def _give_back(self) -> None:
+    def _free_memory(self) -> None:
         self._ring.clear()
         self._resident.clear()
         self._holding.clear()
 
     def _change(self, memory: _BucketMemory, state: _State) -> None:
-        """Change what is in memory: the one place that does, so that every segment is found where it is."""
+        """Change a memory's state, and with it the index of segments."""
         with self._lock:
             before, memory.state = memory.state, state
             if not isinstance(before, _Empty) and self._holding.get(before.segment) is memory:
@@ -175,7 +174,7 @@ class StreamedSource(SegmentSource):
                 self._holding[state.segment] = memory
 
     def _read_ahead(self) -> None:
-        """Start reading what comes next, as far as that costs nothing that is needed sooner."""
+        """Start reading the next segments, as far as that evicts only segments that are needed later."""
         with self._lock:
             if self._loader is None:
                 return
@@ -190,13 +189,13 @@ class StreamedSource(SegmentSource):
         return not self._write_back.busy(segment)
 
     def _reusable(self, segment: int) -> _BucketMemory | None:
-        """The memory to read a segment into: its own, or the one of the block that is needed last and later than this one.
+        """The memory to prefetch a segment into, of a resident segment or of the block that is needed last and later.
 
-        Memory that is read into, written from or acquired is not reusable.
+        Memory that is acquired, or has reads or writes in flight, is not reusable.
         """
         if segment in self._resident:
-            own = self._resident[segment]
-            return own if isinstance(own.state, _Empty) and own.state.reads.done() else None
+            resident = self._resident[segment]
+            return resident if isinstance(resident.state, _Empty) and resident.state.reads.done() else None
         best, latest = None, self._order.rank(segment)
         for memory in self._ring:
             state = memory.state
@@ -209,8 +208,8 @@ class StreamedSource(SegmentSource):
                     best, latest = memory, rank
         return best
 
-    def _needed_last(self, segment: int) -> _BucketMemory:
-        """The memory for a segment that is needed now: its own, or that of the block that is needed last of all."""
+    def _evictable(self, segment: int) -> _BucketMemory:
+        """The memory for a segment that is needed now, of a resident segment or of the block that is needed last."""
 
         def rank(memory: _BucketMemory) -> int:
             return NEVER + 1 if isinstance(memory.state, _Empty) else self._order.rank(memory.state.segment)
@@ -219,8 +218,8 @@ class StreamedSource(SegmentSource):
             return self._resident[segment]
         return max((memory for memory in self._ring if not isinstance(memory.state, _Acquired)), key=rank)
 
-    def _vacate(self, memory: _BucketMemory, before: _State) -> None:
-        """Wait until reads into memory, and writes from it, have ended; whatever was in it is given up."""
+    def _evict(self, memory: _BucketMemory, before: _State) -> None:
+        """Wait until reads into memory and writes from it have ended, dropping its content."""
         try:
             if isinstance(before, _Empty):
                 before.reads.settle()
@@ -229,16 +228,16 @@ class StreamedSource(SegmentSource):
             else:
                 self._write_back.wait(before.segment)
         except BaseException:
-            self._change(memory, before)  # the wait was interrupted: bytes may still be on their way to the disk
+            self._change(memory, before)  # the wait was interrupted: a write may still be in flight
             raise
 
     def _wait_for_reads(self, segment: int, memory: _BucketMemory, ahead: Loading | None) -> int:
-        """Wait until an acquired segment is read; return the version of its bytes.
+        """Wait until an acquired segment is read; returns the version of its bytes.
 
         Args:
-            segment: Which one.
+            segment: Index of the segment.
             memory: Memory of the bucket.
-            ahead: Reads that began before the segment was needed; None where they have to begin now.
+            ahead: Reads that started before the segment was needed; None starts them now.
         """
         reads = _NO_READS if ahead is None else ahead
 
@@ -252,7 +251,7 @@ class StreamedSource(SegmentSource):
             self._read_ahead()
             return self._loaded(first, load, ahead=ahead is not None).version
         except BaseException:
-            self._change(memory, _Empty(reads))  # reads may go on if the wait was interrupted
+            self._change(memory, _Empty(reads))  # reads may still be in flight if the wait was interrupted
             raise
 
     def _load(self, segment: int, memory: _BucketMemory) -> Loading:

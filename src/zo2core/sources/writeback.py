@@ -1,4 +1,4 @@
-"""Write segments back in the background once they lag."""
+"""Write segments back in the background."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zo2core.types import BlockLayout, Lane
 
 
 class WriteBack:
-    """A thread that writes segments, and the rule that says when.
+    """A thread that writes segments every few versions.
 
     Args:
         layouts: Segments in visiting order.
         scratch: Files to write to; None never writes. They belong to this object.
         every: A segment is written once it is this many versions ahead of its bytes on disk; None never writes.
-        timeline: Every write is noted there.
+        timeline: Records every write.
 
     Raises:
         OptionError: if ``every`` is below 1, or there are no files to write to.
@@ -44,15 +44,15 @@ class WriteBack:
         self._scratch = scratch
         self.every = every
         self._timeline = Timeline() if timeline is None else timeline
-        self._under_way: dict[int, Future[None]] = {}
+        self._writes: dict[int, Future[None]] = {}
         self._failure: BaseException | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="zo2-write")
 
     def start_if_due(self, segment: int, pages: torch.Tensor, version: int, then: Callable[[], None]) -> None:
-        """Start writing a segment that lags far enough, and return at once.
+        """Start writing a segment if it is far enough ahead of its bytes on disk, and return at once.
 
         Args:
-            segment: The segment's number.
+            segment: Index of the segment.
             pages: uint8, the segment's memory in whole pages. It must not change until ``wait`` has returned.
             version: Version of the bytes.
             then: Called in the writing thread when the segment is written.
@@ -60,7 +60,7 @@ class WriteBack:
         if self._scratch is None or self.every is None or version - self._scratch.version(segment) < self.every:
             return
         future = self._pool.submit(self._write, self._scratch, segment, pages, version)
-        self._under_way[segment] = future
+        self._writes[segment] = future
         future.add_done_callback(lambda _: then())
 
     def _write(self, scratch: Scratch, segment: int, pages: torch.Tensor, version: int) -> None:
@@ -69,15 +69,15 @@ class WriteBack:
 
     def busy(self, segment: int) -> bool:
         """Whether a segment is being written."""
-        future = self._under_way.get(segment)
+        future = self._writes.get(segment)
         return future is not None and not future.done()
 
     def wait(self, segment: int) -> None:
-        """Wait until a segment is not being written any more, so that its memory may change."""
-        future = self._under_way.get(segment)
+        """Wait until a segment is no longer being written, so that its memory may change."""
+        future = self._writes.get(segment)
         if future is not None:
             self._failure = future.exception() or self._failure
-            self._under_way.pop(segment, None)  # not before: another thread may ask whether it is busy
+            self._writes.pop(segment, None)  # only now: until here ``busy`` has to be true for other threads
 
     def check(self) -> None:
         """Report a write that failed, once.
@@ -85,14 +85,14 @@ class WriteBack:
         Raises:
             ScratchError: if a write failed.
         """
-        for segment in [segment for segment, future in self._under_way.items() if future.done()]:
+        for segment in [segment for segment, future in self._writes.items() if future.done()]:
             self.wait(segment)
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def close(self) -> None:
-        """Wait for writes under way. May be called twice."""
+        """Wait for writes in flight. May be called twice."""
         self._pool.shutdown()
         if self._scratch is not None:
             self._scratch.close()

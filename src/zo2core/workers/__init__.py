@@ -1,4 +1,4 @@
-"""Several workers on one run: each makes a share of a step's losses, all tell each other scalars, nothing else."""
+"""Data-parallel workers: each computes a shard of a step's losses, and only scalars are gathered."""
 
 from zo2core.workers.exchange import Exchange as Exchange
 from zo2core.workers.shards import Shard as Shard

@@ -1,4 +1,4 @@
-"""How workers begin: all journals are brought in line with the longest one, and nothing else crosses the network."""
+"""Journal sync: before a run starts, every worker appends what the longest journal has more."""
 
 from __future__ import annotations
 
@@ -14,44 +14,46 @@ from zo2core.protocols import NoiseGenerator
 from zo2core.types import BlockLayout
 from zo2core.workers.exchange import Exchange
 
-PIECE = 1 << 18  # bytes of records that are told at a time
+CHUNK_BYTES = 1 << 18  # most bytes of records in one all-gather
 
 
 def sync_journals(journal: Journal, exchange: Exchange) -> None:
-    """Append to a journal what the longest one of the workers has more.
+    """Append the records that the longest journal of the workers has and this one lacks.
 
     Args:
-        journal: This worker's; it may not have begun.
-        exchange: Exchange of the workers.
+        journal: This worker's journal; it may be empty.
+        exchange: All-gathers with the other workers.
 
     Raises:
-        WorkerError: if a journal is of another run, or does not begin as the longest one does.
+        WorkerError: if a journal belongs to another run: its steps are not the first steps of the longest journal.
         JournalError: if a record cannot be written.
     """
-    version, is_begun = len(journal.updates), journal.header is not None
-    told = exchange.all_gather("journals", {"version": version, "begun": is_begun, "digests": len(journal.base_digests)})
-    begun = [rank for rank, own in told.items() if own["begun"]]
-    if not begun:
+    version, has_header = len(journal.updates), journal.header is not None
+    summary = {"version": version, "started": has_header, "digests": len(journal.base_digests)}
+    summaries = exchange.all_gather("journals", summary)
+    started = [rank for rank, summary in summaries.items() if summary["started"]]
+    if not started:
         return
-    longest = max(begun, key=lambda rank: (told[rank]["version"], told[rank]["digests"], -rank))
-    versions = {rank: own["version"] for rank, own in told.items()}
-    raw, chains = b"", [0]
+    longest = max(started, key=lambda rank: (summaries[rank]["version"], summaries[rank]["digests"], -rank))
+    versions = {rank: summary["version"] for rank, summary in summaries.items()}
+    lines, chains = b"", [0]
     if longest == exchange.rank:
-        raw = journal.excerpt(min(versions.values()))
-        chains = [journal.chain(at) or 0 for at in versions.values()]
-    shown = exchange.all_gather("checksums", {"chains": chains, "bytes": len(raw)})[longest]
-    own = exchange.all_gather("beginnings", {"chain": journal.chain(version) if is_begun else None})
-    for (rank, at), chain in zip(versions.items(), shown["chains"], strict=True):
-        if own[rank]["chain"] not in (None, chain):
+        lines = journal.excerpt(min(versions.values()))
+        chains = [journal.chain(step) or 0 for step in versions.values()]
+    expected = exchange.all_gather("checksums", {"chains": chains, "bytes": len(lines)})[longest]
+    found = exchange.all_gather("beginnings", {"chain": journal.chain(version) if has_header else None})
+    for (rank, step), chain in zip(versions.items(), expected["chains"], strict=True):
+        if found[rank]["chain"] not in (None, chain):
             raise WorkerError(
                 f"worker {rank}",
-                found=f"a journal of {at} steps that is none of worker {longest}'s run",
-                expected=f"the first {at} steps of its {versions[longest]}",
+                found=f"a journal of {step} steps that does not belong to worker {longest}'s run",
+                expected=f"the first {step} steps of its {versions[longest]}",
                 remedy="start all workers with the same command, or move that worker's run directory away",
             )
-    pieces = [exchange.gather(raw[at : at + PIECE], "records")[longest] for at in range(0, shown["bytes"], PIECE)]
+    offsets = range(0, expected["bytes"], CHUNK_BYTES)
+    chunks = [exchange.gather(lines[offset : offset + CHUNK_BYTES], "records")[longest] for offset in offsets]
     if longest != exchange.rank:
-        journal.take_excerpt(b"".join(pieces))
+        journal.take_excerpt(b"".join(chunks))
 
 
 def require_agreement(
@@ -61,36 +63,36 @@ def require_agreement(
     device: torch.device,
     exchange: Exchange,
 ) -> None:
-    """Refuse a journal that is not rank 0's: header, steps, or what is known of the base; and noise that is not rank 0's.
+    """Refuse a journal (header, steps, digests of the base) or noise that differs from rank 0's.
 
-    Torch's own normal numbers, which MeZO draws, differ between kinds of processors: the same record would then be another
-    update.
+    Torch's normal numbers, which MeZO draws, differ between kinds of processors: the same record would give another update.
 
     Raises:
-        JournalError: if the headers differ; each difference is spelled out.
-        WorkerError: if the steps or the noise do.
+        JournalError: if the headers differ, with each difference.
+        WorkerError: if the steps or the noise differ.
     """
     version = len(journal.updates)
-    known = sorted(journal.base_digests.items())
-    drawn = _noise_checksum(noise, layouts, device) if exchange.size > 1 else 0  # a worker alone agrees with itself
-    own = {"header": journal.header, "version": version, "chain": journal.chain(version), "base": known, "noise": drawn}
-    said = exchange.all_gather("headers", own)
-    if said[0]["header"] is not None:
-        journal.begin(said[0]["header"])
-    for rank, own in said.items():
-        if any(own[key] != said[0][key] for key in ("version", "chain", "base")):
+    base = sorted(journal.base_digests.items())
+    drawn = _noise_checksum(noise, layouts, device) if exchange.size > 1 else 0
+    local = {"header": journal.header, "version": version, "chain": journal.chain(version), "base": base, "noise": drawn}
+    states = exchange.all_gather("headers", local)
+    first = states[0]
+    if first["header"] is not None:
+        journal.begin(first["header"])
+    for rank, state in states.items():
+        if any(state[key] != first[key] for key in ("version", "chain", "base")):
             raise WorkerError(
                 f"worker {rank}",
-                found=f"a journal of {own['version']} steps that is not worker 0's",
-                expected=f"its {said[0]['version']} steps",
+                found=f"a journal of {state['version']} steps that differs from worker 0's",
+                expected=f"its {first['version']} steps",
                 remedy="start all workers with the same command and the same run",
             )
-        if own["noise"] != said[0]["noise"]:
+        if state["noise"] != first["noise"]:
             raise WorkerError(
                 f"worker {rank}",
                 found=f"a machine that draws other {noise.name} noise than worker 0's",
                 expected="the same numbers on all machines",
-                remedy="draw counter-based noise: PhiloxNoise, or no --exact-mezo; or take machines of one kind",
+                remedy="use counter-based noise (PhiloxNoise; no --exact-mezo), or machines of one kind",
             )
 
 

@@ -1,4 +1,4 @@
-"""A round: what all workers say, collected by one of them. No clock and no network: whoever collects drives it."""
+"""The messages of one all-gather. Has no clock and no network: the collecting worker drives it."""
 
 from __future__ import annotations
 
@@ -8,49 +8,49 @@ from collections.abc import Callable, Iterator, Mapping
 from zo2core.workers.seal import Seal
 
 _ENTRY = struct.Struct("<II")  # rank, bytes of the message
-COLLECTOR = -1  # sender of what was collected
+COLLECTOR = -1  # sender of a bundle
 
 
-class Round:
-    """Messages of one round, one a worker.
+class AllGather:
+    """The messages of one all-gather, one per worker.
 
     Args:
-        name: Name of the exchange: its purpose and its number.
-        size: Workers that are expected to say something.
+        name: Name of the all-gather: its purpose and its number.
+        size: Number of workers.
         seal: Seal of the run.
-        counts: Whether a payload counts; what does not is treated like a message that never came.
+        accepts: Predicate on a payload; a rejected payload is treated like a message that never came.
     """
 
-    def __init__(self, name: str, size: int, seal: Seal, counts: Callable[[bytes], bool] = lambda payload: True) -> None:
+    def __init__(self, name: str, size: int, seal: Seal, accepts: Callable[[bytes], bool] = lambda payload: True) -> None:
         self._name = name
         self._size = size
         self._seal = seal
-        self._counts = counts
+        self._accepts = accepts
         self._messages: dict[int, bytes] = {}
-        self._discounted: set[int] = set()
+        self._rejected: set[int] = set()
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of those that have said nothing yet."""
-        return [rank for rank in range(self._size) if rank not in self._messages and rank not in self._discounted]
+        """Ranks of the workers whose messages have not arrived."""
+        return [rank for rank in range(self._size) if rank not in self._messages and rank not in self._rejected]
 
-    def offer(self, rank: int, message: bytes) -> bool:
-        """Take in a message.
+    def add(self, rank: int, message: bytes) -> bool:
+        """Add a worker's message.
 
         Returns:
-            Whether it is one of this worker, for this round, under the run's key.
+            Whether this worker sealed the message for this all-gather with the run's key; other messages are not added.
         """
         payload = self._seal.opened(message, name=self._name, sender=rank)
         if payload is None or not 0 <= rank < self._size:
             return False
-        if self._counts(payload):
+        if self._accepts(payload):
             self._messages.setdefault(rank, message)
         else:
-            self._discounted.add(rank)
+            self._rejected.add(rank)
         return True
 
     def bundle(self) -> bytes:
-        """All that was said, in the order of ranks, as it goes to every worker: under the seal of the collector."""
+        """The accepted messages in the order of ranks, sealed by the collector, as every worker receives them."""
         entries = b"".join(
             _ENTRY.pack(rank, len(self._messages[rank])) + self._messages[rank] for rank in sorted(self._messages)
         )
@@ -58,7 +58,7 @@ class Round:
 
 
 def unbundled(bundle: bytes, name: str, seal: Seal) -> Mapping[int, bytes] | None:
-    """Payloads by rank, in the order of ranks; None if the bundle, or a message in it, is not of this round and this run."""
+    """Payloads by rank, in the order of ranks; None if the bundle or a message in it is not of this all-gather and run."""
     entries = seal.opened(bundle, name=name, sender=COLLECTOR)
     if entries is None:
         return None
@@ -72,9 +72,9 @@ def unbundled(bundle: bytes, name: str, seal: Seal) -> Mapping[int, bytes] | Non
 
 
 def _entries(entries: bytes) -> Iterator[tuple[int, bytes]]:
-    at = 0
-    while at < len(entries):
-        rank, nbytes = _ENTRY.unpack_from(entries, at)
-        at += _ENTRY.size
-        yield rank, entries[at : at + nbytes]
-        at += nbytes
+    offset = 0
+    while offset < len(entries):
+        rank, nbytes = _ENTRY.unpack_from(entries, offset)
+        offset += _ENTRY.size
+        yield rank, entries[offset : offset + nbytes]
+        offset += nbytes

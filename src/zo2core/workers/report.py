@@ -1,4 +1,4 @@
-"""What a worker tells of a step: the losses of its share, and what they were made of."""
+"""A worker's message of a step: its losses, and a checksum of what they were computed from."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from zo2core.io.direct_file import byte_view
 from zo2core.types import Batch, Evaluation, require_tensors
 from zo2core.workers.shards import Split
 
-_HEAD = struct.Struct("<IIB")  # labelled tokens, context, dtype
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of losses, by their number
+_HEADER = struct.Struct("<IIB")  # labelled tokens, context, index into _DTYPES
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # dtypes of losses
 
 
 class Report(NamedTuple):
     """A worker's losses."""
 
-    tokens: int  # labelled ones of its rows: what its losses weigh among those of other rows
+    tokens: int  # labelled tokens of the worker's rows: the weight of its losses in means over rows
     context: int  # checksum over what all workers have to agree on
-    losses: tuple[float, ...]  # one an evaluation of its share
-    dtype: torch.dtype = torch.float64  # in which the model computed them
+    losses: tuple[float, ...]  # one per evaluation of the worker's shard
+    dtype: torch.dtype = torch.float64  # dtype in which the model computed the losses
 
     @classmethod
     def of(cls, losses: Sequence[torch.Tensor], *, tokens: int, context: int) -> Report:
-        """The report of losses, 0-d each. Doubles hold all of their bits."""
+        """The report of 0-d losses. Doubles hold all of their bits."""
         values = tuple(float(loss.item()) for loss in losses)
         return cls(tokens, context, values, losses[0].dtype if losses else torch.float64)
 
     def packed(self) -> bytes:
-        """9 bytes, and 8 a loss."""
-        head = _HEAD.pack(self.tokens, self.context, _DTYPES.index(self.dtype))
-        return head + struct.pack(f"<{len(self.losses)}d", *self.losses)
+        """The report as bytes: 9, and 8 per loss."""
+        header = _HEADER.pack(self.tokens, self.context, _DTYPES.index(self.dtype))
+        return header + struct.pack(f"<{len(self.losses)}d", *self.losses)
 
     @classmethod
     def unpacked(cls, payload: bytes, rank: int) -> Report:
-        """Undo ``packed``.
+        """The report that ``packed`` wrote.
 
         Raises:
-            WorkerError: if it is none.
+            WorkerError: if the payload is not a report.
         """
-        count, rest = divmod(len(payload) - _HEAD.size, 8)
-        if count < 0 or rest or payload[_HEAD.size - 1] >= len(_DTYPES):
-            raise _unlike(rank, f"{len(payload)} bytes as its report", "losses")
-        tokens, context, dtype = _HEAD.unpack_from(payload)
-        return cls(tokens, context, struct.unpack_from(f"<{count}d", payload, _HEAD.size), _DTYPES[dtype])
+        count, rest = divmod(len(payload) - _HEADER.size, 8)
+        if count < 0 or rest or payload[_HEADER.size - 1] >= len(_DTYPES):
+            raise _mismatch(rank, f"{len(payload)} bytes that are not a report", "a report of losses")
+        tokens, context, dtype = _HEADER.unpack_from(payload)
+        return cls(tokens, context, struct.unpack_from(f"<{count}d", payload, _HEADER.size), _DTYPES[dtype])
 
 
 def is_finite(payload: bytes) -> bool:
@@ -65,16 +65,16 @@ def context_of(journal: int, evaluations: Sequence[Evaluation], batch: int | Non
         journal: Checksum of the journal.
         evaluations: Evaluations of the step.
         batch: Digest of the batch; None where it is not known.
-        split: How the step is shared out.
+        split: Split of the step.
     """
     return zlib.crc32(repr((journal, [tuple(evaluation) for evaluation in evaluations], batch, tuple(split))).encode())
 
 
 def batch_digest(batches: Sequence[Batch]) -> int:
-    """A digest of all that batches hold: names, shapes, dtypes, bytes.
+    """A digest of the batches' tensors: names, shapes, dtypes, bytes.
 
     Raises:
-        BatchError: if one of them holds something else than tensors.
+        BatchError: if a batch holds something other than tensors.
     """
     digest = xxhash.xxh3_64()
     for batch in batches:
@@ -86,59 +86,65 @@ def batch_digest(batches: Sequence[Batch]) -> int:
     return digest.intdigest()
 
 
-def require_same_context(reports: Mapping[int, Report], own: int) -> None:
-    """Refuse losses of another step than this worker's.
+def require_same_context(reports: Mapping[int, Report], context: int) -> None:
+    """Refuse losses of another step.
+
+    Args:
+        reports: Reports by rank.
+        context: Context of this worker's step.
 
     Raises:
         WorkerError: naming the worker.
     """
     for rank, report in reports.items():
-        if report.context != own:
-            raise _unlike(rank, "losses of another journal, other directions or another batch", "those of the same step")
+        if report.context != context:
+            raise _mismatch(rank, "losses of another journal, other directions or another batch", "losses of the same step")
 
 
 def combined(reports: Mapping[int, Report], split: Split, evaluations: int, unit: int) -> dict[int, torch.Tensor]:
     """The losses of a step.
 
     Args:
-        reports: By rank; of those whose losses count.
-        split: How the step was shared out.
-        evaluations: Evaluations of the step.
-        unit: Evaluations that stay together.
+        reports: Reports by rank, without those that were left out.
+        split: Split of the step.
+        evaluations: Number of evaluations of the step.
+        unit: Number of consecutive evaluations that stay together.
 
     Returns:
-        By the evaluation's place: a 0-d tensor. Where rows are shared out it is float64: the mean over the labelled tokens
-        of those whose losses count, summed in the order of ranks. Elsewhere it is the loss as its worker computed it.
+        A 0-d tensor for each evaluation's index. Where rows are sharded it is float64: the mean over the labelled tokens
+        of the reports, summed in the order of ranks. Elsewhere it is the loss as its worker computed it.
 
     Raises:
-        WorkerError: if a worker has more or fewer losses than its share, or of another dtype than others have.
+        WorkerError: if a worker has more or fewer losses than its shard, or another dtype than other workers.
     """
     parts: dict[int, list[tuple[float, int]]] = {}
     for rank in sorted(reports):
-        report, share = reports[rank], split.shard(rank, evaluations, unit)
-        if len(report.losses) != len(share.evaluations):
-            raise _unlike(rank, f"{len(report.losses)} losses", f"{len(share.evaluations)}, those of its share")
-        for place, loss in zip(share.evaluations, report.losses, strict=True):
-            parts.setdefault(place, []).append((loss, report.tokens))
+        report, shard = reports[rank], split.shard(rank, evaluations, unit)
+        if len(report.losses) != len(shard.evaluations):
+            raise _mismatch(
+                rank, f"{len(report.losses)} losses", f"{len(shard.evaluations)}, one per evaluation of its shard"
+            )
+        for index, loss in zip(shard.evaluations, report.losses, strict=True):
+            parts.setdefault(index, []).append((loss, report.tokens))
     if split.parts == 1:
         dtypes = {report.dtype: rank for rank, report in reports.items() if report.losses}
         if len(dtypes) > 1:
             *_, (dtype, rank) = dtypes.items()
-            raise _unlike(rank, f"losses in {dtype}", f"one dtype, not {len(dtypes)}")
+            raise _mismatch(rank, f"losses in {dtype}", f"one dtype, not {len(dtypes)}")
         dtype = next(iter(dtypes), torch.float64)
-        return {place: torch.tensor(parts[place][0][0], dtype=dtype) for place in sorted(parts)}
-    return {place: torch.tensor(_mean(parts[place]), dtype=torch.float64) for place in sorted(parts)}
+        return {index: torch.tensor(parts[index][0][0], dtype=dtype) for index in sorted(parts)}
+    return {index: torch.tensor(_mean(parts[index]), dtype=torch.float64) for index in sorted(parts)}
 
 
 def _mean(parts: Sequence[tuple[float, int]]) -> float:
-    """The mean over tokens, in double precision and in this order; what has no labelled token weighs nothing."""
+    """The mean of (loss, labelled tokens) over tokens, in double precision and in this order."""
     total, tokens = 0.0, 0
-    for loss, own in parts:
-        total, tokens = total + loss * own, tokens + own
+    for loss, weight in parts:
+        total, tokens = total + loss * weight, tokens + weight
     return total / tokens if tokens else math.nan
 
 
-def _unlike(rank: int, found: str, expected: str) -> WorkerError:
+def _mismatch(rank: int, found: str, expected: str) -> WorkerError:
     return WorkerError(
         f"worker {rank}",
         found=found,

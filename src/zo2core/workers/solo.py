@@ -1,4 +1,4 @@
-"""The common case of a run's workers: there is one, which says nothing and waits for nothing."""
+"""A single worker, which exchanges nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zo2core.workers.workers import Gathered, Plan, Workers
 
 
 class SoloWorker(Workers):
-    """A worker alone: every evaluation, every row and every record is its own, and losses stay as they were computed."""
+    """The only worker of a run: it computes all evaluations on all rows, and losses stay as they were computed."""
 
     def __init__(self) -> None:
         super().__init__(Exchange(None, 0, 1, Seal(b"")))
@@ -31,14 +31,14 @@ class SoloWorker(Workers):
     def require_agreement(
         self, journal: Journal, noise: NoiseGenerator, layouts: Sequence[BlockLayout], device: torch.device
     ) -> None:
-        """Do nothing: there is nobody to differ from."""
+        """Do nothing: there is no other worker."""
 
     def all_gather(self, value: Any) -> list[Any]:
         """The value itself."""
         return [value]
 
     def digest(self, batches: Sequence[Batch]) -> int:
-        """0: there is no other worker's to compare with."""
+        """0: there is no other worker to compare with."""
         return 0
 
     def plan(self, evaluations: Sequence[Evaluation], rows: int | None) -> Plan:

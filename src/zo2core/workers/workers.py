@@ -1,4 +1,4 @@
-"""The workers of a run, as one of them sees them."""
+"""The workers of a run, from the view of one of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zo2core.io.shared_memory import SharedMemory
 from zo2core.journal import Journal
 from zo2core.protocols import NoiseGenerator
 from zo2core.types import Batch, BlockLayout, Evaluation
-from zo2core.workers.exchange import TIMEOUT, Exchange, TCPStore, silent
+from zo2core.workers.exchange import TIMEOUT, Exchange, TCPStore, silent_worker
 from zo2core.workers.journal_sync import require_agreement, sync_journals
 from zo2core.workers.rendezvous import AnnouncedInFile, AnnouncedInStore, gather_workers, join_workers
 from zo2core.workers.report import Report, batch_digest, combined, context_of, is_finite, require_same_context
@@ -30,48 +30,47 @@ T = TypeVar("T")
 
 
 class Plan(NamedTuple):
-    """How one step is shared out."""
+    """How one step is sharded."""
 
     split: Split
-    unit: int  # evaluations that stay together
-    shard: Shard  # of this worker
+    unit: int  # number of consecutive evaluations that stay together
+    shard: Shard  # shard of this worker
 
     @classmethod
     def alone(cls, evaluations: int) -> Plan:
-        """All of a step of so many evaluations, for one worker."""
+        """The plan of a single worker, for a step of ``evaluations`` evaluations."""
         return cls(Split(1, 1), 1, Shard(range(evaluations)))
 
     def without_shard(self) -> Plan:
-        """The same, with nothing for this worker to do."""
+        """The same plan with an empty shard for this worker."""
         return self._replace(shard=self.shard._replace(evaluations=range(0)))
 
 
 class Gathered(NamedTuple):
-    """What came of a step."""
+    """The losses of a step."""
 
-    evaluations: tuple[Evaluation, ...]  # those that somebody's losses are there for
-    losses: list[torch.Tensor]  # of these, 0-d, on the CPU
-    ranks: tuple[int, ...]  # whose losses they are made of; none in a run of one worker
+    evaluations: tuple[Evaluation, ...]  # evaluations that have losses
+    losses: list[torch.Tensor]  # their losses, 0-d, on the CPU
+    ranks: tuple[int, ...]  # workers whose losses were used; empty in a run of one worker
 
 
 class Workers:
-    """Takes part in a run as one of several workers, each with the whole model, its own journal and equal rows.
+    """One of several workers of a run, each with the whole model, its own journal and the same rows.
 
-    A step's losses are shared out by its directions, its rows, or both; each worker tells the others its losses, and all
-    make the same record of them. Journals are byte for byte the same on all workers, and so are weights bit for bit, where
-    noise and kernels give the same numbers: with counter-based noise on machines of any kind.
+    The evaluations of a step are sharded by directions, by rows, or both; the workers gather all losses and write the same
+    record. Journals are byte for byte the same on all workers, and so are weights bit for bit, where noise and kernels give
+    the same numbers: with counter-based noise on machines of any kind.
 
-    By directions, every loss is what one worker alone would compute, so the run is bit for bit that of one worker (of one
-    worker on a GPU up to the rounding of the losses' difference, which is taken on the CPU here). By rows, losses are means
-    of means, summed in double precision in the order of ranks: they differ from one worker's, and from those of another
-    number of workers, by the order of summation only.
+    Sharding by directions gives bit for bit the run of a single worker (of one on a GPU up to the rounding of the losses'
+    difference, which is taken on the CPU here). Sharding by rows, losses are means of means, summed in double precision in
+    the order of ranks: they differ between numbers of workers by the order of summation only.
 
     Args:
-        exchange: With the others.
+        exchange: All-gathers with the other workers.
         split: "directions", "rows", both as "2x3" (two groups for directions, three workers each for rows), or "auto": the
-            one in which the busiest worker has the least to do, chosen for each step.
-        deadline: Seconds that a step waits for slower workers once rank 0 is done. What comes later, or is not finite, does
-            not count: the record says whose losses it is made of. None waits for all.
+            split in which the busiest worker has the least to compute, chosen for each step.
+        deadline: Seconds that a step waits for slower workers once rank 0 is done. Losses that arrive later or are not
+            finite are left out, and the record lists the workers whose losses were used. None waits for all.
 
     Raises:
         OptionError: if an option is out of its range.
@@ -82,7 +81,7 @@ class Workers:
         if deadline is not None and not 0 <= deadline < float("inf"):
             raise OptionError("deadline", found=repr(deadline), expected="seconds, at least 0", remedy="leave it out")
         self._exchange = exchange
-        self._asked = split
+        self._split = split
         self._deadline = deadline
 
     @classmethod
@@ -97,14 +96,14 @@ class Workers:
         deadline: float | None = None,
         timeout: float = TIMEOUT,
     ) -> Self:
-        """Workers whose store the caller opened.
+        """Workers that use a store which the caller opened.
 
         Args:
             rank: Rank of this worker, counted from 0.
-            size: Workers.
-            store: A client of its own for this worker; the server in the process of rank 0. None for a worker alone.
-            key: Secret of the run, the same for all workers and new for each start: 16 bytes at least. Messages of those
-                who do not have it are refused. Only a worker alone may leave it out.
+            size: Number of workers.
+            store: A client that only this worker uses; the server runs in the process of rank 0. None for a single worker.
+            key: Secret of the run, at least 16 bytes, the same on all workers and new for each start. Messages that are not
+                sealed with it are refused. Only a single worker may leave it out.
             split: As in the constructor.
             deadline: As in the constructor.
             timeout: Seconds that a worker waits for the others.
@@ -120,13 +119,13 @@ class Workers:
     def from_torchrun(
         cls, *, key: bytes | None = None, split: str = "auto", deadline: float | None = None, timeout: float = TIMEOUT
     ) -> Self:
-        """The workers that ``torchrun`` started, by what it put into the environment.
+        """The workers that ``torchrun`` started, read from its environment variables.
 
-        Where all of them are on one host, their store listens on its loopback address alone.
+        Where all of them run on one host, their store listens on the loopback address alone.
 
         Args:
-            key: Secret of the run, the same for all workers: 16 bytes at least. None takes a random one that the workers of
-                one host leave each other in a file of this user; several hosts need a key.
+            key: Secret of the run, at least 16 bytes, the same on all workers. None takes a random key, which the workers
+                of one host pass on in a file that only this user can read; several hosts need a key.
             split: As in the constructor.
             deadline: As in the constructor.
             timeout: Seconds that a worker waits for the others.
@@ -134,13 +133,13 @@ class Workers:
         Raises:
             OptionError: if this process was not started by ``torchrun``, if an option is out of its range, or if workers on
                 several hosts have no key.
-            WorkerError: if the others are not there in time, or have another key.
+            WorkerError: if the other workers do not connect in time, or have another key.
         """
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise OptionError(
                 "RANK",
                 found="nothing in the environment",
-                expected="what torchrun says there",
+                expected="the variables that torchrun sets",
                 remedy="start with torchrun --nproc-per-node N -m zo2adapters ...",
             )
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -154,14 +153,14 @@ class Workers:
             if is_one_host:
                 announcement, host = AnnouncedInFile.of_start(), None
             else:
-                meeting, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
-                announcement, host = AnnouncedInStore(meeting, timeout), os.environ["MASTER_ADDR"]
+                launcher_store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout)))
+                announcement, host = AnnouncedInStore(launcher_store, timeout), os.environ["MASTER_ADDR"]
             if rank == 0:
                 store, seal = gather_workers(announcement, host, size, key, timeout)
             else:
                 store, seal = join_workers(announcement, rank, key, timeout)
         except DistError as error:
-            raise silent(0, timeout, error) from error
+            raise silent_worker(0, timeout, error) from error
         return cls(Exchange(store, rank, size, seal, timeout=timeout), split=split, deadline=deadline)
 
     @property
@@ -171,32 +170,32 @@ class Workers:
 
     @property
     def size(self) -> int:
-        """Workers."""
+        """Number of workers."""
         return self._exchange.size
 
     def neighbours(self) -> tuple[int, ...]:
-        """Ranks of those on this host, this worker among them; all workers ask at the same time."""
+        """Ranks of the workers on this host, with this worker; a collective call, which all workers make together."""
         hosts = self._exchange.all_gather("hosts", {"host": _host()})
-        return tuple(rank for rank, own in hosts.items() if own["host"] == hosts[self.rank]["host"])
+        return tuple(rank for rank, value in hosts.items() if value == hosts[self.rank])
 
     def shared_memory(self, nbytes: int) -> SharedMemory:
-        """Memory that the workers of this host have together; all workers ask for it at the same time.
+        """Memory shared by the workers of this host; a collective call, which all workers make together.
 
         Raises:
-            WorkerError: if it cannot be made or reached.
+            WorkerError: if the memory cannot be created or mapped.
         """
-        first, made, refused = self.neighbours()[0], None, None
+        first, created, refused = self.neighbours()[0], None, None
         try:
-            made = SharedMemory.made(nbytes) if first == self.rank else None
+            created = SharedMemory.made(nbytes) if first == self.rank else None
         except OSError as error:
             refused = reason(error)
-        own = {"process": os.getpid(), "descriptor": None if made is None else made.descriptor, "refused": refused}
-        of_first = self._exchange.all_gather("memory", own)[first]
+        local = {"process": os.getpid(), "descriptor": None if created is None else created.descriptor, "refused": refused}
+        source = self._exchange.all_gather("memory", local)[first]
         try:
-            if of_first["refused"] is not None:
-                raise OSError(of_first["refused"])
-            process, descriptor = of_first["process"], of_first["descriptor"]
-            memory = SharedMemory.reached(process, descriptor, nbytes) if made is None else made
+            if source["refused"] is not None:
+                raise OSError(source["refused"])
+            process, descriptor = source["process"], source["descriptor"]
+            memory = SharedMemory.reached(process, descriptor, nbytes) if created is None else created
         except OSError as error:
             raise WorkerError(
                 f"worker {first}",
@@ -204,14 +203,14 @@ class Workers:
                 expected=f"{nbytes} bytes for all workers of this host",
                 remedy="let the workers of a host run as one user, and free memory",
             ) from error
-        self.all_gather(None)  # the first one's descriptor has been used by all
+        self.all_gather(None)  # returns once all workers have used the descriptor
         return memory
 
     def sync_journal(self, journal: Journal) -> None:
-        """Bring this worker's journal in line with the longest one: the run goes on where that one ends.
+        """Append the steps that the longest journal has and this worker's lacks: the run continues where that one ends.
 
         Raises:
-            WorkerError: if a journal is of another run.
+            WorkerError: if a journal belongs to another run.
             JournalError: if a record cannot be written.
         """
         sync_journals(journal, self._exchange)
@@ -219,22 +218,22 @@ class Workers:
     def require_agreement(
         self, journal: Journal, noise: NoiseGenerator, layouts: Sequence[BlockLayout], device: torch.device
     ) -> None:
-        """Refuse a journal that is not rank 0's, and noise that is not.
+        """Refuse a journal or noise that differs from rank 0's.
 
         Args:
             journal: Journal of the run.
             noise: Noise of the run, as this machine draws it.
-            layouts: Layouts of the model.
+            layouts: The model's segments in visiting order.
             device: Device that this worker computes on.
 
         Raises:
-            JournalError: if the headers differ; each difference is spelled out.
-            WorkerError: if the steps or the noise do.
+            JournalError: if the headers differ, with each difference.
+            WorkerError: if the steps or the noise differ.
         """
         require_agreement(journal, noise, layouts, device, self._exchange)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Say something and hear what all say.
+        """Send a value and return the values of all workers.
 
         Args:
             value: A JSON value; numbers keep all their bits.
@@ -243,23 +242,23 @@ class Workers:
             Values in the order of ranks, the same on all workers.
 
         Raises:
-            WorkerError: if a worker leaves, is silent for too long, or is at something else.
+            WorkerError: if a worker leaves, sends nothing for too long, or makes another call.
         """
         return list(self._exchange.all_gather("values", value).values())
 
     def require_same(self, what: str, digest: int) -> None:
-        """Refuse to go on where workers have different things.
+        """Refuse to go on where workers have different data.
 
         Args:
-            what: In words.
-            digest: Digest of what this worker has.
+            what: Name of the data, for the error.
+            digest: Digest of this worker's data.
 
         Raises:
-            WorkerError: naming the worker whose are not rank 0's.
+            WorkerError: naming a worker whose digest differs from rank 0's.
         """
-        said = self.all_gather([what, digest])
-        for rank, own in enumerate(said):
-            if own != said[0]:
+        digests = self.all_gather([what, digest])
+        for rank, value in enumerate(digests):
+            if value != digests[0]:
                 raise WorkerError(
                     f"worker {rank}",
                     found=f"other {what} than worker 0's",
@@ -268,55 +267,55 @@ class Workers:
                 )
 
     def in_order(self, values: Sequence[T]) -> list[T]:
-        """What the workers made of things that they took in turns, in the order of the things.
+        """Gather the results of items that were sharded round-robin, in the order of the items.
 
         Args:
-            values: This worker's values, in the order of its items, which are those at rank, rank + size, ...
+            values: Results of this worker's items, which are those at the indices rank, rank + size, ...
 
         Raises:
-            WorkerError: if the workers did not take the same things.
+            WorkerError: if the workers did not compute the same list of items.
         """
-        of_ranks = self.all_gather(list(values))
-        count = sum(map(len, of_ranks))
-        for rank, own in enumerate(of_ranks):
-            if len(own) != len(range(rank, count, self.size)):
+        gathered = self.all_gather(list(values))
+        count = sum(map(len, gathered))
+        for rank, results in enumerate(gathered):
+            if len(results) != len(range(rank, count, self.size)):
                 raise WorkerError(
                     f"worker {rank}",
-                    found=f"{len(own)} results of {count}",
+                    found=f"{len(results)} results of {count}",
                     expected=f"{len(range(rank, count, self.size))}, every {self.size}th",
                     remedy="start all workers with the same rows",
                 )
-        return [of_ranks[place % self.size][place // self.size] for place in range(count)]
+        return [gathered[index % self.size][index // self.size] for index in range(count)]
 
     def plan(self, evaluations: Sequence[Evaluation], rows: int | None) -> Plan:
-        """Share a step out.
+        """Shard a step.
 
         Args:
             evaluations: Evaluations of the step.
             rows: Rows of the batch; None where they cannot be sharded.
 
         Raises:
-            OptionError: if some worker would have nothing to do, or directions cannot be left out and there is a deadline.
+            OptionError: if some worker would have nothing to compute, or the deadline needs another estimator.
         """
         unit = evaluations_apart(evaluations, whole=self._deadline is not None)
-        split = choose_split(self._asked, self.size, len(evaluations) // unit, rows)
+        split = choose_split(self._split, self.size, len(evaluations) // unit, rows)
         return Plan(split, unit, split.shard(self.rank, len(evaluations), unit))
 
     @property
     def has_deadline(self) -> bool:
-        """Whether a step goes on without slow workers."""
+        """Whether a step continues without slow workers."""
         return self._deadline is not None
 
     @property
     def is_decided(self) -> bool:
-        """Whether the present step has gone on without this worker: there is no use in making its share."""
+        """Whether the present step has ended without this worker, whose losses are then of no use."""
         return self.has_deadline and self._exchange.is_decided
 
     def digest(self, batches: Sequence[Batch]) -> int:
-        """A digest of batches, to compare with other workers'.
+        """A digest of batches, to compare among workers.
 
         Raises:
-            BatchError: if one of them holds something else than tensors.
+            BatchError: if a batch holds something other than tensors.
         """
         return batch_digest(batches)
 
@@ -330,43 +329,43 @@ class Workers:
         journal: Journal,
         batch: int | None,
     ) -> Gathered:
-        """Send the losses of this worker's share, and gather those of all.
+        """Send the losses of this worker's shard and gather those of all workers.
 
         Args:
             plan: Plan of the step.
             evaluations: All evaluations of the step.
-            losses: Losses of this worker's shard, 0-d; none if they were not made, since the step has been decided.
-            tokens: Labelled ones of the share's rows.
+            losses: Losses of this worker's shard, 0-d; empty if it did not compute them, since the step was decided.
+            tokens: Labelled tokens of the shard's rows.
             journal: Journal of the run.
             batch: Digest of the batch; None where it is not known.
 
         Raises:
-            WorkerError: if a worker is silent, or works on another step.
-            NonFiniteLossError: if there is a deadline, and no worker's losses count.
+            WorkerError: if a worker sends nothing, or works on another step.
+            NonFiniteLossError: if there is a deadline, and all losses were left out.
         """
         split, unit, _ = plan
         context = context_of(journal.checksum, evaluations, batch, split)
-        own = Report.of(losses, tokens=tokens, context=context)
-        counts = is_finite if self.has_deadline else _always
-        payloads = self._exchange.gather(own.packed(), "losses", deadline=self._deadline, counts=counts)
+        report = Report.of(losses, tokens=tokens, context=context)
+        accepts = is_finite if self.has_deadline else _always
+        payloads = self._exchange.gather(report.packed(), "losses", deadline=self._deadline, accepts=accepts)
         reports = {rank: Report.unpacked(payload, rank) for rank, payload in payloads.items()}
         require_same_context(reports, context)
-        by_place = combined(reports, split, len(evaluations), unit)
-        if not by_place:
+        by_index = combined(reports, split, len(evaluations), unit)
+        if not by_index:
             raise NonFiniteLossError(
                 f"step {len(journal.updates)}",
-                found="no loss of any worker that is finite and came in time",
-                expected="one worker's at least",
+                found="no finite loss that arrived in time",
+                expected="the losses of at least one worker",
                 remedy="lower `lr` or `zo_eps`, or allow more time; no step was taken",
             )
-        made = tuple(evaluations[place] for place in by_place)
-        return Gathered(made, list(by_place.values()), tuple(reports) if self.size > 1 else ())
+        used = tuple(evaluations[index] for index in by_index)
+        return Gathered(used, list(by_index.values()), tuple(reports) if self.size > 1 else ())
 
     def close(self, why: str | None = None) -> None:
-        """Leave. May be called twice.
+        """Leave the run. May be called twice.
 
         Args:
-            why: What went wrong here, for the others; None: nothing did, and all others leave as well now.
+            why: The error that ended this worker, for the others; None if there was none and all others leave as well.
         """
         self._exchange.close(why)
 
@@ -384,7 +383,7 @@ def _always(payload: bytes) -> bool:
 
 
 def _host() -> str:
-    """What processes have in common that can share memory: a running system, and a view of its processes."""
+    """Identifies the processes that can share memory: those of one boot of a machine in one process namespace."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:

@@ -1,4 +1,4 @@
-"""An update as a record of the journal. Floats are written so that reading gives the same bits."""
+"""Updates and commits (first-order steps) as records of the journal. Reading gives every float with the same bits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zo2core.journal.damage import ImpossibleRecordError, shown
-from zo2core.types import Evaluation, Update
+from zo2core.types import Commit, Evaluation, Update
 
+COMMIT = "commit"  # the only key of a commit's record
+
+_COMMIT_FLOATS = ("loss", "grad_norm", "lr")
 _MOST_WORKERS = 1 << 24
 _RANGES = re.compile(r"\d{1,8}(-\d{1,8})?(,\d{1,8}(-\d{1,8})?)*", re.ASCII)
 
@@ -33,7 +36,7 @@ def decode(record: Mapping[str, Any]) -> Update:
     """The update of a record.
 
     Raises:
-        ImpossibleRecordError: if it is none that an estimator can have made.
+        ImpossibleRecordError: if the record cannot come from an estimator.
     """
     update = Update(
         step=_integer(_member(record, "step"), "step"),
@@ -53,18 +56,44 @@ def decode(record: Mapping[str, Any]) -> Update:
     return update
 
 
+def encode_commit(commit: Commit) -> dict[str, Any]:
+    """The record of a first-order step."""
+    return {COMMIT: {"step": commit.step, **{name: float(getattr(commit, name)) for name in _COMMIT_FLOATS}}}
+
+
+def decode_commit(record: Mapping[str, Any]) -> Commit:
+    """The commit of a record.
+
+    Raises:
+        ImpossibleRecordError: if the record cannot come from a first-order step.
+    """
+    values = record[COMMIT]
+    if len(record) != 1 or not isinstance(values, dict) or values.keys() != {"step", *_COMMIT_FLOATS}:
+        raise ImpossibleRecordError(f"{COMMIT} {shown(values)}", f"an object of step, {', '.join(_COMMIT_FLOATS)} alone")
+    if type(values["step"]) is not int:
+        raise ImpossibleRecordError(f"{shown(values['step'])} as step", "a whole number")
+    for name in _COMMIT_FLOATS:
+        if type(values[name]) is not float:
+            raise ImpossibleRecordError(f"{shown(values[name])} as {name}", "a float")
+    commit = Commit(**values)
+    contradiction = commit.contradiction()
+    if contradiction is not None:
+        raise ImpossibleRecordError(*contradiction)
+    return commit
+
+
 def _ranges(ranks: Sequence[int]) -> str:
-    """Ascending ranks as ranges, such as ``0-2,5``: there may be thousands of them, in each record."""
-    ends = [at for at in range(len(ranks)) if at + 1 == len(ranks) or ranks[at + 1] != ranks[at] + 1]
-    begins = [0, *(end + 1 for end in ends)][: len(ends)]
+    """Ascending ranks as ranges, such as ``0-2,5``: a record may have thousands of ranks."""
+    ends = [i for i in range(len(ranks)) if i + 1 == len(ranks) or ranks[i + 1] != ranks[i] + 1]
+    starts = [0, *(end + 1 for end in ends)][: len(ends)]
     return ",".join(
-        str(ranks[begin]) if begin == end else f"{ranks[begin]}-{ranks[end]}"
-        for begin, end in zip(begins, ends, strict=True)
+        str(ranks[start]) if start == end else f"{ranks[start]}-{ranks[end]}"
+        for start, end in zip(starts, ends, strict=True)
     )
 
 
 def _ranks(ranges: object) -> tuple[int, ...]:
-    """Undo ``_ranges``."""
+    """The ranks that ``_ranges`` wrote."""
     if not isinstance(ranges, str) or not _RANGES.fullmatch(ranges):
         raise ImpossibleRecordError(f"workers {shown(ranges)}", "ranks in ascending order, as 0-2,5")
     parts = [tuple(map(int, part.split("-"))) for part in ranges.split(",")]
