@@ -401,7 +401,7 @@ def _scheduler(
 ) -> Scheduler:
     """What moves segments, as planned; where blocks travel other than as they are stored, the host makes them ready."""
     if spec.low_bit is None:
-        return _plain_scheduler(spec, run, source, overlap=overlap, goes_round=True)
+        return _plain_scheduler(spec, run, source, overlap=overlap, across_sweeps=True)
     assert isinstance(run.noise, CounterNoise), "what is carried otherwise was refused"
     host = HostReplay(spec.layouts, run.noise, run.journal.updates, update_loss)
     opened.callback(host.close)
@@ -414,14 +414,14 @@ def _scheduler(
         timeline=run.timeline,
     )
     opened.callback(low_bit.close)
-    plain = _plain_scheduler(spec, run, low_bit, overlap=overlap, goes_round=False)
+    plain = _plain_scheduler(spec, run, low_bit, overlap=overlap, across_sweeps=False)
     return LowBitScheduler(plain, low_bit, host)
 
 
-def _plain_scheduler(spec: RunSpec, run: _Run, source: BlockSource, *, overlap: bool, goes_round: bool) -> Scheduler:
+def _plain_scheduler(spec: RunSpec, run: _Run, source: BlockSource, *, overlap: bool, across_sweeps: bool) -> Scheduler:
     if not overlap:
         return SerialScheduler(source, run.device, timeline=run.timeline)
-    return OverlappedScheduler(source, run.device, kept=spec.kept, goes_round=goes_round, timeline=run.timeline)
+    return OverlappedScheduler(source, run.device, kept=spec.kept, across_sweeps=across_sweeps, timeline=run.timeline)
 
 
 def _visits(

@@ -75,12 +75,12 @@ def test_a_run_keeps_its_declaration(place: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model_type": "llama"}, "found a declaration of llama; expected one of mistral"),
+        ({"model_type": "llama"}, "found a declaration of llama; expected a declaration of mistral"),
         ({"model_type": None}, "model_type: found 'None'; expected a name"),
         ({"head": "lm_head"}, "head: found 'lm_head'; expected a list of names"),
-        ({"returned": 4}, "returned: found '4'; expected a number from 0 to 3"),
+        ({"returned": 4}, "returned: found '4'; expected an integer from 0 to 3"),
         ({"returned": True}, "returned: found 'True'"),
-        ({"axes": [1, 1]}, "axes: found '[1, 1]'; expected a list of two different numbers from 0 to 7"),
+        ({"axes": [1, 1]}, "axes: found '[1, 1]'; expected a list of two different integers from 0 to 7"),
         ({"axes": [0, "1"]}, "axes: found"),
         ({"axes": [1, 2]}, "model type mistral: found hidden states of shape"),
         ({"extra": 1}, "found a field 'extra'"),

@@ -48,7 +48,7 @@ def test_a_sweep_asks_the_device_for_nothing(
     def ahead(given: Any) -> Any:
         """As for a GPU."""
         learned = prepared(given)
-        model.learn(learned)
+        model.record_branches(learned)
         return learned
 
     noise = PhiloxNoise(Distribution.RADEMACHER)
@@ -113,7 +113,7 @@ OTHER_QUESTIONS: dict[str, Callable[[], object]] = {
 def test_another_question_is_never_given_the_answer_to_the_first(questions: Callable[[], object]) -> None:
     branches = BranchCache()
     assert asked(lambda: (bool(torch.tensor(data=True)), torch.tensor(7).item()), branches) == (True, 7)
-    with pytest.raises(UnsupportedModelError, match=r"question 0 .*expected __bool__ of a tensor of shape"):
+    with pytest.raises(UnsupportedModelError, match=r"read 0 .*expected __bool__ of a tensor of shape"):
         asked(questions, branches)
     assert asked(lambda: bool(torch.tensor(data=False)), branches) is True, "the same question is answered again"
 

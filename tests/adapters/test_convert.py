@@ -378,7 +378,7 @@ def test_a_flipped_bit_is_found_by_the_checksum(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[content.index(torch.ones(4).numpy().tobytes()) + 800] ^= 1
     path.write_bytes(content)
-    refusal(tmp_path / "base", match="data/0: found a damaged file; expected bytes that have the archive's checksum")
+    refusal(tmp_path / "base", match="data/0: found a damaged file; expected bytes with the archive's checksum")
 
 
 def test_a_shard_that_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_tables_that_no_checkpoint_holds_are_those_of_from_pretrained(tmp_path: 
 
 
 def test_weights_that_transformers_writes_over_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"model.embed_tokens: .*writes over.*zero_"):
+    with pytest.raises(UnsupportedModelError, match=r"model.embed_tokens: .*overwrites.*zero_"):
         build_skeleton(small_config("youtu"), torch.float32)
 
 

@@ -366,7 +366,7 @@ def test_a_function_that_cannot_run_in_segments_is_refused(base: Path) -> None:
         return called(inputs["input_ids"], labels=inputs["labels"]).loss + called(inputs["input_ids"]).logits.mean()  # type: ignore[no-any-return]
 
     with ZOEngine(model, MeZOSGD(lr=1e-3, zo_eps=1e-3)) as engine:
-        with pytest.raises(BatchError, match=r"batch\['input_ids'\]: found another one in a second call"):
+        with pytest.raises(BatchError, match=r"batch\['input_ids'\]: found different values in a second call"):
             engine.step(batch, CalledForward(model, twice))
         with pytest.raises(UnsupportedModelError, match="returned without calling it"):
             engine.step(batch, CalledForward(model, lambda called, inputs: torch.zeros(())))

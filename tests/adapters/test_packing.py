@@ -26,7 +26,7 @@ from transformers import (
 
 from zo2adapters import MonolithicMeZO, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.packing import is_packed, pack, require_apart
+from zo2adapters.models.packing import is_packed, pack, require_separating_masks
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.trainer import Trainer
@@ -119,7 +119,7 @@ def test_beside_the_activations_a_step_of_packed_rows_is_one_of_padded_ones(tmp_
 def test_a_model_whose_rows_would_see_each_other_is_refused(tmp_path: Path, config: PretrainedConfig) -> None:
     base, batch = save_model(tmp_path / "base", config), make_batch(40, [7, 4])
     with ZOEngine(open_checkpoint(base), MeZOSGD(**NUMBERS)) as engine:
-        with pytest.raises(UnsupportedModelError, match=r"layer 0: found no attention mask that keeps packed rows apart"):
+        with pytest.raises(UnsupportedModelError, match=r"layer 0: found no attention mask that separates packed rows"):
             engine.step(pack(batch))
         assert engine.version == 0
         engine.step(batch)
@@ -139,10 +139,10 @@ def test_a_mask_is_looked_at_in_all_its_places(dtype: torch.dtype, place: tuple[
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     calls = [((), {"attention_mask": mask})] * 3
     if is_hidden:
-        require_apart({"position_ids": positions}, lambda: calls)
+        require_separating_masks({"position_ids": positions}, lambda: calls)
     else:
         with pytest.raises(UnsupportedModelError, match="layer 0"):
-            require_apart({"position_ids": positions}, lambda: calls)
+            require_separating_masks({"position_ids": positions}, lambda: calls)
 
 
 def test_masks_that_layers_do_not_share_are_all_looked_at() -> None:
@@ -154,7 +154,7 @@ def test_masks_that_layers_do_not_share_are_all_looked_at() -> None:
     number = torch.tensor([0] * 3 + [1] * 4)
     apart = (number[:, None] == number[None])[None, None]
     with pytest.raises(UnsupportedModelError, match="layer 7"):
-        require_apart({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}, calls)
+        require_separating_masks({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}, calls)
 
 
 def test_a_packed_run_learns_as_a_padded_one_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -248,7 +248,7 @@ def test_first_values_are_pefts(start: bool | str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"precision": Precision(stored=torch.float32)}, {"transfer_dtype": "bfloat16"}])
 def test_what_does_not_go_with_an_adapter_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
-    with pytest.raises(OptionError, match="beside an adapter"):
+    with pytest.raises(OptionError, match="with an adapter"):
         open_checkpoint(base, adapter=Adapter(config=lora()), **options)
 
 

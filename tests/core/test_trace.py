@@ -244,7 +244,7 @@ def test_a_trace_overwrites_nothing(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
     with pytest.raises(OutputError, match="something at this path"):
         Trace(tmp_path / "rows.jsonl")
-    with pytest.raises(OutputError, match="a directory that is not there"):
+    with pytest.raises(OutputError, match="a directory that does not exist"):
         Trace(tmp_path / "nowhere" / "t.json")
     with Trace(tmp_path / "t.json"):
         pass

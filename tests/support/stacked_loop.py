@@ -57,11 +57,11 @@ class StackedLoop:
         sums = [
             torch.zeros(rows, self.rank, device=self.base[name].device) for _ in range(len(self.ends) // self.period + 1)
         ]
-        begin = 0
+        set_batch_shape = 0
         for step, end in enumerate(self.ends):
-            for seed, grad, lr in self.updates[begin:end]:
+            for seed, grad, lr in self.updates[set_batch_shape:end]:
                 sums[step // self.period] -= self.draw(name, seed, rows, self.rank) * grad * lr
-            begin = end
+            set_batch_shape = end
         return [(own, self.shared(name, period)) for period, own in enumerate(sums)]
 
     def vector(self, name: str) -> torch.Tensor:
@@ -93,7 +93,7 @@ class StackedLoop:
         aliases = every - {name for name, _ in self.whole.named_parameters()}
         for alias in aliases:  # the head is the embedding
             moved[alias] = next(moved[name] for name in moved if "embed_tokens" in name)
-        self.modules.begin(len(evaluations) * len(batch["labels"]), batch["labels"].shape[1])
+        self.modules.set_batch_shape(len(evaluations) * len(batch["labels"]), batch["labels"].shape[1])
         self.modules.perturb(moved, len(evaluations))
         stacked = {key: torch.cat([value] * len(evaluations)) for key, value in batch.items() if key != "labels"}
         logits = self.whole(**stacked, use_cache=False).logits.split(len(batch["labels"]))

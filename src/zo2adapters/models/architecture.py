@@ -1,4 +1,4 @@
-"""An architecture's declaration, and what follows from it: which segment each parameter of a decoder belongs to."""
+"""The declaration of an architecture, and the segment that each parameter of a decoder belongs to."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from zo2core.types import Encoding
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Where a decoder's parts are: what cannot be learned from a dry run has to be said.
+    """The module paths of a decoder's parts.
 
-    Module paths are those of the ``AutoModelForCausalLM`` class. Every parameter must lie under exactly one of them.
+    Paths are those of the ``AutoModelForCausalLM`` class. Every parameter must lie under exactly one of them.
     """
 
-    model_type: str  # of the config
+    model_type: str  # the config's model_type
     embedding: tuple[str, ...]  # modules that run before the layers; they may be absent in a given model
     blocks: str  # the ModuleList of layers
     head: tuple[str, ...]  # modules that run after the layers; they may be absent in a given model
-    returned: int = 0  # values in the tuple that a layer returns, hidden states first; 0: it returns hidden states alone
-    axes: tuple[int, int] = (0, 1)  # of the hidden states between layers: the axis of a batch's rows, and that of its tokens
-    ignored: tuple[str, ...] = ()  # endings of tensor names that old checkpoints carry and no model has
+    returned: int = 0  # length of the tuple that a layer returns, hidden states first; 0: a bare tensor
+    axes: tuple[int, int] = (0, 1)  # axes of rows and of tokens in the hidden states between layers
+    ignored: tuple[str, ...] = ()  # name endings of obsolete tensors in old checkpoints
 
 
 def segment_layouts(
@@ -47,16 +47,15 @@ def segment_layouts(
 
     Args:
         model: The model.
-        architecture: Where its parts are.
-        autocast: The dtype of ``torch.autocast`` in the forward; None runs without.
-        transfer_dtype: The dtype in which the layers' matrices are carried; None: as they are stored. Vectors are few
-            and matter
-            much: they always are.
-        transfer_back: Whether they come back in it, too.
-        encodings: By parameter: in which it is stored; others are stored in their dtype.
-        trained: Parameters that are trained, all others being frozen. None: all are.
-        kept: Parameters of the layers that are to stay in memory: they are the embedding's, and layers borrow them.
-        stored: By parameter: the dtype in which it is stored if it is frozen and belongs to one layer.
+        architecture: The module paths of its parts.
+        autocast: The dtype of ``torch.autocast`` in the forward; None disables it.
+        transfer_dtype: The dtype in which the layers' matrices are transferred; None is the stored dtype. Vectors always
+            keep the stored dtype.
+        transfer_back: Whether updated matrices are also transferred back in ``transfer_dtype``.
+        encodings: The encoding of each encoded parameter; other parameters are stored in their dtype.
+        trained: Names of the trained parameters; all others are frozen. None trains all.
+        kept: Names of layer parameters that stay in memory: the embedding owns them and layers borrow them.
+        stored: The stored dtype of frozen parameters that belong to one layer, by name.
 
     Raises:
         UnsupportedModelError: naming a parameter that lies under no declared part, or a weight of embedding,
@@ -69,35 +68,35 @@ def segment_layouts(
         parameter = model.get_parameter(name)
         spec = ParameterSpec(name, tuple(parameter.shape), parameter.dtype, index, decays_in_mezo(name))
         users = sorted(aliases)
-        is_common = len(users) > 1 and 0 not in users  # to layers, and perhaps the head
+        is_common = len(users) > 1 and 0 not in users  # shared by layers, and perhaps the head
         if name in encodings and (is_common or {0, blocks + 1} & set(users)):
             raise UnsupportedModelError(
                 f"{architecture.model_type}: {name}",
-                found=f"a weight of several layers, or of embedding or head in {encodings[name].name}",
+                found=f"a weight in {encodings[name].name} that several layers share, or that belongs to embedding or head",
                 expected="quantised weights in one layer each",
-                remedy="quantise the checkpoint with embedding and head left as they are",
+                remedy="quantise the checkpoint's layers alone, not its embedding and head",
             )
         spec = replace(spec, encoding=encodings.get(name), frozen=trained is not None and name not in trained)
         if is_common or (name in kept and not {0, blocks + 1} & set(users)):
             users = [0, *users]
         if transfer_dtype is not None and len(spec.shape) > 1 and not {0, blocks + 1} & set(users):
             spec = replace(spec, transfer_dtype=transfer_dtype, transfer_back=transfer_back)
-        for place, user in enumerate(users):
+        for order, user in enumerate(users):
             modules = [model.get_submodule(alias.rpartition(".")[0]) for alias in aliases.get(user, ())]
-            own = replace(spec, forward_dtype=autocast_dtype(modules, autocast))
+            user_spec = replace(spec, forward_dtype=autocast_dtype(modules, autocast))
             if spec.frozen and name in stored and not {0, blocks + 1} & set(users):
-                own = replace(own, dtype=stored[name], forward_dtype=own.forward_dtype or spec.dtype)
-            (borrowed if place else owned)[user].append(own)
+                user_spec = replace(user_spec, dtype=stored[name], forward_dtype=user_spec.forward_dtype or spec.dtype)
+            (borrowed if order else owned)[user].append(user_spec)
     kinds = [SegmentKind.EMBEDDING, *[SegmentKind.BLOCK] * blocks, SegmentKind.HEAD]
     names = ["embedding", *(f"block {i}" for i in range(blocks)), "head"]
     return tuple(
-        BlockLayout(name, kind, tuple(own), tuple(other))
-        for name, kind, own, other in zip(names, kinds, owned, borrowed, strict=True)
+        BlockLayout(name, kind, tuple(specs), tuple(borrowed_specs))
+        for name, kind, specs, borrowed_specs in zip(names, kinds, owned, borrowed, strict=True)
     )
 
 
 def segment_aliases(model: PreTrainedModel, architecture: Architecture) -> dict[str, dict[int, list[str]]]:
-    """Each parameter's name in ``named_parameters()``, to the names that it has in each segment that uses it.
+    """Map each parameter's name in ``named_parameters()`` to its names in each segment that uses it.
 
     Raises:
         UnsupportedModelError: naming a parameter that lies under no declared part.
@@ -115,12 +114,12 @@ def segment_aliases(model: PreTrainedModel, architecture: Architecture) -> dict[
 
 
 def require_axes(hidden: torch.Tensor, ids: torch.Tensor, axes: tuple[int, int], model_type: str) -> None:
-    """Refuse hidden states whose rows and tokens are not where the architecture says.
+    """Refuse hidden states whose rows and tokens do not lie along the declared axes.
 
     Args:
-        hidden: The hidden states that the layers are given.
+        hidden: Hidden states before the first layer.
         ids: The batch's token ids, (rows, tokens).
-        axes: As in ``Architecture``.
+        axes: Axes of rows and of tokens, as in ``Architecture``.
         model_type: The config's model type.
 
     Raises:
@@ -142,19 +141,19 @@ def _layers(model: PreTrainedModel, architecture: Architecture) -> nn.ModuleList
         return layers
     raise UnsupportedModelError(
         f"{architecture.model_type}: {architecture.blocks}",
-        found="no list of layers of this model" if layers is None else f"a {type(layers).__name__}",
+        found="no such module in this model" if layers is None else f"a {type(layers).__name__}",
         expected="the path of a ModuleList",
         remedy="declare it as the blocks of the Architecture",
     )
 
 
 def decays_in_mezo(name: str) -> bool:
-    """Whether MeZO's trainer applies weight decay to a parameter: it goes by the name, and so RMSNorm weights decay."""
+    """Whether MeZO's trainer decays a parameter. It decides by the name, so RMSNorm weights decay."""
     return not any(part in name for part in ("bias", "layer_norm", "layernorm"))
 
 
 def parameter_names(model: nn.Module) -> dict[str, list[str]]:
-    """Each parameter's name in ``named_parameters()``, to all names it has in the model, in registration order."""
+    """Map each parameter's name in ``named_parameters()`` to all its names in the model, in registration order."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -168,7 +167,7 @@ def _segment(name: str, paths: Mapping[str, int], architecture: Architecture) ->
     raise UnsupportedModelError(
         f"{architecture.model_type}: {name}",
         found="a parameter outside the declared embedding, blocks and head",
-        expected=f"one under {', '.join([*architecture.embedding, architecture.blocks, *architecture.head])}",
+        expected=f"a parameter under {', '.join([*architecture.embedding, architecture.blocks, *architecture.head])}",
         remedy="declare its module in the Architecture",
     )
 

@@ -1,7 +1,7 @@
-"""What Hugging Face's forward asks tensors about a batch: asked once, so that on a GPU no sweep has to wait for an answer.
+"""A cache of the tensor values that Hugging Face's forward branches on, so that on a GPU no sweep waits for them.
 
 A branch on a tensor's value (is any token padding?) makes the host wait for the device. Masks and positions depend on the
-batch alone: the questions, and their answers, are the same each time.
+batch alone, so the values are the same in each forward.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 
 from zo2core import UnsupportedModelError
 
-_QUESTIONS = {torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.item, torch.Tensor.tolist}
+_READS = {torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.item, torch.Tensor.tolist}
 
 
-class _Question(NamedTuple):
-    """What was asked of which kind of tensor."""
+class _Read(NamedTuple):
+    """A read of a tensor's value by the host."""
 
     function: Callable[..., Any]
     shape: torch.Size
@@ -29,51 +29,51 @@ class _Question(NamedTuple):
 
 
 class BranchCache(TorchFunctionMode):
-    """Within its context, questions are answered from memory, in the order in which they were first asked.
+    """A context in which reads of tensor values return what they returned the first time, in the same order.
 
-    Only questions about integers and truth values are: floating-point numbers may follow from weights, and are asked each
-    time. That truth values do not is assumed of all that a decoder does before its first layer and after its last one.
+    Only integers and booleans are cached, since floating-point values may depend on weights. Booleans are assumed not to, in
+    all that a decoder does before its first layer and after its last one.
 
     Raises:
-        UnsupportedModelError: if a question is another one than the first time, whose answer would be a wrong one.
+        UnsupportedModelError: if the order of reads differs from the first time.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: list[tuple[_Question, Any]] = []
-        self._asked = 0
-        self._learning = True
+        self._cached: list[tuple[_Read, Any]] = []
+        self._count = 0  # reads since the context was entered
+        self._recording = True
 
     def __enter__(self) -> BranchCache:
-        self._asked = 0
+        self._count = 0
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._learning = False  # the first pass is over: what another one asks beyond it has another reason
+        self._recording = False  # later reads beyond those of the first pass have another cause
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in _QUESTIONS or args[0].is_floating_point():
+        if func not in _READS or args[0].is_floating_point():
             return func(*args, **(kwargs or {}))
-        question = _Question(func, args[0].shape, args[0].dtype)
-        place, self._asked = self._asked, self._asked + 1
-        if place < len(self._known):
-            return self._answer(place, question)
-        answer = func(*args, **(kwargs or {}))
-        if self._learning:
-            self._known.append((question, answer))
-        return answer
+        read = _Read(func, args[0].shape, args[0].dtype)
+        index, self._count = self._count, self._count + 1
+        if index < len(self._cached):
+            return self._lookup(index, read)
+        value = func(*args, **(kwargs or {}))
+        if self._recording:
+            self._cached.append((read, value))
+        return value
 
-    def _answer(self, place: int, question: _Question) -> Any:
-        known, answer = self._known[place]
-        if question != known:
+    def _lookup(self, index: int, read: _Read) -> Any:
+        expected, value = self._cached[index]
+        if read != expected:
             raise UnsupportedModelError(
-                f"question {place} of Hugging Face's forward about a batch",
-                found=str(question),
-                expected=f"{known}, as the first time",
-                remedy="this architecture's forward asks in no fixed order; it needs an adapter of its own",
+                f"read {index} of a tensor's value in Hugging Face's forward",
+                found=str(read),
+                expected=f"{expected}, as the first time",
+                remedy="write an adapter for this architecture: its forward reads values in no fixed order",
             )
-        return answer
+        return value

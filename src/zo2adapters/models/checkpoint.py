@@ -54,8 +54,8 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float64": torch.float64,
 }
 
-_LOGIT_BYTES = 24 << 20  # of a chunk's logits in float32, which a last-level cache holds
-_FEWEST_AT_ONCE = 16  # labelled tokens: the head's weights are read once for each chunk
+_LOGIT_BYTES = 24 << 20  # bytes of a chunk's float32 logits, which fit in a last-level cache
+_MIN_CHUNK = 16  # labelled tokens; the head's weights are read once a chunk
 
 
 def open_checkpoint(
@@ -75,38 +75,36 @@ def open_checkpoint(
     Args:
         path: Directory in the Hugging Face layout with safetensors weights, or a hub id, which is downloaded into the hub's
             cache and used from there.
-        dtype: The weights' dtype in memory. "auto" takes the config's and refuses shards that hold another; a dtype, or its
-            name, converts. In mixed precision it is the dtype that is computed with; "auto" takes what is fastest here.
-        precision: ``"exact"`` is one dtype for all, in which small updates of 16-bit weights are rounded away as they are in
-            MeZO; ``"mixed"`` stores float32 and computes in 16 bits; ``"auto"`` is mixed for weights of 16 bits, else
-            exact; a ``Precision`` says all of it, and takes no ``dtype``.
-        transfer_dtype: In which the layers' matrices travel to a device with memory of its own: "stored", "bfloat16",
-            "float16" or
-            "float8", or "bfloat16-back" and so on where they come back in it, too; see ``Precision``.
-        export_dtype: To which exported weights are rounded, once. "auto" is the checkpoint's own in mixed precision, else
-            they are written as they are stored.
-        architecture: Where the parts of the model are, or a JSON file that says so; by default it is learned.
-        loss_chunk: Compute head and loss over so many labelled tokens at a time: the logits are never there whole. The loss
-            then differs from Hugging Face's by the order in which floats are summed. None: its own, bit for bit. "auto" is
-            None in exact precision; in mixed precision it is as many as a cache holds.
-        head: What the model ends in: "causal-lm", "masked-lm", "sequence-classification" (regression among it, as the config
-            says), "token-classification" or "question-answering", each built by transformers' class of that name. The
-            checkpoint has to hold its weights. Labels are what that class takes.
-        adapter: New parameters in peft's modules, which alone are trained, in float32; all others are only read, as the
-            checkpoint stores them.
+        dtype: The weights' dtype in memory. "auto" takes the config's and refuses shards in another dtype; a dtype or its
+            name converts them. In mixed precision, the dtype of computation; "auto" takes the fastest on this machine.
+        precision: ``"exact"`` uses one dtype, in which small updates of 16-bit weights are rounded away as in MeZO;
+            ``"mixed"`` stores float32 and computes in 16 bits; ``"auto"`` is mixed for 16-bit weights, else exact; a
+            ``Precision`` sets all dtypes and excludes ``dtype``.
+        transfer_dtype: The dtype in which the layers' matrices travel to a device with its own memory: "stored",
+            "bfloat16", "float16" or "float8", with the suffix "-back" to transfer them back in it, too; see ``Precision``.
+        export_dtype: The dtype to which exported weights are rounded. "auto" is the checkpoint's dtype in mixed precision,
+            else the stored dtype.
+        architecture: The module paths of the model's parts, or a JSON file with them; by default they are derived.
+        loss_chunk: Number of labelled tokens for which head and loss are computed at a time, to bound the logits' memory.
+            The loss then differs from Hugging Face's in the order of float sums. None computes all at once, bit for bit as
+            Hugging Face. "auto" is None in exact precision; in mixed precision it fits a chunk into a cache.
+        head: The model's head: "causal-lm", "masked-lm", "sequence-classification" (with regression, if the config says
+            so), "token-classification" or "question-answering", as in transformers' auto classes. The checkpoint must
+            hold its weights. Labels are those of that class.
+        adapter: A peft adapter, whose new float32 parameters alone are trained; all other parameters are read-only and
+            keep the checkpoint's dtype.
 
     Returns:
-        The model, cut into segments. Nothing but headers was read, and the few bytes that say how matrices are encoded.
+        The model, cut into segments. Only headers and the descriptions of encodings are read.
 
     Raises:
         UnsupportedModelError: for an unknown architecture, an unknown quantisation or pickled shards.
         CheckpointError: if files are missing or malformed, or tensors do not match the config.
-        OptionError: for an unknown dtype or precision, for dtypes that do not go together, or a ``loss_chunk`` out of its
-            range.
+        OptionError: for an unknown dtype or precision, incompatible dtypes, or a ``loss_chunk`` out of range.
     """
     if loss_chunk not in (None, "auto") and not (isinstance(loss_chunk, int) and loss_chunk >= 1):
         raise OptionError(
-            "loss_chunk", found=repr(loss_chunk), expected="a number of at least 1, None or 'auto'", remedy="leave it out"
+            "loss_chunk", found=repr(loss_chunk), expected="an integer of at least 1, None or 'auto'", remedy="leave it out"
         )
     kind = head_of(head)
     if kind is not CAUSAL_LM and loss_chunk not in (None, "auto"):
@@ -114,22 +112,22 @@ def open_checkpoint(
     chosen_config = None if adapter is None else peft_config(adapter)
     if adapter is not None and (transfer_dtype != "stored" or isinstance(precision, Precision)):
         option, found = ("transfer_dtype", transfer_dtype) if transfer_dtype != "stored" else ("precision", repr(precision))
-        expected = "exact or mixed precision beside an adapter, and weights that travel as they are stored"
+        expected = "exact or mixed precision and the stored transfer dtype with an adapter"
         raise OptionError(option, found=found, expected=expected, remedy="leave it out")
     precision = "exact" if adapter is not None and precision == "auto" else precision
     if adapter is not None and export_dtype != "auto":
-        expected = "auto beside an adapter, which is exported as it is, in float32"
+        expected = "auto with an adapter, which is exported in float32"
         raise OptionError("export_dtype", found=str(export_dtype), expected=expected, remedy="leave it out")
     directory = resolve_directory(path)
     config, quantization = _read_config(directory)
     _refuse_pickled(directory)
     entries, encoded = find_tensors(directory), dict[str, EncodedTensor]()
-    own = _dtype("auto", config, entries)
+    checkpoint_dtype = _dtype("auto", config, entries)
     if quantization is not None:
-        entries, encoded = without_encodings(entries, quantization, own)
+        entries, encoded = without_encodings(entries, quantization, checkpoint_dtype)
         precision = exact_where_encoded(precision, transfer_dtype)
-    given = dtype != "auto"
-    chosen = choose_precision(precision, _dtype(dtype, config, entries), given=given, transfer_dtype=transfer_dtype)
+    is_given = dtype != "auto"
+    chosen = choose_precision(precision, _dtype(dtype, config, entries), is_given=is_given, transfer_dtype=transfer_dtype)
     why_not = (
         None if chosen_config is None or chosen.autocast is None else chosen_config.kind.why_not_mixed(chosen_config.config)
     )
@@ -157,8 +155,8 @@ def open_checkpoint(
         raise OptionError(
             "architecture",
             found=f"a declaration of {architecture.model_type}",
-            expected=f"one of {config.model_type}, as config.json says",
-            remedy="pass the one that belongs to this model, or none",
+            expected=f"a declaration of {config.model_type}, as config.json says",
+            remedy="pass the declaration of this model, or leave it out",
         )
     matched = match_tensors(directory, entries, skeleton, architecture)
     if dtype == "auto" and precision in ("auto", "exact") and chosen.autocast is None:
@@ -170,10 +168,10 @@ def open_checkpoint(
         opened = inject(skeleton, adapter, chosen_config, base)
         pieces, encodings = by_wrapped_names(skeleton, pieces), by_wrapped_names(skeleton, encodings)
     weights = SafetensorsReader(pieces)
-    kept = matched.kept_otherwise(skeleton.base_model_prefix)
-    parts = {name: tuple(piece.saved_part for piece in some) for name, some in kept.items()}
-    exported = own if chosen.autocast is not None else chosen.stored
-    rounds = chosen.autocast is not None or export_dtype != "auto"  # else some may be kept in another dtype
+    kept = matched.stored_differently(skeleton.base_model_prefix)
+    parts = {name: tuple(piece.saved_part for piece in those) for name, those in kept.items()}
+    exported = checkpoint_dtype if chosen.autocast is not None else chosen.stored
+    rounds = chosen.autocast is not None or export_dtype != "auto"  # else some may have another dtype
     if export_dtype != "auto":
         exported = _dtype(export_dtype, config, entries)
     companions = _companions(directory, skeleton, exported)
@@ -192,8 +190,8 @@ def open_checkpoint(
         without: Callable[..., HFBlockModel] = model_class
         return without(*first, skeleton, architecture, weights, companions, **options)
     architecture = replace(architecture, embedding=(*architecture.embedding, *opened.inserted.embedding))
-    if chosen.autocast is not None:  # what is only read is stored as the checkpoint has it
-        options["stored"] = {name: some[0].entry.torch_dtype for name, some in pieces.items() if name not in opened.shapes}
+    if chosen.autocast is not None:  # frozen weights keep the checkpoint's dtype
+        options["stored"] = {name: those[0].entry.torch_dtype for name, those in pieces.items() if name not in opened.shapes}
     options |= {"trained": opened.trained, "kept": frozenset(opened.shapes)}
     both = AdapterReader(weights, opened)
     return opened.kind.model_classes[model_class](opened, *first, skeleton, architecture, both, companions, **options)
@@ -226,15 +224,15 @@ def resolve_directory(path: Path | str) -> Path:
 
 
 def _read_config(directory: Path) -> tuple[PretrainedConfig, Quantization | None]:
-    """The config without its quantization, and that."""
+    """Read the config, and split off its quantization."""
     if not (directory / "config.json").exists():
         raise CheckpointError(
             directory,
             found="no config.json",
             expected="a model directory",
-            remedy="name the directory that holds config.json",
+            remedy="pass the directory that holds config.json",
         )
-    companion_files(directory)  # refuses what is not to be read, before transformers reads it
+    companion_files(directory)  # refuses unsafe files before transformers reads them
     refuse_oversized(directory / "config.json")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -242,8 +240,8 @@ def _read_config(directory: Path) -> tuple[PretrainedConfig, Quantization | None
         raise UnsupportedModelError(
             directory / "config.json",
             found=f"a config that transformers cannot load without remote code ({_first_line(error)})",
-            expected="a causal language model that transformers itself knows",
-            remedy="use a checkpoint of a known architecture; remote code is never run",
+            expected="a model that transformers supports without remote code",
+            remedy="use a checkpoint of such an architecture; remote code is never run",
         ) from error
     refuse_hub_kernels(config, directory / "config.json")
     quantization = getattr(config, "quantization_config", None)
@@ -262,7 +260,7 @@ def _build(directory: Path, config: PretrainedConfig, dtype: torch.dtype, head: 
         raise CheckpointError(
             directory / "config.json",
             found=f"the config of a model with {error}",
-            expected="sizes as the weights have them",
+            expected="the sizes of the weights",
             remedy="use the config.json that belongs to these shards",
         ) from error
     except Exception as error:  # any: sizes that contradict each other surface inside the model's own code
@@ -291,13 +289,13 @@ def _refuse_pickled(directory: Path) -> None:
 
 def _dtype(dtype: torch.dtype | str, config: PretrainedConfig, entries: Mapping[str, TensorEntry]) -> torch.dtype:
     if dtype == "auto":
-        of_config = getattr(config, "dtype", None)
+        config_dtype = getattr(config, "dtype", None)
         first = next((entry.torch_dtype for entry in entries.values() if entry.torch_dtype is not None), torch.float32)
-        return of_config if isinstance(of_config, torch.dtype) else first
+        return config_dtype if isinstance(config_dtype, torch.dtype) else first
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if chosen is None or chosen not in DTYPES.values():
         raise OptionError(
-            "dtype", found=repr(dtype), expected=f"'auto' or one of {', '.join(DTYPES)}", remedy="choose one of these"
+            "dtype", found=repr(dtype), expected=f"'auto' or one of {', '.join(DTYPES)}", remedy="pass one of these"
         )
     return chosen
 
@@ -305,7 +303,7 @@ def _dtype(dtype: torch.dtype | str, config: PretrainedConfig, entries: Mapping[
 def _loss_chunk(config: PretrainedConfig, precision: Precision) -> int | None:
     if precision.autocast is None:
         return None
-    return max(_LOGIT_BYTES // (4 * int(config.get_text_config().vocab_size)), _FEWEST_AT_ONCE)
+    return max(_LOGIT_BYTES // (4 * int(config.get_text_config().vocab_size)), _MIN_CHUNK)
 
 
 def _companions(directory: Path, skeleton: PreTrainedModel, dtype: torch.dtype) -> dict[str, Path | bytes]:

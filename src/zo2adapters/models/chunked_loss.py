@@ -1,4 +1,4 @@
-"""A causal language model's loss over slices of tokens, so that its logits are never there whole."""
+"""A causal language model's loss over chunks of tokens, so that its logits are never in memory whole."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-# Note: Losses one after another. A loss takes memory for its logits in float32, twice, and gives a number. If that number
-# were kept as it comes, it would lie behind this memory, and glibc, which aligns what torch asks for, could not give all of
-# it to the next loss: 32 losses would take 32 times as much. So numbers are copied to where they are kept, and given back.
+# Note: Losses one after another. A loss allocates its logits in float32, twice, and then a scalar. If that scalar were kept,
+# it would lie behind the freed memory, and glibc, which aligns torch's allocations, could not reuse all of it for the next
+# loss: 32 losses would take 32 times as much. So each scalar is copied into one tensor and freed.
 
 
 def chunked_loss(
@@ -21,26 +21,26 @@ def chunked_loss(
     loss_function: Callable[..., torch.Tensor],
     vocab_size: int,
 ) -> torch.Tensor:
-    """The mean loss over labelled tokens; tokens without a label cost nothing.
+    """Compute the mean loss over labelled tokens; logits of unlabelled tokens are not computed.
 
     Args:
         hidden: Final hidden states, (rows, tokens, ...), before the norm.
-        labels: (rows, tokens); each token but the last predicts the next one's.
-        predictions: Rows and columns of the tokens from which a labelled one is predicted.
+        labels: Labels, (rows, tokens); each token but the last predicts the next one's.
+        predictions: Rows and columns of the tokens whose next token is labelled.
         chunk: Labelled tokens whose logits are in memory at a time.
-        logits: Norm and head: (n, ...) to (n, vocabulary).
-        loss_function: The model's own, by Hugging Face.
+        logits: Maps final hidden states (n, ...) to logits (n, vocabulary).
+        loss_function: The Hugging Face model's loss function.
         vocab_size: Size of the model's vocabulary.
 
     Returns:
-        0-d, as ``loss_function`` gives it.
+        The loss, 0-d, in the dtype of ``loss_function``.
     """
     targets = labels[:, 1:]
-    rows, places = predictions
+    rows, columns = predictions
     count = len(rows)
     terms = KeptLosses(-(-count // chunk))
     for start in range(0, count, chunk):
-        at = rows[start : start + chunk], places[start : start + chunk]
+        at = rows[start : start + chunk], columns[start : start + chunk]
         terms.keep(  # a sum, divided by the labelled tokens of all chunks
             loss_function(
                 logits(hidden[at]), None, vocab_size=vocab_size, shift_labels=targets[at], num_items_in_batch=count
@@ -50,10 +50,10 @@ def chunked_loss(
 
 
 class KeptLosses:
-    """Losses in the order in which they come. See the note: Losses one after another.
+    """A fixed number of losses in one tensor. See the note: Losses one after another.
 
     Args:
-        count: How many there will be.
+        count: Number of losses.
     """
 
     def __init__(self, count: int) -> None:
@@ -62,7 +62,7 @@ class KeptLosses:
         self._losses: torch.Tensor | None = None
 
     def keep(self, loss: torch.Tensor) -> None:
-        """Copy the next loss, 0-d."""
+        """Store a copy of the next loss, 0-d."""
         if self._losses is None:
             self._losses = loss.new_empty(self._count)
         self._losses[self._kept] = loss
@@ -70,7 +70,7 @@ class KeptLosses:
 
     @property
     def losses(self) -> torch.Tensor:
-        """All of them, 1-D."""
-        assert self._losses is not None, "there is a loss"
-        assert self._kept == self._count, "each was kept"
+        """All losses, 1-D."""
+        assert self._losses is not None, "no loss was kept"
+        assert self._kept == self._count, "a loss is missing"
         return self._losses

@@ -1,7 +1,7 @@
-"""The small files beside a model's weights: tokenizer, configs, templates. Which are read and copied, and which are refused.
+"""The small files beside a model's weights (tokenizer, configs, templates): which are read and copied, which are refused.
 
-A model directory may come from anywhere. A link in it could carry any file of this machine into an export, a FIFO would be
-waited for without end, and a file of absurd size would be read whole. The links that the hub's cache consists of are fine.
+A model directory is untrusted. A link in it could copy any file of this machine into an export, a FIFO would block for ever,
+and a file of absurd size would be read whole. The links of the hub's cache are accepted.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from zo2core.checkpoint import require_own_file
 from zo2core.errors import reason
 from zo2core.io.durable import open_regular
 
-SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})  # what a model directory holds besides the weights
+SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja"})  # of the files beside the weights
 
-_LARGEST = 1 << 28  # bytes; the largest tokenizers take a tenth of it
-_LARGEST_CONFIG = 1 << 24  # bytes of a file that is parsed here
+_MAX_BYTES = 1 << 28  # the largest tokenizers take a tenth of it
+_MAX_CONFIG_BYTES = 1 << 24  # configs are parsed here
 _REMOTE_CODE = "auto_map"  # the key under which a config names code to download and run
 
 
 def companion_files(directory: Path) -> dict[str, Path]:
-    """Find what a model directory holds beside the weights and their index: config, tokenizer, generation config.
+    """Find the files of a model directory beside the weights and their index: config, tokenizer, generation config.
 
     Returns:
-        Each file's name, to the file itself, with links followed.
+        The path of each file, with links resolved, by the file's name.
 
     Raises:
-        CheckpointError: if one leads out of the directory and its hub cache, is no regular file, or is of absurd size.
+        CheckpointError: if a link leads out of the directory and its hub cache, or if a file is not regular or too large.
     """
     files = {}
     for path in sorted(directory.iterdir()):
@@ -45,13 +45,13 @@ def companion_files(directory: Path) -> dict[str, Path]:
 
 
 def portable_companions(directory: Path) -> tuple[dict[str, Path | bytes], list[str]]:
-    """Find the files to lay beside weights that are written anew: those of ``companion_files``, without remote code.
+    """Find the files to copy beside rewritten weights: those of ``companion_files``, without remote code.
 
     Returns:
-        Each file's name, to the file to copy or to its new content; and the names of those that lost ``auto_map``.
+        The path to copy or the new content of each file, by its name; and the names of those that lost ``auto_map``.
 
     Raises:
-        CheckpointError: as ``companion_files``, or if a config that names remote code is no JSON object.
+        CheckpointError: as ``companion_files``, or if a config that refers to remote code is not a JSON object.
     """
     companions: dict[str, Path | bytes] = {}
     changed = []
@@ -70,17 +70,17 @@ def portable_companions(directory: Path) -> tuple[dict[str, Path | bytes], list[
 
 
 def without_remote_code(value: Any) -> Any:
-    """Leave ``auto_map`` out of a JSON value, at any depth."""
+    """Remove ``auto_map`` from a JSON value, at any depth."""
     if isinstance(value, dict):
         return {key: without_remote_code(inner) for key, inner in value.items() if key != _REMOTE_CODE}
     return [without_remote_code(inner) for inner in value] if isinstance(value, list) else value
 
 
 def refuse_hub_kernels(config: PretrainedConfig, path: Path) -> None:
-    """Refuse a config that names a repository of the hub whose code transformers would download and import as attention.
+    """Refuse a config whose attention implementation is code that transformers would download from the hub and import.
 
     Args:
-        config: As transformers has read it; the configs in it are looked at, too.
+        config: The config as transformers has read it; nested configs are checked, too.
         path: Path of its file, for the error.
 
     Raises:
@@ -91,7 +91,7 @@ def refuse_hub_kernels(config: PretrainedConfig, path: Path) -> None:
         raise UnsupportedModelError(
             path,
             found=f"{named[:80]!r} as attn_implementation, code from the hub",
-            expected="an implementation of transformers itself, such as 'sdpa', or none",
+            expected="an implementation within transformers, such as 'sdpa', or none",
             remedy="remove the entry from the file; remote code is never run",
         )
     for name in getattr(config, "sub_configs", ()):
@@ -101,7 +101,7 @@ def refuse_hub_kernels(config: PretrainedConfig, path: Path) -> None:
 
 
 def remote_code_note(names: list[str]) -> str:
-    """Say in one line that code was left behind."""
+    """A message that remote code was left out of these files."""
     return f"{' and '.join(names)}: {_REMOTE_CODE} is left out, since remote code is never run or passed on"
 
 
@@ -114,9 +114,9 @@ def _checked(path: Path, directory: Path) -> Path:
     require_own_file(path, directory)
     if not stat.S_ISREG(info.st_mode):
         raise _refused(path, "no regular file", "a regular file")
-    largest = _LARGEST_CONFIG if path.name.endswith("config.json") else _LARGEST
-    if info.st_size > largest:
-        raise _refused(path, f"{info.st_size} bytes", f"at most {largest}")
+    max_bytes = _MAX_CONFIG_BYTES if path.name.endswith("config.json") else _MAX_BYTES
+    if info.st_size > max_bytes:
+        raise _refused(path, f"{info.st_size} bytes", f"at most {max_bytes} bytes")
     return target
 
 

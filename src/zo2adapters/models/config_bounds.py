@@ -1,8 +1,7 @@
-"""Sizes that a config may name, looked at before transformers makes anything of them.
+"""Limits on the sizes in a config, checked before transformers reads it.
 
-A size is known under its own name and under the one that a model's config class has for it (``n_layer`` of GPT-2), in the
-config and in the configs inside it (``text_config``). What other names ask for is bounded as the model is built: ``Bounds``
-in ``skeleton``.
+A size is checked under its standard name and under the config class's alias (``n_layer`` of GPT-2), also in nested configs
+(``text_config``). Other sizes are bounded while the model is built: see ``Bounds`` in ``skeleton``.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from transformers import CONFIG_MAPPING
 
 from zo2core import CheckpointError, UnsupportedModelError
 
-_LARGEST = {"num_hidden_layers": 1 << 10, "hidden_size": 1 << 20, "head_dim": 1 << 20, "num_labels": 1 << 20}
+_LIMITS = {"num_hidden_layers": 1 << 10, "hidden_size": 1 << 20, "head_dim": 1 << 20, "num_labels": 1 << 20}
 
 
 def refuse_oversized(path: Path) -> None:
-    """Refuse sizes for which transformers would take time or memory before any of them is compared with the weights.
+    """Refuse sizes that would cost transformers excessive time or memory.
 
     Args:
         path: A model's ``config.json``.
 
     Raises:
-        UnsupportedModelError: if it is no JSON object.
+        UnsupportedModelError: if it is not a JSON object.
         CheckpointError: naming a size that is too large.
     """
     try:
@@ -41,36 +40,36 @@ def refuse_oversized(path: Path) -> None:
         raise UnsupportedModelError(
             path, found=f"a {type(config).__name__}", expected="a JSON object", remedy="get config.json again"
         )
-    waiting: list[tuple[str, dict[str, Any], Any]] = [("", config, _class_of(config, None))]
-    while waiting:  # no recursion: how deep a stranger's file goes is not known
-        prefix, values, kind = waiting.pop()
-        largest = _largest(kind)
-        inner = getattr(kind, "sub_configs", None) or {}
+    pending: list[tuple[str, dict[str, Any], Any]] = [("", config, _config_class(config, None))]
+    while pending:  # no recursion: an untrusted file may be nested deeply
+        prefix, values, config_class = pending.pop()
+        limits = _limits(config_class)
+        sub_configs = getattr(config_class, "sub_configs", None) or {}
         for name, value in values.items():
             if isinstance(value, dict):
-                waiting.append((f"{prefix}{name}.", value, _class_of(value, inner.get(name))))
-            elif name in largest and isinstance(value, (int, float)) and value > largest[name]:
+                pending.append((f"{prefix}{name}.", value, _config_class(value, sub_configs.get(name))))
+            elif name in limits and isinstance(value, (int, float)) and value > limits[name]:
                 raise CheckpointError(
                     f"{path}: {prefix}{name}",
                     found=str(value)[:40],
-                    expected=f"at most {largest[name]}",
+                    expected=f"at most {limits[name]}",
                     remedy="get config.json again",
                 )
 
 
-def _class_of(values: dict[str, Any], declared: Any) -> Any:
-    """The class of a config's values: by its model type, or the one that the config around it declares."""
+def _config_class(values: dict[str, Any], declared: Any) -> Any:
+    """The class of a nested config: by its model type, else as the enclosing config declares it."""
     model_type = values.get("model_type")
     if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
         return CONFIG_MAPPING[model_type]
     return declared
 
 
-def _largest(kind: Any) -> dict[str, int]:
-    """The bounds by all names that a config class has for them."""
-    largest = dict(_LARGEST)
-    for name, other in (getattr(kind, "attribute_map", None) or {}).items():
-        for one, same in ((name, other), (other, name)):
-            if one in _LARGEST:
-                largest[same] = _LARGEST[one]
-    return largest
+def _limits(config_class: Any) -> dict[str, int]:
+    """The limits by all names that a config class has for them."""
+    limits = dict(_LIMITS)
+    for alias, name in (getattr(config_class, "attribute_map", None) or {}).items():
+        for known, other in ((alias, name), (name, alias)):
+            if known in _LIMITS:
+                limits[other] = _LIMITS[known]
+    return limits

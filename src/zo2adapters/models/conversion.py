@@ -1,8 +1,8 @@
 """Which tensors of a checkpoint make up a parameter, where transformers renames and joins them as it loads a model.
 
-Its own rules are followed, on numbers of rows in place of rows: what comes out says where each row of a parameter lies. So a
-parameter is read from its places straight into its memory, and written back to them. Rules that compute with values, or move
-them within a row, are refused.
+Transformers' own rules run on row numbers in place of rows, and their result says where each row of a parameter is stored.
+A parameter is read from there straight into its memory, and written back. Rules that compute with values, or move values
+within a row, are refused.
 """
 
 from __future__ import annotations
@@ -22,73 +22,73 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from zo2core import CheckpointError, UnsupportedModelError
 from zo2core.checkpoint import Piece, TensorEntry
 
-_MOVING = {  # operations that move whole rows, and compute nothing; the oldest transformers has no Split
+_ROW_OPERATIONS = {  # operations that only move whole rows; old versions of transformers have no Split
     getattr(core_model_loading, name, None)
     for name in ("MergeModulelist", "SplitModulelist", "Concatenate", "Chunk", "Split", "Interleave", "Transpose")
 }
-_MOST_NUMBERED = 1 << 26  # rows of one conversion; int64 numbers of more would take more than half a gigabyte
+_MAX_ROWS = 1 << 26  # rows of one conversion; their int64 numbers take half a GiB
 
 
 def parameter_pieces(entries: Mapping[str, TensorEntry], model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
-    """Follow transformers' rules from a checkpoint's tensors to the names of the model.
+    """Apply transformers' rules to the names of a checkpoint's tensors.
 
     Args:
-        entries: The checkpoint's tensors by their names.
-        model: Skeleton of the model; its tensors are on the meta device or not.
+        entries: The checkpoint's tensors by name.
+        model: The model's skeleton, on any device.
 
     Returns:
-        Name in the model's ``state_dict`` to the pieces that make up the tensor, in its order. Names that the model does not
-        have come along with the whole tensor.
+        The pieces that make up each tensor, in order, by its name in the model's ``state_dict``. A tensor that the model
+        lacks is included as one piece.
 
     Raises:
-        CheckpointError: if two tensors are for one name, do not fit together, or have another shape than the model's.
-        UnsupportedModelError: for a rule that cannot be followed so.
+        CheckpointError: if two tensors have one name, do not fit together, or have another shape than the model's.
+        UnsupportedModelError: for a rule that does more than move rows.
     """
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    prefix, own = model.base_model_prefix, model.state_dict()
+    prefix, state = model.base_model_prefix, model.state_dict()
     pieces: dict[str, tuple[Piece, ...]] = {}
     joined: dict[str, list[tuple[str, TensorEntry]]] = {}  # target to pattern and tensor
     for name in sorted(entries, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, own)
-        if target not in own and name in own:
-            target, pattern = rename_source_key(name, [], [], prefix, own)
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
         entry = entries[name]
-        if pattern is not None and target in own:
+        if pattern is not None and target in state:
             joined.setdefault(target, []).append((pattern, entry))
             continue
-        if target in own and entry.shape != tuple(own[target].shape):
+        if target in state and entry.shape != tuple(state[target].shape):
             raise CheckpointError(
                 f"{entry.path}: {target}",
                 found=f"shape {list(entry.shape)}",
-                expected=f"{list(own[target].shape)}, as config.json says",
+                expected=f"{list(state[target].shape)}, as config.json says",
                 remedy="use the config.json that belongs to these shards",
             )
         if target in pieces:
-            raise _second(entry, target, pieces[target][0].entry)
+            raise _duplicate(entry, target, pieces[target][0].entry)
         pieces[target] = (Piece.whole(entry),)
     for target, sources in joined.items():
-        for name, made in _converted(model, own, target, sources, deepcopy(by_pattern[sources[0][0]])).items():
+        for name, converted_pieces in _converted(model, state, target, sources, deepcopy(by_pattern[sources[0][0]])).items():
             if name in pieces:
-                raise _second(made[0].entry, name, pieces[name][0].entry)
-            pieces[name] = made
+                raise _duplicate(converted_pieces[0].entry, name, pieces[name][0].entry)
+            pieces[name] = converted_pieces
     return pieces
 
 
 def _converted(
     model: PreTrainedModel,
-    own: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
     target: str,
     sources: Sequence[tuple[str, TensorEntry]],
     rule: WeightConverter,
 ) -> dict[str, tuple[Piece, ...]]:
-    """Run one rule on row numbers; the pieces of every tensor of the model that comes out."""
+    """Run one rule on row numbers, and return the pieces of every tensor of the model that it makes."""
     entries = [entry for _, entry in sources]
     where = f"{entries[0].path}: {entries[0].name}"
     for operation in rule.operations:
-        if type(operation) not in _MOVING:
+        if type(operation) not in _ROW_OPERATIONS:
             raise UnsupportedModelError(
                 where,
                 found=f"{operation!r}, by which transformers makes {target}",
@@ -98,51 +98,51 @@ def _converted(
     by_elements = any(len(entry.shape) < 2 for entry in entries)  # a vector is no row
     sizes = [1 if by_elements else entry.shape[-1] for entry in entries]
     counts = [math.prod(entry.shape) // max(size, 1) for entry, size in zip(entries, sizes, strict=True)]
-    firsts = [0, *accumulate(counts)]
-    if firsts[-1] > _MOST_NUMBERED:
+    offsets = [0, *accumulate(counts)]
+    if offsets[-1] > _MAX_ROWS:
         raise UnsupportedModelError(
             where,
-            found=f"{firsts[-1]} rows for {target}",
-            expected=f"at most {_MOST_NUMBERED} in one conversion",
-            remedy="this architecture needs an adapter of its own",
+            found=f"{offsets[-1]} rows for {target}",
+            expected=f"at most {_MAX_ROWS} in one conversion",
+            remedy="save the model by transformers with save_original_format=False, and use that",
         )
-    for (pattern, entry), first, count in zip(sources, firsts, counts, strict=False):
+    for (pattern, entry), first, count in zip(sources, offsets, counts, strict=False):
         shape = entry.shape if by_elements else (*entry.shape[:-1], 1)
         rule.add_tensor(target, entry.name, pattern, torch.arange(first, first + count).view(shape))  # type: ignore[arg-type]
     try:
         converted: dict[str, Any] = rule.convert(target, model=model, config=model.config)
     except Exception as error:  # any: tensors that do not fit together surface inside the operations
-        raise _misfit(where, target, f"tensors that do not fit together ({type(error).__name__}: {error})") from error
+        raise _mismatch(where, target, f"tensors that do not fit together ({type(error).__name__}: {error})") from error
     tensors = {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
     numbers = torch.cat([value.reshape(-1) for value in tensors.values()])
-    if not torch.equal(numbers.sort().values, torch.arange(firsts[-1])):
-        raise _misfit(where, target, "rows of which some are left over")
+    if not torch.equal(numbers.sort().values, torch.arange(offsets[-1])):
+        raise _mismatch(where, target, "rows that no parameter takes")
     result = {}
     for name, value in tensors.items():
-        shape = tuple(own[name].shape) if name in own else ()
+        shape = tuple(state[name].shape) if name in state else ()
         if tuple(value.shape) != (shape if by_elements else (*shape[:-1], 1)) or (
             not by_elements and any(size != shape[-1] for size in sizes)
         ):
-            raise _misfit(where, name, f"{len(entries)} tensor(s), the first of shape {list(entries[0].shape)}")
-        result[name] = tuple(_pieces(value.reshape(-1), entries, firsts, sizes[0]))
+            raise _mismatch(where, name, f"{len(entries)} tensor(s), the first of shape {list(entries[0].shape)}")
+        result[name] = tuple(_pieces(value.reshape(-1), entries, offsets, sizes[0]))
     return result
 
 
-def _pieces(numbers: torch.Tensor, entries: Sequence[TensorEntry], firsts: Sequence[int], size: int) -> list[Piece]:
+def _pieces(numbers: torch.Tensor, entries: Sequence[TensorEntry], offsets: Sequence[int], size: int) -> list[Piece]:
     """Join consecutive rows of one tensor into pieces."""
-    begins_tensor = torch.isin(numbers, torch.tensor(firsts))
+    begins_tensor = torch.isin(numbers, torch.tensor(offsets))
     begins_tensor[1:] |= numbers[1:] != numbers[:-1] + 1
     begins_tensor[:1] = True
     starts = [*begins_tensor.nonzero().flatten().tolist(), len(numbers)]
     pieces = []
     for start, stop in pairwise(starts):
         row = int(numbers[start])
-        index = bisect_right(firsts, row) - 1
-        pieces.append(Piece(entries[index], (row - firsts[index]) * size, (stop - start) * size))
+        index = bisect_right(offsets, row) - 1
+        pieces.append(Piece(entries[index], (row - offsets[index]) * size, (stop - start) * size))
     return pieces
 
 
-def _second(entry: TensorEntry, target: str, first: TensorEntry) -> CheckpointError:
+def _duplicate(entry: TensorEntry, target: str, first: TensorEntry) -> CheckpointError:
     return CheckpointError(
         f"{entry.path}: {entry.name}",
         found=f"a second tensor for {target}, beside {first.name}",
@@ -151,10 +151,10 @@ def _second(entry: TensorEntry, target: str, first: TensorEntry) -> CheckpointEr
     )
 
 
-def _misfit(where: str, name: str, found: str) -> CheckpointError:
+def _mismatch(where: str, name: str, found: str) -> CheckpointError:
     return CheckpointError(
         where,
         found=found,
-        expected=f"what transformers makes {name} of, as config.json says",
+        expected=f"the tensors from which transformers makes {name}, as config.json says",
         remedy="use the config.json that belongs to these shards",
     )

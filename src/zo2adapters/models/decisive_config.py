@@ -1,4 +1,4 @@
-"""What decides a model's forwards beside its weights, for the journal."""
+"""The settings beside the weights that determine a model's forward, for the journal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 from transformers import PretrainedConfig
 
-_NEUTRAL = {  # keys that no forward of a causal language model reads, or that parameters and batches say
+_NEUTRAL = {  # keys that do not affect a causal language model's forward
     *("_name_or_path", "architectures", "auto_map", "transformers_version", "dtype", "torch_dtype"),
     *("id2label", "label2id", "num_labels", "problem_type", "use_cache", "initializer_range", "init_std"),
     *("return_dict", "output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id", "pad_token_id"),
@@ -22,11 +22,11 @@ _NEUTRAL = {  # keys that no forward of a causal language model reads, or that p
 def decisive_config(
     config: PretrainedConfig, dtypes: Mapping[str, torch.dtype | None], constants: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """The values of a config that decide the forwards, with transformers' defaults, and the attention that it chose.
+    """The config's values that determine the forward, with transformers' defaults, and the attention implementation.
 
     Args:
-        config: The model's.
-        dtypes: In which it computes, and is carried; None is as it is stored.
+        config: The model's config.
+        dtypes: Dtypes of computation and transfer, by their names in journals; None is the stored dtype.
         constants: Buffers that the checkpoint keeps.
     """
     values = json.loads(config.to_json_string(use_diff=False))
@@ -37,7 +37,7 @@ def decisive_config(
 
 
 def _finite(value: Any) -> Any:
-    """A JSON value in which infinity and NaN, which JSON lacks, are words."""
+    """Replace infinity and NaN, which JSON lacks, by strings."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):

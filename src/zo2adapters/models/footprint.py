@@ -1,4 +1,4 @@
-"""What batches take beside the weights."""
+"""Estimates of the memory that batches take beside the weights."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from transformers import PretrainedConfig
 
 from zo2core.sweep.activation_offload import ROOMS
 
-POSITION_BYTES = 8  # of a token: int64
-_FLOAT_BYTES = 4  # of a logit in float32: in which Hugging Face's losses take them, and log-softmax leaves them
+POSITION_BYTES = 8  # bytes of a token's position, int64
+_FLOAT_BYTES = 4  # bytes of a logit in float32, the dtype of Hugging Face's losses and their log-softmax
 
 
 def expected_held_bytes(
@@ -25,10 +25,10 @@ def expected_held_bytes(
     Args:
         config: The model's config.
         rows: Rows of the batch.
-        tokens: Tokens of a row that run.
-        keys: Tokens of a row that they attend to; None: the same ones.
+        tokens: Tokens of a row that are computed.
+        keys: Tokens of a row that they attend to; None means ``tokens``.
         is_padded: Whether any token is masked. Without padding, Hugging Face passes no mask where it can.
-        position_rows: Rows of the ``position_ids`` that the batch brings along; None: it brings none.
+        position_rows: Rows of the batch's ``position_ids``; None if it has none.
     """
     config = config.get_text_config()
     keys = tokens if keys is None else keys
@@ -39,22 +39,22 @@ def expected_held_bytes(
     rope = getattr(config, "rope_parameters", None)
     if rope is None:
         return int(hidden + masks + rows * tokens * POSITION_BYTES)
-    tables = max(sum(isinstance(of_kind, dict) for of_kind in rope.values()), 1)  # a kind of layer may have one of its own
-    rotation = 2 * tables * _head_size(config) * itemsize  # cosines and sines, which rows share unless they bring positions
+    tables = max(sum(isinstance(table, dict) for table in rope.values()), 1)  # each kind of layer may have a table
+    rotation = 2 * tables * _head_size(config) * itemsize  # cosines and sines, shared by rows without positions of their own
     return int(hidden + masks + (position_rows or 1) * tokens * (rotation + POSITION_BYTES))
 
 
 def forward_bytes(
     config: PretrainedConfig, rows: int, tokens: int, *, loss_chunk: int | None = None, loss_rows: int | None = None
 ) -> int:
-    """Expected peak of one segment's forward, beside what is held: of a block, or of the logits and the loss.
+    """Expected peak of one segment's forward, beyond what is held: a block's, or that of logits and loss.
 
     Args:
         config: The model's config.
-        rows: Rows that run at a time.
+        rows: Rows of a micro-batch.
         tokens: Tokens of a row.
         loss_chunk: Tokens whose logits are in memory at a time; None: all.
-        loss_rows: Rows of which one loss is made, where several losses are made of the logits one by one; None: all.
+        loss_rows: Rows of one loss, where several losses are computed from the logits one by one; None: all.
     """
     config = config.get_text_config()
     itemsize, hidden, positions = _itemsize(config), config.hidden_size, rows * tokens
@@ -72,7 +72,7 @@ def vision_bytes(config: PretrainedConfig, images: torch.Tensor) -> int:
 
     Args:
         config: The model's config.
-        images: As the processor made them: (images, channels, height, width), or a patch each (patches, values).
+        images: The processor's output: (images, channels, height, width), or (patches, values).
     """
     tower = config.vision_config
     hidden = tower.hidden_size
@@ -102,7 +102,7 @@ def activation_bytes(
         micro_rows: Rows that run at a time; None: all of a batch.
         loss_chunk: Tokens whose logits are in memory at a time; None: all.
         stacked: Number of these streams that run as one batch.
-        loss_rows: Rows of which one loss is made; None: those of a batch, or of a micro-batch.
+        loss_rows: Rows of one loss; None: all rows of the batch or micro-batch.
     """
     running = rows if micro_rows is None else min(rows, micro_rows)
     whole, rest = divmod(rows, running)
@@ -116,7 +116,7 @@ def activation_bytes(
 def least_activation_bytes(
     config: PretrainedConfig, rows: int, tokens: int, *, micro_rows: int | None = None, loss_chunk: int | None = None
 ) -> int:
-    """Expected peak of what a device holds of one sweep's activations and logits if all others wait in host memory.
+    """Expected peak of one sweep's activations and logits on a device that offloads all others to host memory.
 
     Args:
         config: The model's config.
@@ -137,7 +137,7 @@ def cache_bytes(config: PretrainedConfig, rows: int, tokens: int) -> int:
 
 
 def _masks(config: PretrainedConfig, keys: int, *, is_padded: bool) -> int:
-    """Bytes of all attention masks for one pair of tokens: a mask for each kind of layer that needs one."""
+    """Bytes of all attention masks for one pair of tokens: each kind of layer may need a mask."""
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     windowed = {kind for kind in kinds if kind != "full_attention" and (window is None or keys > window)}
@@ -147,7 +147,7 @@ def _masks(config: PretrainedConfig, keys: int, *, is_padded: bool) -> int:
 
 
 def _copies(config: PretrainedConfig) -> int:
-    """How many vectors of the hidden size each token's hidden state is made of: Gemma 3n and DeepSeek-V4 have several."""
+    """Number of hidden-size vectors in a token's hidden state: Gemma 3n and DeepSeek-V4 have several."""
     return _largest(config, "altup_num_inputs") or _largest(config, "hc_mult") or 1
 
 
@@ -156,10 +156,10 @@ def _head_size(config: PretrainedConfig) -> int:
 
 
 def _largest(config: PretrainedConfig, name: str) -> int:
-    """A size of the config, the largest one of its layers if they differ, as a list or each by itself; 0: it has none."""
+    """A size in the config, the largest if layers differ; 0 if the config has none."""
     try:
         value = getattr(config, name, None)
-    except RuntimeError:  # what a config of layers that differ raises
+    except RuntimeError:  # raised by configs whose layers differ
         value = [getattr(layer, name, None) for layer in config.per_layer_config]
     sizes = value if isinstance(value, (list, tuple)) else [value]
     return max((int(size) for size in sizes if size is not None), default=0)

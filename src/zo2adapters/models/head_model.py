@@ -1,4 +1,4 @@
-"""Models with another head than a language model's: for classes, numbers or spans. Each model is its own objective."""
+"""Models with heads for classes, numbers or spans, or masked language models. Each model is its own objective."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from zo2core import Batch, BatchError, UnsupportedModelError
 
 
 class HFHeadModel(HFBlockModel):
-    """A Hugging Face model with another head than a causal language model's. It is an ``Objective`` itself.
+    """A Hugging Face model with another head than a causal language model's, and its own ``Objective``.
 
     Args:
         head: Kind of the head.
-        arguments: As for ``HFBlockModel``; ``loss_chunk`` has to be None.
-        options: The same.
+        arguments: Positional arguments of ``HFBlockModel``.
+        options: Keyword arguments of ``HFBlockModel``, without ``loss_chunk``.
     """
 
-    takes_single_tokens: ClassVar[bool] = False  # these heads are given all hidden states
+    takes_single_tokens: ClassVar[bool] = False  # these heads take all hidden states
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
-        """None: the losses of these heads are made one stream at a time. See the contract."""
+        """Return None: losses of these heads are computed one stream at a time. See the contract."""
         return None
 
     def __init__(self, head: Head, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, targets=head.targets, **options)
         assert head is not CAUSAL_LM, "HFBlockModel is a causal language model"
-        assert self.loss_chunk is None, "chunks are of next tokens"
+        assert self.loss_chunk is None, "chunks are for next-token losses"
         self.kind = head
         config = self.config
         labels = {"labels": config.num_labels, "problem": config.problem_type}
@@ -40,7 +40,7 @@ class HFHeadModel(HFBlockModel):
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """What decides the forwards, the head among it."""
+        """The settings that determine the forward, including the head."""
         return {**super().description, **self._decisive}
 
     def prepared(self, batch: Batch) -> Batch:
@@ -48,7 +48,7 @@ class HFHeadModel(HFBlockModel):
         for name in self.kind.targets:
             if name not in batch:
                 raise BatchError(
-                    f"batch[{name!r}]", found=f"no {name}", expected=f"what {self.kind.name} learns from", remedy="add it"
+                    f"batch[{name!r}]", found=f"no {name}", expected=f"the targets of {self.kind.name}", remedy="add it"
                 )
         inputs = {name: value for name, value in batch.items() if name not in self.kind.targets}
         check_inputs(inputs, self.config, self.longest_row)
@@ -56,9 +56,9 @@ class HFHeadModel(HFBlockModel):
         return self._prepared(batch)
 
     def split(self, batch: Batch, rows: int | None) -> list[Batch]:
-        """Cut a batch into micro-batches of at most so many rows. Those without a label that counts are left out."""
+        """Split a batch into micro-batches of at most ``rows`` rows, without those that have no counted label."""
         if not {"input_ids", *self.kind.targets} <= batch.keys():
-            return [batch]  # to be refused as it is prepared
+            return [batch]  # ``prepared`` refuses it
         total = len(batch["input_ids"])
         rows = total if rows is None else rows
         micro_batches = [
@@ -71,7 +71,7 @@ class HFHeadModel(HFBlockModel):
         return [micro_batch for micro_batch in micro_batches if self.kind.count(micro_batch)]
 
     def loss(self, outputs: Sequence[torch.Tensor], micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """The mean over all labels, in float64; of a single micro-batch its loss itself. See the contract."""
+        """Return the mean over all labels, computed in float64 unless there is one micro-batch. See the contract."""
         if len(outputs) == 1:
             return outputs[0]
         counts = [self.kind.count(micro_batch) for micro_batch in micro_batches]
@@ -79,7 +79,7 @@ class HFHeadModel(HFBlockModel):
         return (summed / sum(counts)).to(outputs[0].dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Refuse to say what comes next.
+        """Refuse to predict next tokens.
 
         Raises:
             UnsupportedModelError: always.
@@ -87,7 +87,7 @@ class HFHeadModel(HFBlockModel):
         raise UnsupportedModelError(
             f"model type {self.config.model_type}",
             found=f"a head for {self.kind.name}",
-            expected="a causal language model, to generate from or to score by",
+            expected="a causal language model, to generate or to score",
             remedy="open the checkpoint without head",
         )
 

@@ -1,4 +1,4 @@
-"""What a model ends in: which of transformers' classes it is built from, what a batch's labels are, what a loss counts."""
+"""The heads of models: transformers' class for each, the labels it takes, and what its loss is the mean over."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Head:
     """One kind of head.
 
     Args:
-        name: What it is called.
-        auto_class: Builds the model from a config.
-        targets: Entries of a batch that the loss alone reads.
-        check: Refuses a batch whose targets do not fit the config.
-        count: How many labels a batch's loss is the mean over.
+        name: Name of the head in options.
+        auto_class: transformers' class that builds the model from a config.
+        targets: Entries of a batch that only the loss reads.
+        check: Raises BatchError if a batch's targets do not fit the config.
+        count: Returns the number of labels that a batch's loss is the mean over.
     """
 
     name: str
@@ -40,28 +40,28 @@ class Head:
     count: Callable[[Batch], int]
 
     def class_of(self, config: PretrainedConfig) -> Any:
-        """The class that builds the model of a config: a language model may read images, too."""
+        """The class that builds the model of a config; a language model may also read images."""
         is_known = self is not CAUSAL_LM or type(config) in self.auto_class._model_mapping
         return AutoModelForImageTextToText if reads_images(config) and not is_known else self.auto_class
 
 
 def reads_images(config: PretrainedConfig) -> bool:
-    """Whether a config is of a model that reads images beside text."""
+    """Whether the config's model reads images and text."""
     return type(config) in AutoModelForImageTextToText._model_mapping
 
 
 def head_of(name: str) -> Head:
-    """The head of a name.
+    """The head with this name.
 
     Raises:
-        OptionError: if there is none.
+        OptionError: if the name is unknown.
     """
     if name not in HEADS:
-        raise OptionError("head", found=repr(name), expected=f"one of {', '.join(HEADS)}", remedy="choose one of these")
+        raise OptionError("head", found=repr(name), expected=f"one of {', '.join(HEADS)}", remedy="pass one of these")
     return HEADS[name]
 
 
-def _labels_of_tokens(classes: str) -> Callable[[Batch, PretrainedConfig], None]:
+def _token_label_check(classes: str) -> Callable[[Batch, PretrainedConfig], None]:
     def check(batch: Batch, config: PretrainedConfig) -> None:
         labels, shape = batch["labels"], tuple(batch["input_ids"].shape)
         if tuple(labels.shape) != shape or labels.is_floating_point():
@@ -71,10 +71,10 @@ def _labels_of_tokens(classes: str) -> Callable[[Batch, PretrainedConfig], None]
     return check
 
 
-def _labels_of_rows(batch: Batch, config: PretrainedConfig) -> None:
+def _check_row_labels(batch: Batch, config: PretrainedConfig) -> None:
     labels, rows, classes = batch["labels"], len(batch["input_ids"]), int(config.num_labels or 1)
     if len(labels) != rows or labels.dim() not in (1, 2):
-        raise _refusal("labels", f"shape {tuple(labels.shape)}", f"one for each of {rows} rows")
+        raise _refusal("labels", f"shape {tuple(labels.shape)}", f"a label for each of {rows} rows")
     kind = config.problem_type or _problem_type(labels, classes)
     if (kind == "single_label_classification") == labels.is_floating_point():
         raise _refusal("labels", f"{labels.dtype} for {kind}", "integers for one class a row, else floating-point numbers")
@@ -85,36 +85,36 @@ def _labels_of_rows(batch: Batch, config: PretrainedConfig) -> None:
 
 
 def _problem_type(labels: torch.Tensor, classes: int) -> str:
-    """What transformers takes labels for if the config does not say."""
+    """The problem type that transformers assumes if the config has none."""
     if classes == 1:
         return "regression"
     return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
 
 
-def _spans(batch: Batch, config: PretrainedConfig) -> None:
+def _check_spans(batch: Batch, config: PretrainedConfig) -> None:
     rows, tokens = batch["input_ids"].shape
     for name in ("start_positions", "end_positions"):
-        places = batch[name]
-        if tuple(places.shape) != (rows,) or places.is_floating_point():
-            raise _refusal(name, f"{places.dtype} of shape {tuple(places.shape)}", f"integers of shape ({rows},)")
-        if not 0 <= int(places.min()) <= int(places.max()) < tokens:  # transformers leaves such rows out of its mean
-            found = f"places {int(places.min())} to {int(places.max())}"
+        positions = batch[name]
+        if tuple(positions.shape) != (rows,) or positions.is_floating_point():
+            raise _refusal(name, f"{positions.dtype} of shape {tuple(positions.shape)}", f"integers of shape ({rows},)")
+        if not 0 <= int(positions.min()) <= int(positions.max()) < tokens:  # transformers leaves such rows out of its mean
+            found = f"positions {int(positions.min())} to {int(positions.max())}"
             raise _refusal(name, found, f"0 to {tokens - 1}, as the rows have {tokens} tokens")
 
 
 def _require_classes(labels: torch.Tensor, classes: int) -> None:
-    known = labels[labels != IGNORE_INDEX]
-    if not known.numel():
-        raise _refusal("labels", "none that counts", f"one at least that is not {IGNORE_INDEX}")
-    if not 0 <= int(known.min()) <= int(known.max()) < classes:
-        raise _refusal("labels", f"{int(known.min())} to {int(known.max())}", f"0 to {classes - 1}, or {IGNORE_INDEX}")
+    counted = labels[labels != IGNORE_INDEX]
+    if not counted.numel():
+        raise _refusal("labels", f"{IGNORE_INDEX} alone, which is not counted", "at least one other label")
+    if not 0 <= int(counted.min()) <= int(counted.max()) < classes:
+        raise _refusal("labels", f"{int(counted.min())} to {int(counted.max())}", f"0 to {classes - 1}, or {IGNORE_INDEX}")
 
 
 def _refusal(key: str, found: str, expected: str) -> BatchError:
-    return BatchError(f"batch[{key!r}]", found=found, expected=expected, remedy="make the labels for this head")
+    return BatchError(f"batch[{key!r}]", found=found, expected=expected, remedy="pass the labels of this head")
 
 
-def _counted(batch: Batch) -> int:
+def _count_labels(batch: Batch) -> int:
     labels = batch["labels"]
     return labels.numel() if labels.is_floating_point() else int((labels != IGNORE_INDEX).sum())
 
@@ -123,8 +123,8 @@ CAUSAL_LM = Head(
     name="causal-lm",
     auto_class=AutoModelForCausalLM,
     targets=("labels",),
-    check=_labels_of_tokens("vocab_size"),
-    count=_counted,
+    check=_token_label_check("vocab_size"),
+    count=_count_labels,
 )
 HEADS: Mapping[str, Head] = {
     head.name: head
@@ -134,28 +134,28 @@ HEADS: Mapping[str, Head] = {
             name="masked-lm",
             auto_class=AutoModelForMaskedLM,
             targets=("labels",),
-            check=_labels_of_tokens("vocab_size"),
-            count=_counted,
+            check=_token_label_check("vocab_size"),
+            count=_count_labels,
         ),
         Head(
             name="sequence-classification",
             auto_class=AutoModelForSequenceClassification,
             targets=("labels",),
-            check=_labels_of_rows,
-            count=_counted,
+            check=_check_row_labels,
+            count=_count_labels,
         ),
         Head(
             name="token-classification",
             auto_class=AutoModelForTokenClassification,
             targets=("labels",),
-            check=_labels_of_tokens("num_labels"),
-            count=_counted,
+            check=_token_label_check("num_labels"),
+            count=_count_labels,
         ),
         Head(
             name="question-answering",
             auto_class=AutoModelForQuestionAnswering,
             targets=("start_positions", "end_positions"),
-            check=_spans,
+            check=_check_spans,
             count=lambda batch: len(batch["input_ids"]),
         ),
     )

@@ -1,11 +1,11 @@
 """Cut any Hugging Face decoder into embedding, blocks and head by running Hugging Face's own code.
 
 The model is built from its config with parameters on the meta device. Its layers are replaced by stubs. *Prologue*: HF's
-forward runs until the last stub has recorded with which arguments HF calls each layer. Each real layer is then called with
-what was recorded for it. *Epilogue*: HF's forward runs again, each stub returning the final hidden state: norm, head and
-loss are HF's own. No forward is copied, so none can rot.
+forward runs until the stubs have recorded the arguments with which HF calls each layer. Each real layer is then called with
+its recorded arguments. *Epilogue*: HF's forward runs again, each stub returning the final hidden state: norm, head and loss
+are HF's own. No forward is copied, so none can become outdated.
 
-Trade-off: embedding, positions and masks are computed twice a forward, which costs little beside one layer.
+Trade-off: embedding, positions and masks are computed twice a forward, which costs little compared to one layer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.chunked_loss import chunked_loss
 from zo2adapters.models.decisive_config import decisive_config
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
-from zo2adapters.models.low_rank import LowRankModules, tell_shape
-from zo2adapters.models.packing import require_apart
+from zo2adapters.models.low_rank import LowRankModules, set_batch_shape
+from zo2adapters.models.packing import require_separating_masks
 from zo2adapters.models.prepared_batch import (
     PreparedBatch,
     branches_of,
@@ -45,37 +45,37 @@ from zo2core.types import Encoding, SavedForm
 
 
 class Activations(NamedTuple):
-    """What goes from segment to segment."""
+    """The data that one segment passes to the next."""
 
-    hidden: torch.Tensor  # (rows, tokens, hidden size), or with more axes: ``HFBlockModel.by_token`` brings it in order
-    calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]  # per layer: HF's other arguments (masks, positions, ...)
+    hidden: torch.Tensor  # (rows, tokens, hidden size), or other axes, which ``HFBlockModel.by_token`` reorders
+    calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]  # each layer's other arguments: masks, positions, ...
 
 
 class HFBlockModel:
     """A Hugging Face causal language model as segments.
 
     Args:
-        skeleton: From ``build_skeleton``; changed: its layers become stubs.
-        architecture: Where its parts are.
+        skeleton: From ``build_skeleton``. Its layers are replaced by stubs.
+        architecture: The module paths of its parts.
         weights: The checkpoint, by the skeleton's parameter names.
-        companions: Files to lay beside exported weights.
-        saved_form: In which tensors the checkpoint keeps the parameters, and what else it keeps.
-        loss_chunk: Labelled tokens whose logits are there at a time; None: all.
-        autocast: The dtype of ``torch.autocast`` in the forward; None runs without.
-        transfer_dtype: The dtype in which the layers' matrices are carried to a device; None: as they are stored.
-        transfer_back: Whether they come back in it, too.
-        export_dtype: To which exported weights are rounded; None: they are written as they are stored.
-        targets: Entries of a batch that the loss alone reads.
-        encodings: By parameter: in which it is stored, to be read only; others are stored in their dtype.
-        trained: Parameters that are trained, all others being frozen; None: all are.
-        kept: Parameters of the layers that stay in memory, with the embedding.
-        stored: By parameter: the dtype in which it is stored if it is frozen and belongs to one layer.
+        companions: Files to write beside exported weights: paths to copy or contents, by name.
+        saved_form: The tensors in which the checkpoint keeps the parameters, and its other tensors.
+        loss_chunk: Labelled tokens whose logits are in memory at a time; None: all.
+        autocast: The dtype of ``torch.autocast`` in the forward; None disables it.
+        transfer_dtype: The dtype in which the layers' matrices are transferred to a device; None is the stored dtype.
+        transfer_back: Whether updated matrices are also transferred back in ``transfer_dtype``.
+        export_dtype: The dtype to which exported weights are rounded; None is the stored dtype.
+        targets: Entries of a batch that only the loss reads.
+        encodings: The encoding of each encoded parameter; other parameters are stored in their dtype.
+        trained: Names of the trained parameters; all others are frozen. None trains all.
+        kept: Names of layer parameters that stay in memory, with the embedding.
+        stored: The stored dtype of frozen parameters that belong to one layer, by name.
 
     Raises:
         UnsupportedModelError: if the architecture's declaration does not fit the model.
     """
 
-    takes_single_tokens: ClassVar[bool] = True  # whether single tokens' final hidden states are taken, to score or generate
+    takes_single_tokens: ClassVar[bool] = True  # whether ``logits`` takes hidden states of single tokens
 
     def __init__(
         self,
@@ -122,12 +122,12 @@ class HFBlockModel:
         self._aliases = segment_aliases(skeleton, architecture)
         self._modules = dict(skeleton.named_modules())
         self._stored = {spec.name: spec.dtype for layout in self.layouts for spec in layout.parameters if not spec.frozen}
-        self._device = torch.device("cpu")  # of the modules' buffers
+        self._device = torch.device("cpu")  # where the modules' buffers are
         self._skeleton = skeleton
-        self._called: Callable[..., Any] = skeleton  # what runs HF's forward
+        self._called: Callable[..., Any] = skeleton  # runs HF's forward
         self._recorder = CallRecorder()
-        self._low_rank: LowRankModules | None = None  # the modules, once they are patched
-        self._stand_in_branches = BranchCache()  # the same for any number of stand-ins
+        self._low_rank: LowRankModules | None = None  # set by ``require_stackable``
+        self._stand_in_branches = BranchCache()  # for ``logits``: the same for any number of tokens
         layers = skeleton.get_submodule(architecture.blocks)
         assert isinstance(layers, nn.ModuleList)
         self._layers = list(layers)
@@ -136,29 +136,29 @@ class HFBlockModel:
 
     @property
     def description(self) -> Mapping[str, Any]:
-        """What of the config decides the forwards, with transformers' defaults, and the attention that it chose."""
-        dtypes = {"autocast": self.autocast, "carried": self.transfer_dtype}  # names that journals have
-        dtypes["carried_back"] = self.transfer_dtype if self.transfer_back else None  # names that journals have
+        """The config's values that determine the forward, with transformers' defaults, and the attention implementation."""
+        dtypes = {"autocast": self.autocast, "carried": self.transfer_dtype}  # keys of journals
+        dtypes["carried_back"] = self.transfer_dtype if self.transfer_back else None
         return decisive_config(self.config, dtypes, self.saved_form.constants)
 
     @property
     def skeleton(self) -> PreTrainedModel:
-        """The Hugging Face model that this one is cut from: its config and its class, with stubs in place of its layers.
+        """The Hugging Face model with stubs for its layers. ``CalledForward`` calls it.
 
-        Its weights are nowhere, or where an engine works at the moment; ``CalledForward`` is how it is called.
+        Only the weights that an engine has bound at the moment have values.
         """
         return self._skeleton
 
     def places_of(self, name: str) -> list[tuple[str, nn.Module, str]]:
-        """Where a parameter is: paths of modules, the modules, and what they call it. A tied one is in several."""
+        """The modules that have a parameter, several if it is tied: their paths, the modules, and its name in them."""
         places = (alias.rpartition(".") for some in self._aliases[name].values() for alias in some)
         return [(path, self._modules[path], leaf) for path, _, leaf in dict.fromkeys(places)]
 
     def bind(self, index: int, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Make these views a segment's parameters, under each name that they have there. See the contract."""
+        """Set these views as a segment's parameters, under all their names in it. See the contract."""
         for name, view in parameters.items():
-            # As in MeZO's loop, where parameters require gradients, though none is taken: kernels are chosen by that.
-            # What autocast would have cast requires none, nor does what is frozen.
+            # Kernels are chosen by requires_grad, which is set as in MeZO's loop although no gradient is computed: not for
+            # frozen parameters, nor for those that autocast would have cast.
             parameter = nn.Parameter(view, view.dtype == self._stored.get(name))
             for alias in self._aliases[name].get(index, ()):
                 path, _, leaf = alias.rpartition(".")
@@ -171,23 +171,23 @@ class HFBlockModel:
                     module._buffers[name] = None if buffer is None else buffer.to(device)
 
     def leaves(self, index: int) -> Mapping[str, torch.Tensor]:
-        """The parameters of a segment's modules, one for all names that a tied one has there. See the contract."""
+        """Return the parameters of a segment's modules, tied ones once. See the contract."""
         leaves: dict[str, torch.Tensor] = {}
         for name, aliases in self._aliases.items():
             if index in aliases:
                 path, _, leaf = aliases[index][0].rpartition(".")
                 parameter = self._modules[path]._parameters[leaf]
-                assert parameter is not None, "bound before"
+                assert parameter is not None, "the segment is not bound"
                 leaves[name] = parameter
         return leaves
 
     def prepared(self, batch: Batch) -> Batch:
-        """Check a batch, and learn what HF's forward asks about it. See the contract."""
+        """Check a batch, and record the tensor values that HF's forward branches on. See the contract."""
         check_batch(batch, self.config, self.longest_row)
         return self._prepared(batch)
 
     def prepared_inputs(self, batch: Batch) -> Batch:
-        """As ``prepared``, for forwards that end in something that needs no labels.
+        """As ``prepared``, for forwards that need no labels.
 
         Raises:
             BatchError: if the model cannot take the batch.
@@ -198,20 +198,20 @@ class HFBlockModel:
     def _prepared(self, batch: Batch) -> Batch:
         prepared = PreparedBatch(batch)
         if prepared.is_packed:
-            require_apart(prepared, lambda: self.embed(prepared).calls)
-        if batch["input_ids"].device.type != "cpu":  # on the CPU it costs nothing to ask, the first time
-            self.learn(prepared)
+            require_separating_masks(prepared, lambda: self.embed(prepared).calls)
+        if batch["input_ids"].device.type != "cpu":  # on the CPU the first forward may record them
+            self.record_branches(prepared)
         return prepared
 
     @torch.inference_mode()
-    def learn(self, batch: Batch) -> None:
-        """Have HF's forward ask all that it asks about a batch, and about what stands in for final hidden states."""
+    def record_branches(self, batch: Batch) -> None:
+        """Record all tensor values that HF's forward branches on, for a batch and for the stand-in tokens of ``logits``."""
         self.embed(batch)
         with self._stand_in_branches:
             self.prologue(input_ids=torch.zeros_like(batch["input_ids"][:1, :1]), use_cache=False)
 
     def require_stackable(self) -> None:
-        """Patch the modules for directions beside the activations. See the contract."""
+        """Patch the modules for low-rank perturbations. See the contract."""
         self._low_rank = self._low_rank or LowRankModules(self._modules)
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
@@ -219,10 +219,10 @@ class HFBlockModel:
         joined = stack_rows(batches)
         return None if joined is None else self._prepared(joined)
 
-    def perturb(self, index: int, moved: Mapping[str, Moved], streams: int) -> None:
-        """Hand each module what moves its parameters. See the contract."""
-        assert self._low_rank is not None, "made ready before"
-        aliases = {alias: value for name, value in moved.items() for alias in self._aliases[name].get(index, ())}
+    def perturb(self, index: int, perturbations: Mapping[str, Moved], streams: int) -> None:
+        """Set the perturbations of a segment's modules. See the contract."""
+        assert self._low_rank is not None, "require_stackable was not called"
+        aliases = {alias: value for name, value in perturbations.items() for alias in self._aliases[name].get(index, ())}
         self._low_rank.perturb(aliases, streams)
 
     def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
@@ -241,7 +241,7 @@ class HFBlockModel:
         """Run HF's forward with these arguments up to the first layer."""
         recorder = self._recorder
         recorder.reset()
-        tell_shape(self._low_rank, inputs["input_ids"])
+        set_batch_shape(self._low_rank, inputs["input_ids"])
         with contextlib.suppress(CutError), self._casting():
             self._called(**inputs)
         assert recorder.hidden is not None, "HF's forward did not reach the last layer"
@@ -250,9 +250,9 @@ class HFBlockModel:
         return Activations(recorder.hidden, recorder.calls)
 
     def block(self, index: int, activations: Activations) -> Activations:
-        """Run one layer with the arguments HF gave it."""
+        """Run one layer with its recorded arguments."""
         args, kwargs = activations.calls[index]
-        tell_shape(self._low_rank, self.by_token(activations.hidden))
+        set_batch_shape(self._low_rank, self.by_token(activations.hidden))
         with self._casting():
             out = self._layers[index](activations.hidden, *args, **kwargs)
         return activations._replace(hidden=out[0] if isinstance(out, (tuple, list)) else out)
@@ -270,41 +270,41 @@ class HFBlockModel:
         return {"loss_function": self._skeleton.loss_function, "vocab_size": self.config.get_text_config().vocab_size}
 
     def by_token(self, hidden: torch.Tensor) -> torch.Tensor:
-        """View hidden states as (rows, tokens, ...). The axes behind are the hidden size, and what else a model has."""
+        """View hidden states as (rows, tokens, ...), with all other axes behind."""
         return hidden.movedim(self._axes, (0, 1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run HF's norm and head on final hidden states (n, ...) of single tokens, from ``by_token``: (n, vocabulary)."""
-        # Each is a row of one token: there may be more of them than the model has positions.
+        # Each token is a row, since there may be more tokens than the model has positions.
         ids = torch.zeros(len(hidden), 1, dtype=torch.int64, device=hidden.device)
         with self._stand_in_branches:
             return self._epilogue(hidden[:, None].movedim((0, 1), self._axes), "logits", input_ids=ids)[:, 0]
 
     def epilogue(self, final: torch.Tensor, **inputs: Any) -> Any:
-        """Run HF's forward with these arguments from the last layer's output on; returns what it returns."""
+        """Run HF's forward with these arguments from the last layer's output on, and return its result."""
         self._recorder.final = final
-        tell_shape(self._low_rank, self.by_token(final))
+        set_batch_shape(self._low_rank, self.by_token(final))
         try:
             with self._casting():
                 return self._called(**inputs)
         finally:
             self._recorder.final = None
 
-    def _epilogue(self, final: torch.Tensor, wanted: str, **inputs: torch.Tensor) -> torch.Tensor:
-        return cast("torch.Tensor", getattr(self.epilogue(final, **inputs, use_cache=False), wanted))
+    def _epilogue(self, final: torch.Tensor, output_name: str, **inputs: torch.Tensor) -> torch.Tensor:
+        return cast("torch.Tensor", getattr(self.epilogue(final, **inputs, use_cache=False), output_name))
 
     def _casting(self) -> contextlib.AbstractContextManager[object]:
-        """Autocast, where the forward computes in another dtype than is stored. Weights have been cast before."""
+        """The autocast context, if any. Its cache is off, since weights are cast beforehand."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, dtype=self.autocast, cache_enabled=False)
 
     def forward_bytes(self, batch: Batch) -> int:
-        """Give the bytes by formula. See the contract."""
+        """Estimate the bytes by formula. See the contract."""
         return forward_bytes(self.config, *batch["input_ids"].shape, loss_chunk=self.loss_chunk)
 
     def held_bytes(self, batch: Batch) -> int:
-        """Give the bytes by formula. See the contract."""
+        """Estimate the bytes by formula. See the contract."""
         rows, tokens = batch["input_ids"].shape
         mask, positions = batch.get("attention_mask"), batch.get("position_ids")
         return expected_held_bytes(

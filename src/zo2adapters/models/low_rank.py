@@ -1,8 +1,8 @@
-"""Directions beside the activations of Hugging Face's modules: their forwards, with what a direction adds.
+"""Low-rank perturbations computed beside the activations of Hugging Face's modules.
 
-Each kind of module is handled once for all architectures, by a forward of its own that stands before the module's. The rows
-of what it is given belong to streams, in order, as many each; every stream has factors of its own. The order of sums is part
-of the contract: a module's own product first, then one product with all thin columns, the bias among them.
+Each kind of module is handled once for all architectures, by a forward that replaces the module's. The rows of its input
+belong to streams, in order and in equal numbers; every stream has its own factors. The order of sums is fixed: the product
+with the weights first, then one product with all thin columns, including the bias.
 """
 
 from __future__ import annotations
@@ -19,141 +19,141 @@ from transformers.pytorch_utils import Conv1D
 from zo2core import UnsupportedModelError
 from zo2core.perturbation import Factors, Moved
 
-_PROBED_STREAMS, _PROBED_ROWS = 2, 3
+_PROBE_STREAMS, _PROBE_ROWS = 2, 3
 
 
 class LowRankModules:
-    """The modules of a model that own parameters, patched: unless told otherwise they do what they did.
+    """The modules of a model that own parameters, patched. Without perturbations they compute what they did before.
 
     Args:
-        modules: All of a model, by their paths. Their forwards are replaced.
+        modules: All modules of a model, by their paths. Their forwards are replaced.
 
     Raises:
-        UnsupportedModelError: naming a module that cannot take a direction beside its activations.
+        UnsupportedModelError: naming a module that does not support low-rank perturbations.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._patches: dict[str, _Patch] = {}  # by the module's path
         self._batch = _Shape()
-        self._moved: list[_Patch] = []
+        self._perturbed: list[_Patch] = []
         patched: dict[int, _Patch] = {}
         for path, module in modules.items():
             if not any(True for _ in module.parameters(recurse=False)):
                 continue
             if id(module) not in patched:
-                patched[id(module)] = _patch(path, module, self._batch)
+                patched[id(module)] = _make_patch(path, module, self._batch)
             self._patches[path] = patched[id(module)]
         for patch in patched.values():
             patch.install()
 
-    def begin(self, rows: int, tokens: int) -> None:
-        """Tell the shape of the batch whose forward begins, by which a stream is known."""
+    def set_batch_shape(self, rows: int, tokens: int) -> None:
+        """Set the shape of the batch whose forward begins, by which rows are assigned to streams."""
         self._batch.rows, self._batch.tokens = rows, tokens
 
-    def perturb(self, moved: Mapping[str, Moved], streams: int) -> None:
-        """Move these parameters, and no others, in the next forwards.
+    def perturb(self, perturbations: Mapping[str, Moved], streams: int) -> None:
+        """Perturb these parameters, and no others, in the next forwards.
 
         Args:
-            moved: By the parameter's path in the model.
-            streams: In the batches to come.
+            perturbations: Perturbations by the parameter's path in the model.
+            streams: Number of streams in the next batches.
         """
-        for patch in self._moved:
-            patch.rest()
+        for patch in self._perturbed:
+            patch.reset()
         by_module: dict[str, dict[str, Moved]] = {}
-        for name, value in moved.items():
+        for name, value in perturbations.items():
             path, _, leaf = name.rpartition(".")
             by_module.setdefault(path, {})[leaf] = value
-        self._moved = [self._patches[path] for path in by_module]
-        for patch, values in zip(self._moved, by_module.values(), strict=True):
-            patch.take(values, streams)
+        self._perturbed = [self._patches[path] for path in by_module]
+        for patch, values in zip(self._perturbed, by_module.values(), strict=True):
+            patch.set_perturbations(values, streams)
 
 
-def tell_shape(modules: LowRankModules | None, tokens: torch.Tensor) -> None:
-    """Tell patched modules, if they are, that a forward of (rows, tokens, ...) begins."""
+def set_batch_shape(modules: LowRankModules | None, tokens: torch.Tensor) -> None:
+    """Set the shape of patched modules' next batch, (rows, tokens, ...); None does nothing."""
     if modules is not None:
-        modules.begin(*tokens.shape[:2])
+        modules.set_batch_shape(*tokens.shape[:2])
 
 
 class _Shape:
-    """The shape of the batch that runs."""
+    """The shape of the running batch."""
 
     rows = tokens = 1
 
 
 class _Patch(ABC):
-    """A module's forward, and the one that stands before it."""
+    """A replacement of a module's forward."""
 
     def __init__(self, path: str, module: nn.Module, batch: _Shape) -> None:
         self.path = path
         self.batch = batch
         self.module = module
-        self.own: Callable[..., torch.Tensor] = module.forward
-        self.moved: dict[str, Moved] = {}
+        self.original: Callable[..., torch.Tensor] = module.forward
+        self.perturbations: dict[str, Moved] = {}
         self.streams = 1
 
     def install(self) -> None:
-        """Stand before the module's forward."""
+        """Replace the module's forward."""
         self.module.forward = self._forward
 
-    def take(self, moved: dict[str, Moved], streams: int) -> None:
-        """Move the module's parameters in the next forwards."""
-        self.moved, self.streams = moved, streams
+    def set_perturbations(self, perturbations: dict[str, Moved], streams: int) -> None:
+        """Perturb the module's parameters in the next forwards."""
+        self.perturbations, self.streams = perturbations, streams
 
-    def rest(self) -> None:
-        """Move nothing in the next forwards, and keep no memory for it: every block has modules of its own."""
-        self.moved = {}
+    def reset(self) -> None:
+        """Perturb nothing in the next forwards, and free the memory: every block has its own modules."""
+        self.perturbations = {}
 
     def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.forward(*args, **kwargs) if self.moved else self.own(*args, **kwargs)
+        return self.forward(*args, **kwargs) if self.perturbations else self.original(*args, **kwargs)
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What the module gives where its parameters are moved."""
+        """Compute the module's output with perturbed parameters."""
 
     def _factors(self) -> Factors:
-        weight = self.moved["weight"]
+        weight = self.perturbations["weight"]
         assert isinstance(weight, Factors)
         return weight
 
     def _values(self, leaf: str) -> torch.Tensor | None:
-        values = self.moved.get(leaf)
+        values = self.perturbations.get(leaf)
         assert not isinstance(values, Factors)
         return values
 
     def _by_stream(self, rows: torch.Tensor) -> torch.Tensor:
-        """(rows, ..., n), or all tokens in a row (rows x tokens, n), to (streams, what is a stream's, n)."""
-        self._require_in_order(rows)
+        """View (rows, ..., n), or flattened (rows x tokens, n), as (streams, a stream's rows or tokens, n)."""
+        self._require_row_order(rows)
         return rows.reshape(self.streams, -1, rows.shape[-1])
 
-    def _require_in_order(self, rows: torch.Tensor) -> None:
-        """Refuse what is not the batch's rows in their order: tokens before rows, say, or an expert's tokens.
+    def _require_row_order(self, rows: torch.Tensor) -> None:
+        """Refuse inputs that are not the batch's rows in order: tokens before rows, say, or an expert's tokens.
 
         Raises:
             UnsupportedModelError: naming the module.
         """
         shape = self.batch
-        in_a_row = rows.dim() == 2 and rows.shape[0] == shape.rows * shape.tokens
-        if self.streams > 1 and rows.shape[0] != shape.rows and not in_a_row:
+        is_flattened = rows.dim() == 2 and rows.shape[0] == shape.rows * shape.tokens
+        if self.streams > 1 and rows.shape[0] != shape.rows and not is_flattened:
             raise UnsupportedModelError(
                 self.path,
                 found=f"input of shape {list(rows.shape)} in a batch of {shape.rows} rows of {shape.tokens} tokens",
-                expected="the batch's rows, one after the other, for directions beside the activations",
-                remedy="leave --rank out, or use DensePerturbation(): directions in the weights take any layer",
+                expected="the batch's rows in order, for low-rank perturbations",
+                remedy="leave --rank out, or use DensePerturbation(), which takes any layer",
             )
 
 
 class _Linear(_Patch):
-    """``x W^T + [x V, 1] [C, b]^T`` with C and b of each stream."""
+    """``x W^T + [x V, 1] [C, b]^T`` with C and b per stream."""
 
-    def take(self, moved: dict[str, Moved], streams: int) -> None:
-        """Lay the bias behind the factors, each as a row: both are added in one product, which is fastest from rows."""
-        super().take(moved, streams)
+    def set_perturbations(self, perturbations: dict[str, Moved], streams: int) -> None:
+        """Join factors and bias as rows: one product adds both, and is fastest from rows."""
+        super().set_perturbations(perturbations, streams)
         rows, bias = self._factors().own.transpose(1, 2), self._values("bias")
         self._columns = rows.contiguous() if bias is None else torch.cat([rows, bias[:, None]], dim=1)
 
-    def rest(self) -> None:
-        """As above."""
-        super().rest()
+    def reset(self) -> None:
+        """Also free the joined factors."""
+        super().reset()
         del self._columns
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ class _Linear(_Patch):
         module, shared = self.module, self._factors().shared
         out = functional.linear(x, module.weight)  # type: ignore[arg-type]
         thin = self._by_stream(x) @ shared
-        if "bias" in self.moved:
+        if "bias" in self.perturbations:
             thin = functional.pad(thin, (0, 1), value=1.0)
         self._by_stream(out).baddbmm_(thin, self._columns)
         return out
@@ -172,18 +172,18 @@ class _Conv1D(_Patch):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        module, (own, shared) = self.module, self._factors()
+        module, (columns, shared) = self.module, self._factors()
         weight, bias = module.weight, self._values("bias")
         assert isinstance(weight, torch.Tensor)
         out = x @ weight
-        sums = self._by_stream(out).baddbmm_(torch.bmm(self._by_stream(x), own), shared.t().expand(self.streams, -1, -1))
+        sums = self._by_stream(out).baddbmm_(torch.bmm(self._by_stream(x), columns), shared.t().expand(self.streams, -1, -1))
         if bias is not None:
             sums += bias[:, None]
         return out
 
 
 class _LayerNorm(_Patch):
-    """Normalised without weights, then ``x * w + b`` with w and b of each stream."""
+    """Normalised without weights, then ``x * w + b`` with w and b per stream."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
@@ -199,88 +199,88 @@ class _LayerNorm(_Patch):
 
 
 class _Vectors(_Patch):
-    """The module's own forward, with a dimension for streams before all others, along which its vectors differ."""
+    """The module's original forward, with a leading dimension for streams, along which its vectors differ."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        module, own = self.module, dict(self.module._parameters)
-        self._require_in_order(x)
+        module, original = self.module, dict(self.module._parameters)
+        self._require_row_order(x)
         by_stream = x.reshape(self.streams, x.shape[0] // self.streams, *x.shape[1:])
         try:
-            for leaf in self.moved:
+            for leaf in self.perturbations:
                 values = self._values(leaf)
                 assert values is not None
                 module._parameters[leaf] = nn.Parameter(
                     values.view(self.streams, *[1] * (x.dim() - 1), -1), requires_grad=False
                 )
-            return self.own(by_stream).view(x.shape)
+            return self.original(by_stream).view(x.shape)
         finally:
-            module._parameters.update(own)
+            module._parameters.update(original)
 
     def works(self) -> bool:
-        """Whether the module's forward takes vectors of such a shape for what they are: tried on random numbers."""
-        module, own = self.module, dict(self.module._parameters)
+        """Whether the module's forward computes right with vectors of this shape, tried on random numbers."""
+        module, original = self.module, dict(self.module._parameters)
         generator = torch.Generator().manual_seed(0)
-        sizes = {leaf: parameter.shape for leaf, parameter in own.items() if parameter is not None}
+        sizes = {leaf: parameter.shape for leaf, parameter in original.items() if parameter is not None}
         if any(len(size) != 1 for size in sizes.values()) or len({*sizes.values()}) != 1:
             return False
         size = next(iter(sizes.values()))[0]
-        values = {leaf: torch.randn(_PROBED_STREAMS, size, generator=generator) for leaf in sizes}
-        x = torch.randn(_PROBED_STREAMS * _PROBED_ROWS, 2, size, generator=generator)
+        values = {leaf: torch.randn(_PROBE_STREAMS, size, generator=generator) for leaf in sizes}
+        x = torch.randn(_PROBE_STREAMS * _PROBE_ROWS, 2, size, generator=generator)
         try:
             self.batch.rows = len(x)
-            self.take(dict(values), _PROBED_STREAMS)
+            self.set_perturbations(dict(values), _PROBE_STREAMS)
             stacked = self.forward(x)
             alone = []
-            for stream, rows in enumerate(torch.split(x, _PROBED_ROWS)):
+            for stream, rows in enumerate(torch.split(x, _PROBE_ROWS)):
                 for leaf in sizes:
                     module._parameters[leaf] = nn.Parameter(values[leaf][stream], requires_grad=False)
-                alone.append(self.own(rows))
+                alone.append(self.original(rows))
             return torch.equal(stacked, torch.cat(alone))
         except (RuntimeError, TypeError, AttributeError):
             return False
         finally:
-            self.moved = {}
-            module._parameters.update(own)
+            self.perturbations = {}
+            module._parameters.update(original)
 
 
 class _Embedding(_Patch):
-    """``E[i] + C[i] V^T``. The module's own forward looks up C as well: it may scale what it finds, or shift i."""
+    """``E[i] + C[i] V^T``. The original forward looks up C as well, since it may scale the rows or shift i."""
 
-    def take(self, moved: dict[str, Moved], streams: int) -> None:
-        """Lay the factors of all streams side by side, as one table."""
-        super().take(moved, streams)
-        own = self._factors().own
-        self._table = nn.Parameter(own.transpose(0, 1).reshape(own.shape[1], -1), requires_grad=False)
+    def set_perturbations(self, perturbations: dict[str, Moved], streams: int) -> None:
+        """Join the factors of all streams side by side in one table."""
+        super().set_perturbations(perturbations, streams)
+        sums = self._factors().own
+        self._table = nn.Parameter(sums.transpose(0, 1).reshape(sums.shape[1], -1), requires_grad=False)
 
-    def rest(self) -> None:
-        """As above."""
-        super().rest()
+    def reset(self) -> None:
+        """Also free the joined factors."""
+        super().reset()
         del self._table
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """See the class."""
-        module, (own, shared) = self.module, self._factors()
-        out, weight = self.own(*args, **kwargs), module._parameters["weight"]
+        module, (factors, shared) = self.module, self._factors()
+        out, weight = self.original(*args, **kwargs), module._parameters["weight"]
         try:
             module._parameters["weight"] = self._table
-            thin = self.own(*args, **kwargs)
+            thin = self.original(*args, **kwargs)
         finally:
             module._parameters["weight"] = weight
-        if out.shape[0] == 1 and self.streams > 1:  # positions that all rows share, which no longer look up the same
-            out, thin = (found.expand(self.batch.rows, *found.shape[1:]).clone() for found in (out, thin))
+        if out.shape[0] == 1 and self.streams > 1:  # positions, until now shared by all rows
+            out, thin = (value.expand(self.batch.rows, *value.shape[1:]).clone() for value in (out, thin))
         streams = torch.arange(self.streams, device=out.device)
-        columns = self._by_stream(thin).view(self.streams, -1, self.streams, own.shape[2])
+        columns = self._by_stream(thin).view(self.streams, -1, self.streams, factors.shape[2])
         columns = columns.transpose(1, 2)[streams, streams]
         sums = self._by_stream(out).baddbmm_(columns, shared.t().expand(self.streams, -1, -1))
         return sums.view(out.shape)
 
 
-def _patch(path: str, module: nn.Module, batch: _Shape) -> _Patch:
-    """The patch for a module.
+def _make_patch(path: str, module: nn.Module, batch: _Shape) -> _Patch:
+    """Make the patch for a module.
 
     Raises:
-        UnsupportedModelError: if there is none.
+        UnsupportedModelError: if no patch fits.
     """
     if type(module).forward is nn.Linear.forward:
         return _Linear(path, module, batch)
@@ -297,6 +297,6 @@ def _patch(path: str, module: nn.Module, batch: _Shape) -> _Patch:
     raise UnsupportedModelError(
         path,
         found=f"a {type(module).__name__} with {names}",
-        expected="linear layers, embeddings and norms, for directions beside the activations",
-        remedy="leave --rank out, or use DensePerturbation(): directions in the weights take any layer",
+        expected="linear layers, embeddings and norms, for low-rank perturbations",
+        remedy="leave --rank out, or use DensePerturbation(), which takes any layer",
     )

@@ -19,13 +19,13 @@ from zo2core.checkpoint import Piece, TensorEntry, check_float, same_samples
 
 
 class Matched(NamedTuple):
-    """Where a model's tensors are."""
+    """Where a model's tensors are stored in its checkpoint."""
 
-    parameters: dict[str, tuple[Piece, ...]]  # by the names of named_parameters()
+    parameters: dict[str, tuple[Piece, ...]]  # by names of named_parameters()
     buffers: dict[str, TensorEntry]  # persistent ones
 
-    def kept_otherwise(self, prefix: str) -> dict[str, tuple[Piece, ...]]:
-        """The parameters that are not each a tensor of their own name, with or without the base model's prefix."""
+    def stored_differently(self, prefix: str) -> dict[str, tuple[Piece, ...]]:
+        """The parameters that are not one tensor of the same name, with or without the base model's prefix."""
         return {
             name: pieces
             for name, pieces in self.parameters.items()
@@ -41,19 +41,19 @@ def match_tensors(
     """Find each parameter's pieces and each persistent buffer.
 
     Raises:
-        CheckpointError: if tensors are missing, left over, of other shapes, or not of one dtype within a parameter.
-        UnsupportedModelError: for a conversion that cannot be followed.
+        CheckpointError: if tensors are missing, unexpected, of other shapes, or of several dtypes in one parameter.
+        UnsupportedModelError: for a conversion that does more than move rows.
     """
     pieces = parameter_pieces(entries, skeleton)
-    own = skeleton.state_dict()
-    unexpected = [name for name in pieces if name not in own and not _is_ignored(name, skeleton, architecture)]
+    state = skeleton.state_dict()
+    unexpected = [name for name in pieces if name not in state and not _is_ignored(name, skeleton, architecture)]
     if unexpected:
         entry = pieces[sorted(unexpected)[0]][0].entry
         raise CheckpointError(
             f"{entry.path}: {entry.name}",
             found=f"{len(unexpected)} tensor(s) that the model of config.json does not have, this one first",
             expected="the parameters of the config's model",
-            remedy="use the config.json that belongs to these shards, or open them with the head that they have",
+            remedy="use the config.json that belongs to these shards, or open them with their head",
         )
     parameters: dict[str, tuple[Piece, ...]] = {}
     for name, aliases in parameter_names(skeleton).items():
@@ -65,7 +65,7 @@ def match_tensors(
         parameters[name] = copies[0]
     known = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
     buffers: dict[str, TensorEntry] = {}
-    for name in own.keys() - known:
+    for name in state.keys() - known:
         if name not in pieces:
             raise _missing(directory, name, "every buffer that the model's checkpoints keep")
         buffers[name] = _whole(pieces[name], name)
@@ -80,20 +80,20 @@ def require_dtype(parameters: Mapping[str, Sequence[Piece]], skeleton: PreTraine
     """
     for name, pieces in parameters.items():
         entry = pieces[0].entry
-        if entry.torch_dtype not in (dtype, skeleton.get_parameter(name).dtype):  # some may be kept in another one
+        if entry.torch_dtype not in (dtype, skeleton.get_parameter(name).dtype):  # transformers keeps some in another dtype
             raise CheckpointError(
                 f"{entry.path}: {entry.name}",
                 found=f"dtype {entry.dtype}",
                 expected=f"{dtype}, as config.json says",
-                remedy="pass a dtype; tensors are then converted as they are read",
+                remedy="pass a dtype, to which tensors are converted as they are read",
             )
 
 
 def load_buffers(buffers: Mapping[str, TensorEntry], skeleton: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Give a model the buffers that its checkpoint keeps beside the parameters: they are few and small.
+    """Load a model's persistent buffers, which are few and small.
 
     Returns:
-        The checkpoint's tensors as they are, by their names there.
+        The checkpoint's tensors, unconverted, by their names in it.
 
     Raises:
         CheckpointError: if one cannot be read.
@@ -117,7 +117,7 @@ def load_buffers(buffers: Mapping[str, TensorEntry], skeleton: PreTrainedModel) 
 
 
 def _missing(directory: Path, name: str, expected: str) -> CheckpointError:
-    remedy = "get all shards; weights of a new head are made by transformers: load the model with it, and save it"
+    remedy = "get all shards; for a new head, load the model with transformers' class of this head, and save it"
     return CheckpointError(directory, found=f"no tensor {name}", expected=expected, remedy=remedy)
 
 
@@ -125,21 +125,21 @@ def _whole(pieces: Sequence[Piece], name: str) -> TensorEntry:
     """The tensor of a buffer.
 
     Raises:
-        UnsupportedModelError: if it is made of several, or of a part of one.
+        UnsupportedModelError: if it is not exactly one tensor.
     """
     entry = pieces[0].entry
     if tuple(pieces) == (Piece.whole(entry),):
         return entry
     raise UnsupportedModelError(
         f"{entry.path}: {entry.name}",
-        found=f"a part of {name}, which is no parameter",
+        found=f"a part of the buffer {name}",
         expected="buffers that are each a tensor of their own",
-        remedy="this architecture needs an adapter of its own",
+        remedy="save the model by transformers with save_original_format=False, and use that",
     )
 
 
 def _require_one_float(pieces: Sequence[Piece], name: str) -> None:
-    """Refuse what is not made of floating-point numbers of one dtype."""
+    """Refuse a parameter that is not of one floating-point dtype."""
     first = pieces[0].entry
     for entry, _, _ in pieces:
         if check_float(entry) != first.torch_dtype:
@@ -152,7 +152,7 @@ def _require_one_float(pieces: Sequence[Piece], name: str) -> None:
 
 
 def _is_ignored(name: str, skeleton: PreTrainedModel, architecture: Architecture) -> bool:
-    """Whether a tensor is one that old checkpoints carry and no model has, as transformers or a declaration says."""
+    """Whether a tensor is obsolete, as transformers or a declaration says."""
     patterns = [*(skeleton._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
     return name.endswith(architecture.ignored or ("\0",)) or any(re.search(pattern, name) for pattern in patterns)
 
@@ -160,11 +160,11 @@ def _is_ignored(name: str, skeleton: PreTrainedModel, architecture: Architecture
 def _require_equal_ties(copies: Sequence[Sequence[Piece]], name: str) -> None:
     """Refuse a checkpoint whose copies of a tied weight differ: it was trained untied."""
     for copy in copies[1:]:
-        for (first, *place), (other, *other_place) in zip_longest(copies[0], copy, fillvalue=(None, 0, 0)):
-            if first is None or other is None or place != other_place or not same_samples(first, other):
+        for (first, *extent), (other, *other_extent) in zip_longest(copies[0], copy, fillvalue=(None, 0, 0)):
+            if first is None or other is None or extent != other_extent or not same_samples(first, other):
                 raise CheckpointError(
                     f"{copy[0].entry.path}: {copy[0].entry.name}",
                     found=f"other values than in {copies[0][0].entry.name}",
-                    expected=f"equal ones: config.json ties both to {name}",
+                    expected=f"equal values: config.json ties both to {name}",
                     remedy="set tie_word_embeddings to false in config.json",
                 )

@@ -1,11 +1,11 @@
-"""Monolithic MeZO over a whole model: the literal loop that the engine is held against, bit for bit.
+"""Monolithic MeZO over a whole model: the reference loop with which the engine is compared, bit for bit.
 
-This is MeZO's trainer (arXiv 2305.17333, Algorithm 1) written down plainly: four passes over all parameters a step, each
-seeding the generator anew and drawing every z again. It shares no code with the engine. One thing differs from the authors'
-program: the generator is its own, where theirs reseeds the process's; the numbers are the same.
+This is MeZO's trainer (arXiv 2305.17333, Algorithm 1) written down plainly: four passes over all parameters a step, each of
+which seeds the generator and draws every z again. It shares no code with the engine. Unlike the authors' program it uses a
+local generator in place of the global one, with the same numbers.
 
-With several seeds a step it is MeZO with several queries (P-RGE, arXiv 2409.15520, Algorithm 2): all probes in turn, each
-walked there and back, then one update for each in the same order with ``lr / q``, each decaying the weights it finds.
+With several seeds a step it is MeZO with several queries (P-RGE, arXiv 2409.15520, Algorithm 2): all probes in order, each
+perturbed and restored, then one update for each in the same order with ``lr / q``, each with weight decay.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import nn
 
 
 class MonolithicStep(NamedTuple):
-    """What one step gave."""
+    """The result of one step."""
 
-    losses: tuple[float, ...]  # at +eps, at -eps, for each seed in turn
+    losses: tuple[float, ...]  # at +eps and at -eps, for each seed in order
     projected_grads: tuple[float, ...]  # one a seed
 
 
@@ -29,15 +29,14 @@ class MonolithicMeZO:
     """MeZO with every parameter in memory.
 
     Args:
-        model: Called with a batch's entries; returns an object with a ``loss``, 0-d. Its weights are changed in place. A
-            model of transformers runs without a cache of keys and values, as in training: some forwards round what they
-            cache.
+        model: Module that takes a batch's entries and returns an object with a 0-d ``loss``. Its weights change in place.
+            Models of transformers run without a cache of keys and values, which some forwards round.
         lr: Learning rate of a step.
         zo_eps: Perturbation scale.
         weight_decay: Weight decay of the parameters whose names contain none of ``bias``, ``layer_norm``, ``layernorm``.
         perturb_in_place: True is MeZO. False starts each evaluation from a copy of the weights.
-        draw: Writes other noise than MeZO's, given memory for z, a seed and a parameter's place in registration order.
-        autocast: The dtype of ``torch.autocast`` in the forwards; None runs without.
+        draw: Writes noise other than MeZO's into z, given z, a seed and the parameter's index in registration order.
+        autocast: The dtype of ``torch.autocast`` in the forwards; None disables it.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class MonolithicMeZO:
         self.perturb_in_place = perturb_in_place
         self._draw = draw
         self._autocast = autocast
-        self._places = [place for place, p in enumerate(model.parameters()) if p.requires_grad]
+        self._indices = [index for index, p in enumerate(model.parameters()) if p.requires_grad]
         self._trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
     @torch.inference_mode()
@@ -72,7 +71,7 @@ class MonolithicMeZO:
         return loss
 
     def step(self, batch: Mapping[str, torch.Tensor], *seeds: int) -> MonolithicStep:
-        """Take one step along the direction of a seed, or of each of several."""
+        """Take one step along the directions of one or several seeds."""
         losses: list[float] = []
         projected_grads: list[float] = []
         for seed in seeds:
@@ -112,9 +111,9 @@ class MonolithicMeZO:
 
     def _noise(self, seed: int) -> Iterator[torch.Tensor]:
         if self._draw is not None:
-            for place, (_, p) in zip(self._places, self._trainable, strict=True):
+            for index, (_, p) in zip(self._indices, self._trainable, strict=True):
                 z = torch.empty_like(p.data, memory_format=torch.contiguous_format)
-                self._draw(z.view(-1), seed, place)
+                self._draw(z.view(-1), seed, index)
                 yield z
             return
         generator = torch.Generator(self._trainable[0][1].device)
@@ -129,15 +128,15 @@ class MonolithicMeZO:
 
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Turn off ``use_cache`` in the config of a model of transformers, for as long as it runs."""
+    """A context with ``use_cache`` off in the config of a model of transformers."""
     config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):  # of a model of text and images, the part that generates
+    if hasattr(config, "get_text_config"):  # the text part of a model of text and images
         config = config.get_text_config()
     if not hasattr(config, "use_cache"):
         yield
         return
-    before, config.use_cache = config.use_cache, False
+    saved, config.use_cache = config.use_cache, False
     try:
         yield
     finally:
-        config.use_cache = before
+        config.use_cache = saved

@@ -1,6 +1,6 @@
 """OPT, all sizes.
 
-Odd ones: ``final_layer_norm`` (and, in 350m, ``project_out`` before ``project_in``) is registered before the layers, so MeZO
+Special: ``final_layer_norm`` (and, in 350m, ``project_out`` before ``project_in``) is registered before the layers, so MeZO
 draws its noise before theirs although it runs after them. 350m has a narrower embedding with two projections and norms
 after the residual instead of a final one. The head is tied to the embedding.
 """

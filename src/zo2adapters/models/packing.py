@@ -1,7 +1,7 @@
-"""Rows of different lengths, one behind the other in one row without padding: each counts positions of its own.
+"""Packing: rows of different lengths joined into one row without padding, each with positions from 0.
 
-Hugging Face's forwards know such rows by their positions, and mask what belongs to another one. Not every model's do, and
-then rows would see each other: a layer that is given no mask of that kind is found out before anything is computed.
+Hugging Face's forwards detect packed rows by their positions, and mask attention between them. Some models' forwards do not,
+so each layer's attention mask is checked before anything is computed.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ import torch
 from zo2core import Batch, BatchError, UnsupportedModelError
 from zo2core.sweep.microbatch import IGNORE_INDEX
 
-_ROWS = 256  # of a mask that are looked at at a time: a whole one can be large
+_MASK_ROWS = 256  # rows of a mask that are checked at a time, since a mask can be large
 
 
 def pack(batch: Batch) -> dict[str, torch.Tensor]:
-    """Lay the rows of a batch one behind the other.
+    """Join the rows of a batch into one row.
 
     Args:
         batch: ``input_ids``, ``attention_mask`` (1 on tokens, 0 on padding) and ``labels``, each (batch, tokens), int64, and
             nothing else.
 
     Returns:
-        ``input_ids``, ``labels`` and ``position_ids``, each (1, tokens of all rows), int64. The first token of a row is not
-        predicted from the row before: its label is ``IGNORE_INDEX``.
+        ``input_ids``, ``labels`` and ``position_ids``, each (1, tokens of all rows), int64. The label of each row's first
+        token is ``IGNORE_INDEX``, since it is not predicted from the row before.
 
     Raises:
-        BatchError: if it has other entries: whether they can be packed is not known.
+        BatchError: if the batch has other entries, which may not be packable.
     """
-    wanted = {"input_ids", "attention_mask", "labels"}
-    if batch.keys() != wanted:
-        found, expected = ", ".join(sorted(batch)), ", ".join(sorted(wanted))
+    needed = {"input_ids", "attention_mask", "labels"}
+    if batch.keys() != needed:
+        found, expected = ", ".join(sorted(batch)), ", ".join(sorted(needed))
         raise BatchError("batch", found=found, expected=f"{expected}, to pack them", remedy="leave the batch padded")
     mask = batch["attention_mask"].bool()
     positions = mask.long().cumsum(dim=1) - 1
@@ -46,7 +46,7 @@ def pack(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def is_packed(batch: Batch) -> bool:
-    """Whether rows of a batch have several sequences: positions begin anew, and no mask says otherwise."""
+    """Whether a row of a batch has several sequences: its positions restart, and there is no mask."""
     positions = batch.get("position_ids")
     if positions is None or positions.dim() != 2 or "attention_mask" in batch:
         return False
@@ -54,40 +54,40 @@ def is_packed(batch: Batch) -> bool:
 
 
 @torch.inference_mode()
-def require_apart(batch: Batch, calls: Callable[[], Iterable[tuple[Sequence[Any], Mapping[str, Any]]]]) -> None:
-    """Refuse a model one of whose layers would let sequences of a packed row see each other.
+def require_separating_masks(batch: Batch, calls: Callable[[], Iterable[tuple[Sequence[Any], Mapping[str, Any]]]]) -> None:
+    """Refuse a model in which a layer would attend across the sequences of a packed row.
 
     Args:
-        batch: A packed one.
-        calls: Finds out with which arguments each layer is called.
+        batch: A packed batch.
+        calls: Returns the positional and keyword arguments of each layer's call.
 
     Raises:
         UnsupportedModelError: naming the layer.
     """
     positions = batch["position_ids"]
-    number = (torch.diff(positions, dim=1, prepend=positions[:, :1]) != 1).cumsum(dim=1)
-    hiding: dict[torch.Tensor, bool] = {}  # by the mask, which layers mostly share
-    for layer, (arguments, named) in enumerate(calls()):
-        tensors = [value for value in (*arguments, *named.values()) if isinstance(value, torch.Tensor)]
-        masks = [value for value in tensors if value.dim() == 4 and value.shape[-2:] == (number.shape[1],) * 2]
+    sequence_ids = (torch.diff(positions, dim=1, prepend=positions[:, :1]) != 1).cumsum(dim=1)
+    separates: dict[torch.Tensor, bool] = {}  # by mask, since most layers share one
+    for layer, (arguments, keywords) in enumerate(calls()):
+        tensors = [value for value in (*arguments, *keywords.values()) if isinstance(value, torch.Tensor)]
+        masks = [value for value in tensors if value.dim() == 4 and value.shape[-2:] == (sequence_ids.shape[1],) * 2]
         for mask in masks:
-            if mask not in hiding:
-                hiding[mask] = _hides(mask, number)
-        if not any(hiding[mask] for mask in masks):
+            if mask not in separates:
+                separates[mask] = _separates(mask, sequence_ids)
+        if not any(separates[mask] for mask in masks):
             raise UnsupportedModelError(
                 f"layer {layer}",
-                found="no attention mask that keeps packed rows apart",
-                expected="one, as sdpa and eager attention get where a model knows packed rows by their positions",
+                found="no attention mask that separates packed rows",
+                expected="a mask from the positions of packed rows, as models make for sdpa and eager attention",
                 remedy="pad the rows: pass an attention_mask, and leave --pack out",
             )
 
 
-def _hides(mask: torch.Tensor, number: torch.Tensor) -> bool:
-    """Whether a mask, (rows or 1, heads or 1, tokens, tokens), hides what has another number; floats are added to scores."""
-    for first in range(0, number.shape[1], _ROWS):
-        part, own = mask[:, :, first : first + _ROWS], number[:, first : first + _ROWS]
-        seen = part if part.dtype is torch.bool else part > torch.finfo(part.dtype).min / 2
-        apart = own[:, :, None] != number[:, None, :]
-        if bool((seen & apart[:, None]).any()):
+def _separates(mask: torch.Tensor, sequence_ids: torch.Tensor) -> bool:
+    """Whether a mask, (rows or 1, heads or 1, tokens, tokens), hides other sequences; floats are added to scores."""
+    for first in range(0, sequence_ids.shape[1], _MASK_ROWS):
+        part, numbers = mask[:, :, first : first + _MASK_ROWS], sequence_ids[:, first : first + _MASK_ROWS]
+        visible = part if part.dtype is torch.bool else part > torch.finfo(part.dtype).min / 2
+        apart = numbers[:, :, None] != sequence_ids[:, None, :]
+        if bool((visible & apart[:, None]).any()):
             return False
     return True

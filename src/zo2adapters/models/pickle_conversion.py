@@ -1,7 +1,7 @@
-"""Turn pickled PyTorch checkpoints into safetensors, one shard at a time and without running what a pickle may hold.
+"""Convert pickled PyTorch checkpoints to safetensors, one shard at a time and without running code of the pickle.
 
-``torch.load(weights_only=True, mmap=True)`` reads them. It runs no code, but a small file can still make it take any memory,
-run for ever or crash. So it reads in a child process, whose limits follow from the file's size (see ``limited_process``).
+``torch.load(weights_only=True, mmap=True)`` runs no code, but a small file can still make it take any memory, run for ever
+or crash. So it runs in a child process whose limits follow from the file's size (see ``limited_process``).
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from zo2core.io.durable import open_regular
 SINGLE_FILE = "pytorch_model.bin"
 INDEX_FILE = "pytorch_model.bin.index.json"
 
-_TASK = Path(__file__).with_name("unpickling.py")
-_LARGEST_INDEX = 100_000_000  # bytes
+_READER_SCRIPT = Path(__file__).with_name("unpickling.py")
+_MAX_INDEX_BYTES = 100_000_000
 
-
-# Limits of the child: weights take about a second and twice their size for each gigabyte.
-SECONDS = 30.0  # of computing, for any file
+# Limits of the child: each gigabyte of weights takes about a second and two gigabytes of memory.
+SECONDS = 30.0  # CPU seconds for any file
 SECONDS_PER_BYTE = 60e-9
-MEMORY = 1 << 29  # bytes, for any file, beside what the child has once it is started
+MEMORY = 1 << 29  # bytes for any file, beyond the memory of the started child
 MEMORY_PER_BYTE = 4
 
 
@@ -41,13 +40,13 @@ def convert(
     report: Callable[[str], None] | None = None,
     reader: LimitedProcess | None = None,
 ) -> Path:
-    """Write a model directory with pickled weights anew, with safetensors. Memory: one shard, in a child process.
+    """Convert a model directory from pickled weights to safetensors. Memory: one shard, in a child process.
 
     Args:
-        source: Holds ``pytorch_model.bin``, or shards and ``pytorch_model.bin.index.json``. It is only read.
-        destination: Directory to write; must not exist, or be empty. It appears whole or not at all.
-        report: Called with a line about each shard before it is read, and about what is left out.
-        reader: A child process to use, of ``new_reader``, where several directories are converted. It stays the caller's.
+        source: Directory with ``pytorch_model.bin``, or with shards and ``pytorch_model.bin.index.json``; not changed.
+        destination: Directory to write, which must be empty or not exist. It is written completely or not at all.
+        report: Called with a line before each shard is read, and with a line about files that are left out.
+        reader: A child process from ``new_reader``, to convert several directories with one. The caller closes it.
 
     Returns:
         ``destination``.
@@ -64,7 +63,7 @@ def convert(
     assigned = {name: shard for shard, tensors in expected.items() for name in tensors}
     weight_map: dict[str, str] = {}
     total_size = 0
-    report = report or _silent
+    report = report or _report_nothing
     reading = new_reader() if reader is None else contextlib.nullcontext(reader)
     with new_directory(destination) as partial, reading as child:
         write_companions(partial, companions)
@@ -88,16 +87,16 @@ def convert(
 
 
 def new_reader() -> LimitedProcess:
-    """A child process that reads pickled files. Its start takes the seconds of an import of torch, at the first file."""
-    return LimitedProcess(_TASK)
+    """Make a child process that reads pickled files. It starts, and imports torch, with the first file."""
+    return LimitedProcess(_READER_SCRIPT)
 
 
-def _silent(line: str) -> None:
+def _report_nothing(line: str) -> None:
     """Report nothing."""
 
 
 def _find_shards(directory: Path) -> dict[str, list[str]]:
-    """Each shard's file name, to the tensors that the index expects there; a single file has no index."""
+    """The tensors that the index expects in each shard, by the shard's file name; a single file has no index."""
     index_path = directory / INDEX_FILE
     if index_path.exists():
         require_own_file(index_path, directory)
@@ -119,16 +118,16 @@ def _find_shards(directory: Path) -> dict[str, list[str]]:
         directory,
         found="no pickled weights",
         expected=f"{SINGLE_FILE} or {INDEX_FILE}",
-        remedy="name a directory that holds a model in the Hugging Face layout",
+        remedy="pass a directory that holds a model in the Hugging Face layout",
     )
 
 
 def _read_index(path: Path) -> dict[str, list[str]]:
     try:
         with open_regular(path) as file:
-            raw = file.read(_LARGEST_INDEX + 1)
-        if len(raw) > _LARGEST_INDEX:
-            raise _malformed(path, f"more than {_LARGEST_INDEX} bytes", "a JSON object with a weight_map")
+            raw = file.read(_MAX_INDEX_BYTES + 1)
+        if len(raw) > _MAX_INDEX_BYTES:
+            raise _malformed(path, f"more than {_MAX_INDEX_BYTES} bytes", "a JSON object with a weight_map")
         pairs = list(json.loads(raw)["weight_map"].items())
     except OSError as error:
         raise _unreadable(path, error) from error
@@ -136,9 +135,9 @@ def _read_index(path: Path) -> dict[str, list[str]]:
         raise _malformed(path, f"no usable index ({error})", "a JSON object with a weight_map") from error
     shards: dict[str, list[str]] = {}
     for name, shard in sorted(pairs, key=str):
-        # Printable: neither NUL nor half a surrogate pair, with which no file can be opened.
-        plain = isinstance(shard, str) and shard.isprintable() and shard == os.path.basename(shard)
-        if not plain or not shard.endswith(".bin"):
+        # Printable: a name with NUL or a lone surrogate cannot be opened.
+        is_file_name = isinstance(shard, str) and shard.isprintable() and shard == os.path.basename(shard)
+        if not is_file_name or not shard.endswith(".bin"):
             raise CheckpointError(
                 f"{path}: {name}",
                 found=f"shard {str(shard)[:200]!r}",
@@ -154,7 +153,7 @@ def _read_index(path: Path) -> dict[str, list[str]]:
 def _convert_shard(
     reader: LimitedProcess, source: Path, target: Path, shard: str, assigned: Mapping[str, str]
 ) -> dict[str, int]:
-    """Have one file converted. Returns the bytes of each tensor written."""
+    """Convert one file in the child process. Returns the bytes of each tensor written."""
     try:
         with open_regular(source) as file:
             nbytes = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""What a Hugging Face causal language model takes as a batch: checked before it runs, with what is known about it."""
+"""Batches of Hugging Face models: checked before they run, with cached properties."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from zo2core.sweep.microbatch import IGNORE_INDEX, predicted
 
 
 class PreparedBatch(dict[str, torch.Tensor]):
-    """A batch that was checked, with what is known about it, so that no sweep has to ask the device.
+    """A checked batch with cached properties, so that no sweep has to wait for the device.
 
     Args:
-        batch: With labels, or without for a forward that needs none.
+        batch: The batch; a forward that needs no labels takes one without.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -32,9 +32,9 @@ class PreparedBatch(dict[str, torch.Tensor]):
 
 
 def longest_row(model: PreTrainedModel) -> int | None:
-    """The most tokens of a row that a model takes; None if its config does not say.
+    """The largest number of tokens in a row; None if the config has no limit.
 
-    Where positions are counted from behind the padding's one, as in RoBERTa, those before it are no row's.
+    Where positions start after the padding index, as in RoBERTa, those up to it are not usable.
     """
     longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for name, module in model.named_modules():
@@ -45,12 +45,12 @@ def longest_row(model: PreTrainedModel) -> int | None:
 
 
 def check_batch(batch: Batch, config: PretrainedConfig, longest: int | None) -> None:
-    """Refuse a batch that the model cannot take or learn from.
+    """Refuse a batch that the model cannot train on.
 
     Args:
         batch: What the model's forward takes.
-        config: The model's.
-        longest: The most tokens of a row; None: any.
+        config: The model's config.
+        longest: The largest number of tokens in a row; None: no limit.
 
     Raises:
         BatchError: naming the entry.
@@ -64,12 +64,12 @@ def check_batch(batch: Batch, config: PretrainedConfig, longest: int | None) -> 
 
 
 def check_inputs(batch: Batch, config: PretrainedConfig, longest: int | None) -> None:
-    """Refuse a batch that the model cannot take; labels need not be there.
+    """Refuse a batch that the model cannot run; labels are optional.
 
     Args:
         batch: What the model's forward takes.
-        config: The model's.
-        longest: The most tokens of a row; None: any.
+        config: The model's config.
+        longest: The largest number of tokens in a row; None: no limit.
 
     Raises:
         BatchError: naming the entry.
@@ -85,7 +85,7 @@ def check_inputs(batch: Batch, config: PretrainedConfig, longest: int | None) ->
     for key in ("labels", "attention_mask"):
         if key in batch and batch[key].shape != ids.shape:
             raise _refusal(key, f"shape {tuple(batch[key].shape)}", f"{tuple(ids.shape)} as input_ids", "pad alike")
-    positions = batch.get("position_ids")  # where several sequences share a row, each counts its own
+    positions = batch.get("position_ids")  # each sequence of a packed row has its own
     tokens = ids.shape[1] if positions is None or not positions.numel() else int(positions.max()) + 1
     if longest is not None and tokens > longest:
         raise _refusal("input_ids", f"{tokens} tokens", f"at most {longest}", "cut the sequences")
@@ -97,7 +97,7 @@ def check_inputs(batch: Batch, config: PretrainedConfig, longest: int | None) ->
 
 
 def predictions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows and columns of the tokens from which a labelled one is predicted: int64, (labelled tokens,) each."""
+    """The rows and columns of the tokens whose next token is labelled: int64, (labelled tokens,) each."""
     if isinstance(batch, PreparedBatch) and batch.predictions is not None:
         return batch.predictions
     rows, columns = predicted(batch["labels"]).nonzero(as_tuple=True)
@@ -107,7 +107,7 @@ def predictions(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 def stack_rows(batches: Sequence[Batch]) -> Batch | None:
     """Join batches along their rows; None if their entries differ in names or shapes.
 
-    What all rows of a batch share (positions, say) stays as it is where it is the same in all batches.
+    Entries that all rows of a batch share (positions, say) are kept once if they are equal in all batches.
     """
     first = batches[0]
     shapes = [{key: value.shape for key, value in batch.items()} for batch in batches]
@@ -125,12 +125,12 @@ def stack_rows(batches: Sequence[Batch]) -> Batch | None:
 
 
 def branches_of(batch: Batch) -> contextlib.AbstractContextManager[object]:
-    """What answers Hugging Face's questions about a batch: its own memory of them, or nothing."""
+    """The batch's cache of values that Hugging Face's forward branches on, as a context; empty if not prepared."""
     return batch.branches if isinstance(batch, PreparedBatch) else contextlib.nullcontext()
 
 
 def is_padded(batch: Batch) -> bool:
-    """Whether a batch masks any token, or packs rows, so that attention takes a mask."""
+    """Whether a batch masks any token, or packs rows, so that attention needs a mask."""
     if isinstance(batch, PreparedBatch):
         return batch.is_padded or batch.is_packed
     mask = batch.get("attention_mask")

@@ -2,7 +2,7 @@
 
 Formats: bitsandbytes of 8 bits (``weight`` in int8, ``SCB`` beside it) and 4 bits (nf4: ``weight`` with ``weight.absmax``,
 ``weight.quant_map``, a JSON object in bytes, and nested ones where scales are quantised, too), and fine-grained FP8
-(``weight`` in e4m3, ``weight_scale_inv``). What ``config.json`` says of them is believed only as far as the tensors agree.
+(``weight`` in e4m3, ``weight_scale_inv``). ``config.json`` is checked against the tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zo2core.checkpoint import Piece, TensorEntry
 from zo2core.types import Encoding, Float8Blocks, Int8Rows, NF4Blocks
 
 NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
-SUFFIXES = {  # of the tensors of a layer, by the encoding's name and the part's role
+SUFFIXES = {  # suffixes of a layer's tensors, by the encoding's name and the part's role
     "int8": {"codes": "weight", "scales": "SCB"},
     "fp8": {"codes": "weight", "scales": "weight_scale_inv"},
     "nf4": {
@@ -32,12 +32,18 @@ SUFFIXES = {  # of the tensors of a layer, by the encoding's name and the part's
         "nested table": "weight.nested_quant_map",
     },
 }
-INT8_FORMAT = "weight_format"  # of bitsandbytes: a number; 0 is rows as they are
-_NAMES = {torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float32: "F32", torch.bfloat16: "BF16"}
-_PLAIN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
-_LARGEST_BLOCK = 4096  # weights or scales that share one, as bitsandbytes has them
-_LARGEST_OFFSET = torch.finfo(torch.float32).max
-_LARGEST_STATE = 4096  # bytes of JSON
+INT8_FORMAT = "weight_format"  # bitsandbytes' layout of codes: 0 is row by row
+_DTYPES = {
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+}
+_PLAIN_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+_MAX_BLOCK = 4096  # weights or scales that share a scale, bitsandbytes' limit
+_MAX_OFFSET = torch.finfo(torch.float32).max
+_MAX_STATE_BYTES = 4096
 
 
 class EncodedTensor(NamedTuple):
@@ -48,7 +54,7 @@ class EncodedTensor(NamedTuple):
     parts: tuple[TensorEntry, ...]  # in the encoding's order
 
     def pieces(self) -> tuple[Piece, ...]:
-        """The bytes that are read."""
+        """The pieces to read, as bytes."""
         return tuple(Piece.whole(part.as_bytes()) for part in self.parts)
 
 
@@ -57,7 +63,7 @@ class Quantization:
     """How ``config.json`` says that a checkpoint is quantised.
 
     Args:
-        where: The file, for messages.
+        where: Path of the file, for errors.
         method: Name of the encoding, of ``SUFFIXES``.
         block: Rows and columns that share a scale in ``fp8``.
     """
@@ -71,7 +77,7 @@ class Quantization:
         """Read a config's ``quantization_config``.
 
         Raises:
-            UnsupportedModelError: for a way of quantising that is not known.
+            UnsupportedModelError: for an unknown quantisation.
         """
         values = config if isinstance(config, Mapping) else config.to_dict()
         method = values.get("quant_method")
@@ -92,10 +98,10 @@ class Quantization:
         )
 
     def encoded(self, entries: Mapping[str, TensorEntry]) -> dict[str, EncodedTensor]:
-        """Find the matrices that are stored so, by the names of their codes.
+        """Find the encoded matrices, by the names of their codes.
 
         Raises:
-            CheckpointError: if a part is missing, or of another size or dtype than the others ask for.
+            CheckpointError: if a part is missing, or its size or dtype does not fit.
         """
         marks = {"int8": "SCB", "fp8": "weight_scale_inv", "nf4": NF4_STATE}
         mark = f".{marks[self.method]}"
@@ -103,29 +109,29 @@ class Quantization:
         return {f"{layer}.weight": self._tensor(entries, layer) for layer in sorted(layers)}
 
     def parts(self, layer: str) -> set[str]:
-        """The names of all tensors beside its codes that a layer may have."""
+        """The names of all tensors that a layer may have beside its codes."""
         names = {f"{layer}.{suffix}" for suffix in SUFFIXES[self.method].values()}
         return (names | {f"{layer}.{INT8_FORMAT}", f"{layer}.{NF4_STATE}"}) - {f"{layer}.weight"}
 
     def _tensor(self, entries: Mapping[str, TensorEntry], layer: str) -> EncodedTensor:
         encoding, shape = self._encoding(entries, layer)
         suffixes = SUFFIXES[self.method]
-        found: list[TensorEntry] = []
+        parts: list[TensorEntry] = []
         for part in encoding.parts(shape):
             entry = self._entry(entries, f"{layer}.{suffixes[part.role]}")
             fits = entry.nbytes == part.nbytes if self.method == "nf4" else entry.shape == part.shape
-            if not fits or entry.dtype != _NAMES[part.dtype]:
+            if not fits or entry.dtype != _DTYPES[part.dtype]:
                 raise CheckpointError(
                     f"{entry.path}: {entry.name}",
                     found=f"{entry.dtype} of shape {list(entry.shape)}",
-                    expected=f"{_NAMES[part.dtype]} of shape {list(part.shape)}, for {layer}.weight in {encoding.name}",
+                    expected=f"{_DTYPES[part.dtype]} of shape {list(part.shape)}, for {layer}.weight in {encoding.name}",
                     remedy="get the checkpoint's files again",
                 )
-            found.append(entry)
-        return EncodedTensor(encoding, shape, tuple(found))
+            parts.append(entry)
+        return EncodedTensor(encoding, shape, tuple(parts))
 
     def _encoding(self, entries: Mapping[str, TensorEntry], layer: str) -> tuple[Encoding, tuple[int, ...]]:
-        """The encoding of a layer's matrix, and the shape that the matrix has."""
+        """The encoding and the shape of a layer's matrix."""
         if self.method == "nf4":
             return _nf4(self._entry(entries, f"{layer}.{NF4_STATE}"))
         codes = self._entry(entries, f"{layer}.weight")
@@ -144,8 +150,8 @@ class Quantization:
         if order is not None and (order.nbytes != 1 or any(_read(order))):
             raise CheckpointError(
                 f"{order.path}: {order.name}",
-                found="rows in another order",
-                expected="0: rows as they are",
+                found="codes in another layout",
+                expected="0, the layout row by row",
                 remedy="quantise the model again with a recent bitsandbytes, or use the unquantised checkpoint",
             )
         return Int8Rows(), codes.shape
@@ -164,11 +170,11 @@ class Quantization:
 def without_encodings(
     entries: Mapping[str, TensorEntry], quantization: Quantization, dtype: torch.dtype
 ) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
-    """A checkpoint's tensors as if none were encoded, and those that are.
+    """A checkpoint's tensors as if none were encoded, and the encoded ones.
 
     Args:
         entries: The checkpoint's tensors by their names.
-        quantization: What its config says.
+        quantization: The config's quantization.
         dtype: Dtype that encoded matrices appear in.
 
     Raises:
@@ -179,31 +185,31 @@ def without_encodings(
     if not encoded:
         raise UnsupportedModelError(
             quantization.where,
-            found=f"quantization_config of {quantization.method}, and no tensor that is",
+            found=f"quantization_config of {quantization.method}, and no tensor of it",
             expected="the tensors that belong to this config",
             remedy="take quantization_config out of config.json if the weights are not quantised",
         )
     parts = {part for name in encoded for part in quantization.parts(name.removesuffix(".weight"))}
     plain = {name: entry for name, entry in entries.items() if name not in parts}
     for name in encoded:
-        plain[name] = entries[name]._replace(dtype=_PLAIN[dtype], shape=encoded[name].shape)
+        plain[name] = entries[name]._replace(dtype=_PLAIN_DTYPES[dtype], shape=encoded[name].shape)
     return plain, encoded
 
 
 def encodings_of(
     parameters: Mapping[str, Sequence[Piece]], encoded: Mapping[str, EncodedTensor]
 ) -> tuple[dict[str, tuple[Piece, ...]], dict[str, Encoding]]:
-    """The pieces of all parameters as they are read, and the encodings of those that have one.
+    """The pieces to read for all parameters, and the encodings of encoded ones.
 
     Raises:
-        UnsupportedModelError: for a parameter that is made of several matrices that are encoded, or of a part of one.
+        UnsupportedModelError: for a parameter that is not one whole encoded matrix, but consists of such.
     """
-    pieces, encodings = {name: tuple(some) for name, some in parameters.items()}, dict[str, Encoding]()
-    for name, some in parameters.items():
-        for piece in some:
+    pieces, encodings = {name: tuple(of_parameter) for name, of_parameter in parameters.items()}, dict[str, Encoding]()
+    for name, of_parameter in parameters.items():
+        for piece in of_parameter:
             if piece.entry.name not in encoded:
                 continue
-            if len(some) > 1 or piece != Piece.whole(piece.entry):
+            if len(of_parameter) > 1 or piece != Piece.whole(piece.entry):
                 raise UnsupportedModelError(
                     f"{piece.entry.path}: {piece.entry.name}",
                     found=f"a quantised part of {name}",
@@ -216,24 +222,24 @@ def encodings_of(
 
 
 def _nf4(entry: TensorEntry) -> tuple[NF4Blocks, tuple[int, ...]]:
-    """What the JSON object beside a matrix says of it."""
+    """Read encoding and shape from the JSON object beside a matrix."""
     try:
         state = json.loads(_read(entry))
         shape, block, nested = tuple(state["shape"]), state["blocksize"], state.get("nested_blocksize")
         offset = float(state["nested_offset"]) if nested is not None else 0.0
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise _malformed(entry, f"no usable state ({type(error).__name__})") from error
+        raise _malformed(entry, f"an invalid state ({type(error).__name__})") from error
     sizes = block, 2 if nested is None else nested
-    if not (_are_sizes(shape, 2) and _are_sizes(sizes, 2) and max(sizes) <= _LARGEST_BLOCK):
+    if not (_are_sizes(shape, 2) and _are_sizes(sizes, 2) and max(sizes) <= _MAX_BLOCK):
         raise _malformed(entry, f"shape {shape}, blocks of {block} and {nested}")
-    if state.get("quant_type") != "nf4" or block % 2 or not abs(offset) <= _LARGEST_OFFSET:
+    if state.get("quant_type") != "nf4" or block % 2 or not abs(offset) <= _MAX_OFFSET:
         raise _malformed(entry, f"type {state.get('quant_type')}, blocks of {block}, an offset of {offset}")
     return NF4Blocks(block, nested, offset), shape
 
 
 def _read(entry: TensorEntry) -> bytes:
     """The bytes of a small tensor."""
-    if entry.nbytes > _LARGEST_STATE or entry.dtype != "U8":
+    if entry.nbytes > _MAX_STATE_BYTES or entry.dtype != "U8":
         raise _malformed(entry, f"{entry.dtype} of {entry.nbytes} bytes")
     try:
         with safe_open(entry.path, framework="pt") as file:
@@ -243,7 +249,7 @@ def _read(entry: TensorEntry) -> bytes:
 
 
 def _malformed(entry: TensorEntry, found: str) -> CheckpointError:
-    expected = "what bitsandbytes writes beside a matrix in nf4 or int8"
+    expected = "bitsandbytes' description of a matrix in nf4 or int8"
     return CheckpointError(f"{entry.path}: {entry.name}", found=found, expected=expected, remedy="get the shard again")
 
 

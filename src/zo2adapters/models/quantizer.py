@@ -1,6 +1,6 @@
-"""Write a checkpoint anew with the matrices of its layers in 8 or 4 bits, one tensor at a time.
+"""Quantise the matrices of a checkpoint's layers to 8 or 4 bits, one tensor at a time.
 
-What comes out is in the formats of ``quantized.py``; transformers loads it as well, with bitsandbytes for int8 and nf4.
+The formats are those of ``quantized.py``; transformers loads them, too, with bitsandbytes for int8 and nf4.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from zo2core.kernels.encoding import encode
 from zo2core.types import Encoding, Float8Blocks, Int8Rows, NF4Blocks, SavedForm, SavedPart
 
 METHODS = ("int8", "nf4", "fp8")
-_LARGEST_BLOCK = 128  # rows and columns of fp8's blocks, as released checkpoints have them
-_STATE_BYTES = 512  # of nf4's JSON object, filled up with spaces: sizes are known before the numbers in it are
+_MAX_BLOCK = 128  # rows and columns of fp8's blocks, as in released checkpoints
+_STATE_BYTES = 512  # of nf4's JSON object, padded with spaces, since headers are written before its values are known
 
 
 def quantize(model: Path | str, directory: Path, method: str, *, report: Callable[[str], object] = print) -> None:
-    """Write a model directory whose layers' linear weights are encoded; what else there is stays as it is.
+    """Write a model directory in which the layers' linear weights are encoded, and all else is copied.
 
     Args:
         model: A directory with safetensors weights, or a hub id.
-        directory: To write; must not exist, or be empty. It appears whole or not at all.
+        directory: Directory to write, which must be empty or not exist. It is written completely or not at all.
         method: "int8", "nf4" or "fp8".
-        report: Told of each segment before it is read.
+        report: Called with a line before each segment is read.
 
     Raises:
         OptionError: for an unknown method.
-        UnsupportedModelError: if the weights are encoded already, or no linear layer is among the layers.
+        UnsupportedModelError: if the weights are encoded already, or the layers have no linear weights.
         CheckpointError, UnsupportedModelError: as ``open_checkpoint``.
         OutputError: if the directory is in use or cannot be written.
     """
     if method not in METHODS:
-        raise OptionError("quantize", found=method, expected=f"one of {', '.join(METHODS)}", remedy="choose one of these")
+        raise OptionError("quantize", found=method, expected=f"one of {', '.join(METHODS)}", remedy="pass one of these")
     require_unused(directory)
     opened = open_checkpoint(model)
     with closing(opened.weights):
         chosen = _linear_weights(opened, Path(model))
         parameters = [spec for layout in opened.layouts for spec in layout.parameters]
         encoding = _encoding(method, [spec.shape for spec in parameters if spec.name in chosen])
-        specs = [part for spec in parameters for part in _written(spec, chosen.get(spec.name), encoding)]
+        specs = [part for spec in parameters for part in _specs(spec, chosen.get(spec.name), encoding)]
         kept = {name: parts for name, parts in opened.saved_form.parts.items() if name not in chosen}
         config = json.loads(_bytes(opened.companions["config.json"]))
         config["quantization_config"] = _description(encoding, config["dtype"])
@@ -61,37 +61,43 @@ def quantize(model: Path | str, directory: Path, method: str, *, report: Callabl
 
 
 def _encoding(method: str, shapes: Sequence[tuple[int, ...]]) -> Encoding:
-    """How matrices of these shapes are encoded: in fp8, in blocks of which each has a whole number.
+    """The encoding for matrices of these shapes; fp8's block divides all of them.
 
-    Where a matrix ended in a part of a block, kernels and transformers would not agree where blocks begin.
+    With partial blocks, kernels and transformers would not agree where blocks begin.
     """
     if method == "fp8":
-        rows, columns = (math.gcd(_LARGEST_BLOCK, *sizes) for sizes in zip(*shapes, strict=True))
+        rows, columns = (math.gcd(_MAX_BLOCK, *sizes) for sizes in zip(*shapes, strict=True))
         return Float8Blocks((rows, columns))
     return Int8Rows() if method == "int8" else NF4Blocks()
 
 
 def _linear_weights(model: HFBlockModel, where: Path) -> dict[str, str]:
-    """The parameters to encode, each with the name that its layer has in the checkpoint."""
+    """The parameters to encode, and the name of each one's layer in the checkpoint."""
     chosen: dict[str, str] = {}
     for layout in model.layouts:
         for spec in layout.parameters:
             if spec.encoding is not None:
-                found, remedy = f"{spec.name} in {spec.encoding.name}", "use it as it is, or begin with the unquantised one"
-                raise UnsupportedModelError(where, found=found, expected="weights as they were trained", remedy=remedy)
+                found, remedy = (
+                    f"{spec.name} in {spec.encoding.name}",
+                    "use it as it is, or quantise the original",
+                )
+                raise UnsupportedModelError(where, found=found, expected="unquantised weights", remedy=remedy)
             [first, *others] = model.saved_form.parts_of(spec)
             is_whole = first == SavedPart(first.tensor, spec.shape, 0, spec.numel) and not others
             if not layout.resident and _is_linear(model, spec.name) and is_whole and first.tensor.endswith(".weight"):
                 chosen[spec.name] = first.tensor.removesuffix(".weight")
     if not chosen:
         raise UnsupportedModelError(
-            where, found="no linear layer of its own tensor", expected="some to encode", remedy="use the model as it is"
+            where,
+            found="no linear layer with its own tensor",
+            expected="linear layers to encode",
+            remedy="use the model as it is",
         )
     return chosen
 
 
-def _written(spec: ParameterSpec, layer: str | None, encoding: Encoding) -> Iterator[ParameterSpec]:
-    """The tensors that hold a parameter."""
+def _specs(spec: ParameterSpec, layer: str | None, encoding: Encoding) -> Iterator[ParameterSpec]:
+    """The specs of the tensors that hold a parameter."""
     if layer is None:
         yield spec
         return
@@ -108,7 +114,7 @@ def _written(spec: ParameterSpec, layer: str | None, encoding: Encoding) -> Iter
 def _tensors(
     model: HFBlockModel, chosen: Mapping[str, str], encoding: Encoding, report: Callable[[str], object]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors, by the names that ``_written`` gives them."""
+    """All tensors, with their names from ``_specs``."""
     for number, layout in enumerate(model.layouts, start=1):
         report(f"{layout.name} ({number} of {len(model.layouts)})")
         for spec in layout.parameters:
@@ -135,7 +141,7 @@ def _tensors(
 
 
 def _state(encoding: NF4Blocks, spec: ParameterSpec) -> torch.Tensor:
-    """What bitsandbytes keeps beside a matrix: a JSON object, as bytes."""
+    """Describe a matrix as bitsandbytes does: a JSON object, as bytes."""
     values = {"quant_type": "nf4", "blocksize": encoding.block, "dtype": str(spec.dtype).removeprefix("torch.")}
     values |= {"shape": list(spec.shape), "nested_blocksize": encoding.nested_block, "nested_dtype": "float32"}
     values["nested_offset"] = encoding.offset
@@ -143,17 +149,17 @@ def _state(encoding: NF4Blocks, spec: ParameterSpec) -> torch.Tensor:
 
 
 def _description(encoding: Encoding, dtype: str) -> dict[str, Any]:
-    """What ``config.json`` says of the weights, in transformers' words."""
+    """The ``quantization_config`` of ``config.json``."""
     if isinstance(encoding, Float8Blocks):
         return {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(encoding.block)}
-    four = {
+    nf4 = {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
         "bnb_4bit_use_double_quant": True,
         "bnb_4bit_compute_dtype": dtype,
         "bnb_4bit_quant_storage": "uint8",
     }
-    return {"quant_method": "bitsandbytes", **({"load_in_8bit": True} if isinstance(encoding, Int8Rows) else four)}
+    return {"quant_method": "bitsandbytes", **({"load_in_8bit": True} if isinstance(encoding, Int8Rows) else nf4)}
 
 
 def _bytes(content: Path | bytes) -> bytes:

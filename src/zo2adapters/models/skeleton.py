@@ -1,4 +1,4 @@
-"""A model built from its config alone: parameters without memory, buffers with the values that transformers gives them."""
+"""Build a model from its config alone: parameters without memory, buffers with transformers' values."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from transformers.core_model_loading import build_glob_alternation
 from zo2adapters.models.heads import CAUSAL_LM, Head
 from zo2core import UnsupportedModelError
 
-_CREATING = {torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace, torch.rand, torch.randn}
-_FEWEST_PARAMETERS = 1 << 12  # of a bound: a model is allowed so many, whatever its checkpoint holds
-_FEWEST_NUMBERS = 1 << 27
+_FACTORIES = {torch.zeros, torch.ones, torch.full, torch.eye, torch.arange, torch.linspace, torch.rand, torch.randn}
+_MIN_PARAMETERS = 1 << 12  # every model may have so many, whatever its checkpoint holds
+_MIN_NUMBERS = 1 << 27
 
 
 class OversizedError(Exception):
@@ -26,38 +26,38 @@ class OversizedError(Exception):
 
 
 class Bounds(NamedTuple):
-    """What the building of a model may make before it is given up: far more than the model of a checkpoint needs."""
+    """Limits on what a model may create as it is built, far above what its checkpoint needs."""
 
-    parameters: int | None = None  # tensors without values, one after the other; None: any number
-    numbers: int | None = None  # in one tensor with values; None: any number
+    parameters: int | None = None  # number of uninitialised tensors; None: no limit
+    numbers: int | None = None  # numbers in one tensor with values; None: no limit
 
     @classmethod
     def of(cls, shapes: Iterable[Sequence[int]]) -> Bounds:
-        """The bounds for a checkpoint's tensors. A model may have more than these: tied weights, or tables of positions."""
+        """The bounds for a checkpoint's tensors; models may have more, such as tied weights or position tables."""
         sizes = [math.prod(shape) for shape in shapes]
-        return cls(4 * len(sizes) + _FEWEST_PARAMETERS, max(2 * sum(sizes), _FEWEST_NUMBERS))
+        return cls(4 * len(sizes) + _MIN_PARAMETERS, max(2 * sum(sizes), _MIN_NUMBERS))
 
 
-UNBOUNDED = Bounds()  # for configs of one's own
+UNBOUNDED = Bounds()  # for trusted configs
 
 
 class _ParametersOnMeta(TorchFunctionMode):
-    """Uninitialised tensors go to the meta device, computed ones (rotary tables and other buffers) stay real.
+    """Uninitialised tensors are created on the meta device, computed ones (rotary tables and other buffers) as usual.
 
     Raises:
-        OversizedError: before more is made than the bounds allow.
+        OversizedError: before the bounds are exceeded.
     """
 
     def __init__(self, bounds: Bounds) -> None:
         super().__init__()
         self._bounds = bounds
-        self._made = 0
+        self._created = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.empty:
-            self._made += 1
-            if self._bounds.parameters is not None and self._made > self._bounds.parameters:
+            self._created += 1
+            if self._bounds.parameters is not None and self._created > self._bounds.parameters:
                 raise OversizedError(f"more than {self._bounds.parameters} parameters")
             return func(*args, **{**kwargs, "device": "meta"})
         if self._bounds.numbers is not None:
@@ -65,22 +65,22 @@ class _ParametersOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _require_small(self, func: Callable[..., Any], args: Any, kwargs: Any, most: int) -> None:
-        """Find out how large a result will be, where it may be larger than what it is made of."""
+        """Check the size of a result that may be larger than its inputs, on the meta device."""
         sizes = [leaf.numel() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
-        if func not in _CREATING and (len(sizes) < 2 or math.prod(sizes) <= most):
+        if func not in _FACTORIES and (len(sizes) < 2 or math.prod(sizes) <= most):
             return
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         try:
-            made = func(*args, **{**kwargs, "device": "meta"} if func in _CREATING else kwargs)
-        except Exception:  # any: what is wrong, the call itself says
+            result = func(*args, **{**kwargs, "device": "meta"} if func in _FACTORIES else kwargs)
+        except Exception:  # any: the call itself raises it, too
             return
-        numbers = max((leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)), default=0)
+        numbers = max((leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)), default=0)
         if numbers > most:
             raise OversizedError(f"a table of {numbers} numbers")
 
 
 def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give what transformers keeps in another dtype as it loads a model, float32 norms say, that dtype."""
+    """Convert tensors that transformers keeps in another dtype when it loads a model, such as float32 norms."""
     plan = model._get_dtype_plan(dtype)
     if plan:
         pattern, by_group, _ = build_glob_alternation(list(plan))
@@ -91,8 +91,8 @@ def _keep_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> None:
                 tensor.data = tensor.data.to(plan[by_group[match.lastgroup]])
 
 
-class _Written(TorchFunctionMode):
-    """Notes what is written in place to a model's parameters."""
+class _InPlaceWrites(TorchFunctionMode):
+    """Records in-place writes to a model's parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -102,48 +102,48 @@ class _Written(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, first = getattr(func, "__name__", ""), args[0] if args else None
         is_in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
-        if is_in_place and isinstance(first, torch.Tensor):  # a part of a parameter has its memory, too
+        if is_in_place and isinstance(first, torch.Tensor):  # views of a parameter share its storage
             parameter = self.names.get(first.untyped_storage()._cdata)
             self.written += [] if parameter is None else [(parameter, name)]
         return func(*args, **(kwargs or {}))
 
 
 def _initialize_again(model: PreTrainedModel, where: str) -> None:
-    """Do what transformers does once more after it has loaded a model: compute tables that no checkpoint holds.
+    """Initialise as transformers does after it has loaded a model, to compute tables that no checkpoint holds.
 
-    What it loaded it leaves alone there, but for models that do not heed the mark.
+    Loaded parameters are marked and must not be written; models that ignore the mark are refused.
     """
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # type: ignore[attr-defined]
     for module in model.modules():
         module._is_hf_initialized = False  # type: ignore[assignment]
-    written = _Written(model)
+    written = _InPlaceWrites(model)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), written:
         model.initialize_weights()  # type: ignore[no-untyped-call]
     if written.written:
         name, function = written.written[0]
         raise UnsupportedModelError(
             f"{where}: {name.rpartition('.')[0]}",
-            found=f"weights that transformers writes over after it has loaded them ({function})",
-            expected="the checkpoint's own",
-            remedy="report it to transformers: its model is not that of the checkpoint",
+            found=f"weights that transformers overwrites after it has loaded them ({function})",
+            expected="the checkpoint's weights",
+            remedy="report it to transformers, whose model differs from the checkpoint",
         )
 
 
 def build_skeleton(
     config: PretrainedConfig, dtype: torch.dtype, head: Head = CAUSAL_LM, *, bounds: Bounds = UNBOUNDED
 ) -> PreTrainedModel:
-    """Build a model whose parameters take no memory, ready to be cut.
+    """Build a model whose parameters take no memory.
 
     Args:
         config: The checkpoint's config. Remote code is not run.
         dtype: Dtype of the parameters, save those that transformers keeps in another one.
-        head: What it ends in.
-        bounds: What it may ask for.
+        head: The model's head.
+        bounds: Limits on what the model may create.
 
     Raises:
-        UnsupportedModelError: if the model cannot be built so.
-        OversizedError: if it asks for more.
+        UnsupportedModelError: if the model cannot be built without its checkpoint.
+        OversizedError: if the bounds are exceeded.
     """
     where = f"model type {config.model_type}"
     with _ParametersOnMeta(bounds):
@@ -157,6 +157,6 @@ def build_skeleton(
                 f"{where}: {name}",
                 found="a buffer without values",
                 expected="buffers that follow from the config",
-                remedy="this architecture needs an adapter of its own",
+                remedy="write an adapter for this architecture",
             )
     return model

@@ -1,4 +1,4 @@
-"""Losses of several streams that ran as one batch: their logits are made together, and each has a loss of its own."""
+"""Losses of several streams that ran as one batch: logits are computed together, and a loss for each stream."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def whole_losses(
     loss_function: Callable[..., torch.Tensor],
     vocab_size: int,
 ) -> list[torch.Tensor]:
-    """The losses that Hugging Face's model makes of all its logits.
+    """Compute the losses from all logits at once.
 
     Args:
-        batches: Batches of each stream.
-        targets: Entries that the loss alone reads.
-        logits: What the model makes of the other entries: (rows of all streams, tokens, vocabulary).
-        loss_function: The model's own, by Hugging Face.
+        batches: The batch of each stream.
+        targets: Entries that only the loss reads.
+        logits: Computes logits, (rows of all streams, tokens, vocabulary), from the other entries.
+        loss_function: The Hugging Face model's loss function.
         vocab_size: Size of the model's vocabulary.
 
     Returns:
-        0-d, one a stream.
+        A loss for each stream, 0-d.
     """
     joined = stack_rows(batches)
-    assert joined is not None, "they were joined before"
-    made = logits(**{key: value for key, value in joined.items() if key not in targets})
+    assert joined is not None, "stacked batches can be joined"
+    all_logits = logits(**{key: value for key, value in joined.items() if key not in targets})
     kept = KeptLosses(len(batches))
-    for own, batch in zip(torch.split(made, len(batches[0]["labels"])), batches, strict=True):
-        kept.keep(loss_function(own, batch["labels"], vocab_size=vocab_size))
+    for logits_of_stream, batch in zip(torch.split(all_logits, len(batches[0]["labels"])), batches, strict=True):
+        kept.keep(loss_function(logits_of_stream, batch["labels"], vocab_size=vocab_size))
     return list(kept.losses.unbind())
 
 
@@ -52,15 +52,15 @@ def stacked_losses(
     """``chunked_loss`` of several streams, whose logits are made together.
 
     Args:
-        hidden: Hidden states of all streams, one after the other, with as many rows each.
-        batches: Batches of each stream. Those with fewer labelled tokens are padded; the logits of padding are not used.
+        hidden: Hidden states of all streams in order, with equal numbers of rows.
+        batches: The batch of each stream. Those with fewer labelled tokens are padded; logits of padding are not used.
         chunk: Labelled tokens of all streams whose logits are in memory at a time.
-        logits: Norm and head of all streams: as many rows of each, one stream's after another's.
-        loss_function: As there.
-        vocab_size: As there.
+        logits: Computes logits from hidden states of all streams in order, with equal numbers of rows.
+        loss_function: The Hugging Face model's loss function.
+        vocab_size: Size of the model's vocabulary.
 
     Returns:
-        0-d, one a stream.
+        A loss for each stream, 0-d.
     """
     states = torch.split(hidden, len(batches[0]["labels"]))
     predicted = [predictions(batch) for batch in batches]
@@ -69,16 +69,16 @@ def stacked_losses(
     terms = [KeptLosses(-(-count // chunk)) for count in counts]
     for start in range(0, max(counts), chunk):
         length = min(chunk, max(counts) - start)
-        places = []
+        positions = []
         for rows, columns in predicted:
             at = torch.arange(start, start + length, device=rows.device).clamp(max=len(rows) - 1)
-            places.append((rows[at], columns[at]))
-        taken = torch.cat([own[at] for own, at in zip(states, places, strict=True)])
-        for stream, own in enumerate(torch.split(logits(taken), length)):
+            positions.append((rows[at], columns[at]))
+        selected = torch.cat([state[at] for state, at in zip(states, positions, strict=True)])
+        for stream, chunk_logits in enumerate(torch.split(logits(selected), length)):
             count = max(0, min(length, counts[stream] - start))
             if count:
-                rows, columns = (index[:count] for index in places[stream])
+                rows, columns = (index[:count] for index in positions[stream])
                 targets = batches[stream]["labels"][:, 1:][rows, columns]
                 options = {"shift_labels": targets, "num_items_in_batch": counts[stream]}
-                terms[stream].keep(loss_function(own[:count], None, vocab_size=vocab_size, **options))
-    return [own.losses.sum() for own in terms]
+                terms[stream].keep(loss_function(chunk_logits[:count], None, vocab_size=vocab_size, **options))
+    return [losses.losses.sum() for losses in terms]

@@ -11,39 +11,39 @@ from zo2core import UnsupportedModelError
 
 
 class CutError(UnsupportedModelError):
-    """Leaves HF's forward after the last stub; whoever calls the skeleton outside of a sweep sees it."""
+    """Interrupts HF's forward at the last stub. Callers see it if they call the skeleton outside of a sweep."""
 
     def __init__(self) -> None:
         super().__init__(
             "the model's skeleton",
             found="a call outside of a sweep",
-            expected="a call of the model that compute_loss is passed",
-            remedy="call that one; to generate, export the model",
+            expected="a call of the model that is passed to compute_loss",
+            remedy="call that model; to generate, export it first",
         )
 
 
 class CallRecorder:
-    """What the stubs of one model share."""
+    """State that the stubs of one model share."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was recorded."""
+        """Clear the records."""
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self.hidden: torch.Tensor | None = None  # what reached the last layer
+        self.hidden: torch.Tensor | None = None  # the last layer's input
         self.final: torch.Tensor | None = None  # set during the epilogue
 
 
 class StandIn(nn.Module):
-    """Takes a layer's place inside HF's forward, and answers for it."""
+    """Replaces a layer inside HF's forward, with its attributes."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         object.__setattr__(self, "layer", layer)  # not a submodule: its parameters are not this model's
 
     def __getattr__(self, name: str) -> Any:
-        # HF's loops may ask a layer for an attribute, such as its kind of attention.
+        # HF's loops may read a layer's attributes, such as its kind of attention.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -51,7 +51,7 @@ class StandIn(nn.Module):
 
 
 class Stub(StandIn):
-    """Stands in for a layer: records its call, or returns the final hidden state."""
+    """Replaces a layer: records its call, or returns the final hidden state."""
 
     def __init__(self, layer: nn.Module, recorder: CallRecorder, *, last: bool, returned: int) -> None:
         super().__init__(layer)
@@ -62,7 +62,7 @@ class Stub(StandIn):
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-        """Take the place of the layer's forward."""
+        """Run in place of the layer's forward."""
         recorder = self.recorder
         if recorder.final is not None:
             hidden_states = recorder.final

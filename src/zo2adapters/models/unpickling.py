@@ -1,7 +1,7 @@
-"""A task for a limited process: one pickled file of tensors becomes one safetensors file.
+"""A task for a limited process: convert one pickled file of tensors to safetensors.
 
-``torch.load(weights_only=True)`` runs no code. It does not check the archive's checksums, nor that a storage is as long as
-the pickle says; both are checked here, before a tensor is used.
+``torch.load(weights_only=True)`` runs no code. It does not check the archive's checksums, nor that storages have the
+sizes that the pickle gives; both are checked here before a tensor is used.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-_ZIP = b"PK\x03\x04"  # how torch.save's files begin since PyTorch 1.6; older ones are bare pickles
+_ZIP = b"PK\x03\x04"  # first bytes of torch.save's files since PyTorch 1.6; older ones are bare pickles
 _STORAGE = re.compile(r"[^/]*/data/")  # names of entries that are storages, in the archive's one directory
-# What Python's reader of archives meets damaged ones with: bad structure and checksums, unknown methods of compression,
-# encryption, ends that come early, numbers out of range.
+# Errors of zipfile for damaged archives: bad structure and checksums, unknown compression, encryption, truncation, ...
 _DAMAGED = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError)
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
 _DTYPES |= {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8, torch.int8}
 _DTYPES |= {torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
-_AGAIN = "get the checkpoint's files again"
+_REMEDY = "get the checkpoint's files again"
 
 
 class _RefusedError(Exception):
     """The file is not converted. The arguments are those of a ``CheckpointError``."""
 
-    def __init__(self, where: object, found: str, expected: str, remedy: str = _AGAIN) -> None:
+    def __init__(self, where: object, found: str, expected: str, remedy: str = _REMEDY) -> None:
         super().__init__(where, found, expected, remedy)
         self.refusal = {"where": str(where), "found": found, "expected": expected, "remedy": remedy}
 
@@ -46,7 +45,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         ``sizes``, the bytes of each tensor written; or ``refused``, the fields of a ``CheckpointError``; or ``unwritable``,
-        why the target cannot be written.
+        the reason why the target cannot be written.
     """
     source, target = Path(request["source"]), Path(request["target"])
     try:
@@ -67,9 +66,9 @@ def _read(path: Path, shard: str, assigned: Mapping[str, str]) -> dict[str, torc
         _check(f"{path}: {name[:200]}" if isinstance(name, str) else str(path), name, value)
     _check_storages(path, state.values())
     storages: set[int] = set()
-    # A tensor that the index expects in another shard is a copy, and is left out.
-    mine = {name: value.detach() for name, value in state.items() if assigned.get(name, shard) == shard}
-    return {name: _own(tensor, storages) for name, tensor in mine.items()}
+    # A tensor that the index assigns to another shard is a copy, and is left out.
+    assigned_here = {name: value.detach() for name, value in state.items() if assigned.get(name, shard) == shard}
+    return {name: _unshared(tensor, storages) for name, tensor in assigned_here.items()}
 
 
 def _load(path: Path) -> Mapping[Any, Any]:
@@ -109,17 +108,17 @@ def _check_archive(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise _RefusedError(path, "compressed entries", "stored ones, as torch writes")
+                raise _RefusedError(path, "compressed entries", "uncompressed entries, as torch writes them")
             damaged = archive.testzip()
     except _DAMAGED as error:
         found = f"a damaged file ({' '.join(str(error).split())[:200]})"
         raise _RefusedError(path, found, "a file that torch.save wrote") from error
     if damaged is not None:
-        raise _RefusedError(f"{path}: {damaged[:200]}", "a damaged file", "bytes that have the archive's checksum")
+        raise _RefusedError(f"{path}: {damaged[:200]}", "a damaged file", "bytes with the archive's checksum")
 
 
 def _check_storages(path: Path, tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse an archive whose storages have other sizes than the pickle says: torch would read what lies behind them."""
+    """Refuse an archive whose storages have other sizes than the pickle says: torch would read beyond them."""
     if not _is_archive(path):
         return
     with zipfile.ZipFile(path) as archive:
@@ -128,14 +127,16 @@ def _check_storages(path: Path, tensors: Iterable[torch.Tensor]) -> None:
     named = sorted(storages.values())
     if [size for size in stored if size] != [size for size in named if size]:
         found = f"storages of other sizes ({sum(stored)} bytes in all)"
-        raise _RefusedError(path, found, f"those that its tensors have ({sum(named)} bytes in all)")
+        raise _RefusedError(path, found, f"the sizes of its tensors ({sum(named)} bytes in all)")
 
 
 def _check(where: str, name: object, value: object) -> None:
-    if not isinstance(name, str) or name == "__metadata__":  # which safetensors keeps for itself
-        # Of any other type, its text could be endless: tuples that hold one tuple twice, which holds another twice, ...
-        shown = f"the key {str(name)[:80]!r}" if isinstance(name, str | int | float) else f"a {type(name).__name__} as key"
-        raise _RefusedError(where, shown, "the name of a tensor")
+    if not isinstance(name, str) or name == "__metadata__":  # reserved by safetensors
+        # The text of other types could be endless: a tuple that holds a tuple twice, which holds another twice, ...
+        found_key = (
+            f"the key {str(name)[:80]!r}" if isinstance(name, str | int | float) else f"a {type(name).__name__} as key"
+        )
+        raise _RefusedError(where, found_key, "the name of a tensor")
     if not isinstance(value, torch.Tensor):
         remedy = "use a checkpoint of model weights alone, without a training state around them"
         raise _RefusedError(where, f"a {type(value).__name__}", "a tensor", remedy)
@@ -143,12 +144,14 @@ def _check(where: str, name: object, value: object) -> None:
     if not dense or value.dtype not in _DTYPES:
         found = f"{value.dtype}, {value.layout}, on {value.device.type}"
         raise _RefusedError(where, found, "a dense tensor of real numbers, integers or booleans")
-    if value.nbytes > value.untyped_storage().nbytes():  # by strides of 0; a small file could ask for any memory so
-        raise _RefusedError(where, f"{value.nbytes} bytes", f"{value.untyped_storage().nbytes()}, as are stored")
+    if value.nbytes > value.untyped_storage().nbytes():  # by strides of 0, with which a small file could take any memory
+        raise _RefusedError(
+            where, f"{value.nbytes} bytes", f"at most {value.untyped_storage().nbytes()}, the size of its storage"
+        )
 
 
-def _own(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
-    """The tensor itself if it lies alone and in order in its storage, else a copy: safetensors shares no memory."""
+def _unshared(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
+    """The tensor itself if it is contiguous and alone in its storage, else a copy, since safetensors shares no memory."""
     storage = tensor.untyped_storage()
     whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes and storage.data_ptr() not in storages
     storages.add(storage.data_ptr())

@@ -1,7 +1,7 @@
-"""Models that read images beside text: where their parts are, and what of a batch is images.
+"""Models that read images and text: their declarations, and the entries of a batch that are images.
 
-The vision tower and its projector belong to the embedding: they run before the first layer. That cannot be learned from a
-dry run, which has no images, so it is declared, for the models that tests hold against the whole one.
+The vision tower and its projector belong to the embedding, since they run before the first layer. A dry run has no images,
+so these models are declared; tests compare each with the whole model.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from zo2adapters.models.hf import Activations, HFBlockModel
 from zo2adapters.models.prepared_batch import is_padded
 from zo2core import Batch, BatchError, ZO2Error
 
-_IMAGES = ("pixel_values", "image_sizes", "image_grid_thw")  # entries of a batch that have no row for each of its rows
-_KINDS = ("token_type_ids", "mm_token_type_ids")  # which tokens stand for images
+_IMAGES = ("pixel_values", "image_sizes", "image_grid_thw")  # entries of a batch that are not by row
+_KINDS = ("token_type_ids", "mm_token_type_ids")  # entries that mark the tokens of images
 
 
 def _declared(model_type: str, *vision: str) -> Architecture:
@@ -42,18 +42,18 @@ VISION_MODELS: Mapping[str, Architecture] = {
 
 
 class HFVisionModel(HFBlockModel):
-    """A Hugging Face language model that reads images, too. Batches may have them or be text alone.
+    """A Hugging Face language model that also reads images; batches may have none.
 
     Args:
-        arguments: As for ``HFBlockModel``.
-        options: The same.
+        arguments: Positional arguments of ``HFBlockModel``.
+        options: Keyword arguments of ``HFBlockModel``.
     """
 
     def embed(self, batch: Batch) -> Activations:
         """Run the vision tower, and HF's forward up to the first layer. See the contract.
 
         Raises:
-            BatchError: if images are not those of the rows, or fail to be embedded for another reason of their own.
+            BatchError: if images do not belong to the rows, or cannot be embedded.
         """
         try:
             return super().embed(batch)
@@ -65,12 +65,12 @@ class HFVisionModel(HFBlockModel):
             raise BatchError(
                 "batch['pixel_values']",
                 found=f"images that cannot be embedded with these rows ({' '.join(str(error).split())[:200]})",
-                expected="what the model's processor makes of these rows, images in the order of rows",
-                remedy="pass such batches, whole where a row has not just one image: no micro-batches, no shares of rows",
+                expected="the output of the model's processor for these rows, images in the order of rows",
+                remedy="pass such batches; if a row has not exactly one image, use no micro-batches and do not split rows",
             ) from error
 
     def head(self, batch: Batch, activations: Activations) -> torch.Tensor:
-        """Run norm, head and loss, and not the vision tower once more."""
+        """Run norm, head and loss, without the vision tower."""
         if self.loss_chunk is not None:
             return super().head(batch, activations)
         text = {name: value for name, value in batch.items() if name not in (*_IMAGES, *_KINDS)}
@@ -78,12 +78,12 @@ class HFVisionModel(HFBlockModel):
             return self._epilogue(activations.hidden, "loss", **text)
 
     def forward_bytes(self, batch: Batch) -> int:
-        """Give the bytes by formula, the vision tower's among them. See the contract."""
+        """Estimate the bytes by formula, including the vision tower's. See the contract."""
         images = batch.get("pixel_values")
         return max(super().forward_bytes(batch), 0 if images is None else vision_bytes(self.config, images))
 
     def held_bytes(self, batch: Batch) -> int:
-        """Give the bytes by formula: masks and positions follow from where the images are. See the contract."""
+        """Estimate the bytes by formula; images need masks and positions. See the contract."""
         rows, tokens = batch["input_ids"].shape
         has_images = "pixel_values" in batch
         rope = getattr(self.config.get_text_config(), "rope_parameters", None) or {}
@@ -92,5 +92,5 @@ class HFVisionModel(HFBlockModel):
             rows,
             tokens,
             is_padded=has_images or is_padded(batch),
-            position_rows=rows if "mrope_section" in rope else None,  # where each row has positions of its own,
+            position_rows=rows if "mrope_section" in rope else None,  # rows with their own positions
         )

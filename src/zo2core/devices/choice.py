@@ -9,7 +9,7 @@ from zo2core.protocols import Device
 
 
 def choose_device(device: Device | str) -> Device:
-    """Make the device that a name stands for: "cpu", "cuda" or "cuda:N". A device is returned as it is.
+    """Make the device with a name: "cpu", "cuda" or "cuda:N". A device is returned unchanged.
 
     Raises:
         OptionError: for any other name.
@@ -21,5 +21,5 @@ def choose_device(device: Device | str) -> Device:
         return HostDevice()
     kind, _, index = device.partition(":")
     if kind != "cuda" or not (index or "0").isdecimal():
-        raise OptionError("device", found=repr(device), expected="'cpu', 'cuda' or 'cuda:N'", remedy="choose one of these")
+        raise OptionError("device", found=repr(device), expected="'cpu', 'cuda' or 'cuda:N'", remedy="pass one of these")
     return CudaDevice(int(index or 0))

@@ -1,4 +1,4 @@
-"""A CUDA GPU as compute device. No other module knows of CUDA's streams, events and page-locking."""
+"""A CUDA GPU as compute device. No other module uses CUDA's streams, events and page-locking."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zo2core.io.direct_file import anonymous_memory
 from zo2core.protocols import Transfer, Wait
 from zo2core.types import Event, Lane
 
-_TURN = 64 << 20  # bytes after which a copy engine may turn to another queue: a few milliseconds
+_COPY_BYTES = 64 << 20  # size of one copy, after which a copy engine may serve another queue: a few milliseconds
 
 
 class _Clock:
-    """Tells the host's time of an event of the GPU: the two clocks are compared once, at the start."""
+    """Converts times of GPU events to the host's clock; the two clocks are compared once."""
 
     def __init__(self) -> None:
         self.origin: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -33,7 +33,7 @@ class CudaEvent:
 
     Args:
         clock: The device's clock.
-        stream: Where the event is recorded, now.
+        stream: The stream in which the event is recorded.
     """
 
     def __init__(self, clock: _Clock, stream: Any) -> None:
@@ -48,12 +48,12 @@ class CudaEvent:
 
     @property
     def seconds(self) -> float:
-        """When the stream reached it, on the clock of ``time.perf_counter``."""
+        """The time at which the stream reached it, on the clock of ``time.perf_counter``."""
         return self._clock.seconds + float(self._clock.origin.elapsed_time(self.recorded)) / 1e3  # from milliseconds
 
 
 class CudaStreams:
-    """Queues of one GPU for copies, one a lane, beside the queue that torch computes in.
+    """Streams of one GPU for copies, one a lane, besides the stream that torch computes in.
 
     Args:
         index: Number of the GPU.
@@ -62,8 +62,8 @@ class CudaStreams:
     def __init__(self, index: int) -> None:
         self._index = index
         with torch.cuda.device(index):
-            # One copy engine works towards the GPU beside the kernels, and a second one on the way back. Activations have
-            # queues of their own: they need not wait until a whole block has passed.
+            # One copy engine uploads while kernels run, a second one offloads. Activations have their own streams, so that
+            # they need not wait for a whole block.
             lanes = (Lane.UPLOAD, Lane.OFFLOAD, Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT)
             self._lanes: dict[Lane, Any] = {lane: _stream() for lane in lanes}
             self._clock = _Clock()
@@ -73,11 +73,11 @@ class CudaStreams:
         stream = self._lanes[lane]
         for event in after.values():
             stream.wait_event(_recorded(event))
-        begun = CudaEvent(self._clock, stream)
+        start = CudaEvent(self._clock, stream)
         with torch.cuda.stream(stream):
-            for to, origin in zip(torch.split(target, _TURN), torch.split(source, _TURN), strict=True):
+            for to, origin in zip(torch.split(target, _COPY_BYTES), torch.split(source, _COPY_BYTES), strict=True):
                 to.copy_(origin, non_blocking=True)
-        return Transfer(target, source, begun, CudaEvent(self._clock, stream))
+        return Transfer(target, source, start, CudaEvent(self._clock, stream))
 
     def mark(self) -> Event:
         """Record an event in the stream that torch computes in."""
@@ -118,8 +118,8 @@ class CudaDevice:
         self._torch_device = torch.device("cuda", index)
         self._streams = CudaStreams(index)
         self._locked: list[torch.Tensor] = []
-        # The system may give an address that is unmapped while CUDA takes it for locked to somebody else: then locking fails
-        # there. So a device that nobody closed unlocks, too, before it lets go of the memory.
+        # Locking fails at an address that was unmapped and mapped again while CUDA still takes it for locked. So a device
+        # that was not closed also unlocks its memory before it is freed.
         self._unlock = weakref.finalize(self, _unlock, self._streams, self._locked)
         self._unlock.atexit = False
 
@@ -130,7 +130,7 @@ class CudaDevice:
 
     @property
     def in_place(self) -> bool:
-        """Always false: kernels do not reach into host memory."""
+        """Always false, since kernels do not access host memory."""
         return False
 
     @property
@@ -151,11 +151,11 @@ class CudaDevice:
         with torch.cuda.device(self._torch_device):
             code = _cudart().cudaHostRegister(arena.data_ptr(), arena.numel(), 0)
         if int(code) != 0:
-            _forget_error(self._torch_device)
+            _clear_error(self._torch_device)
             raise DeviceError(
                 str(self._torch_device),
                 found=f"cudaHostRegister failed with code {int(code)} for {nbytes} bytes",
-                expected="as much host memory that may be locked",
+                expected="enough host memory that may be locked",
                 remedy="free memory, or raise the limit that `ulimit -l` shows",
             )
         self._locked.append(arena)
@@ -166,7 +166,7 @@ class CudaDevice:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._torch_device)
 
     def free_memory(self) -> int:
-        """Return what the driver has, and what torch keeps without using it."""
+        """Return the driver's free memory and torch's unused cache, in bytes."""
         free, _ = torch.cuda.mem_get_info(self._torch_device)
         kept = torch.cuda.memory_reserved(self._torch_device) - torch.cuda.memory_allocated(self._torch_device)
         return free + kept
@@ -184,8 +184,8 @@ def _unlock(streams: CudaStreams, locked: list[torch.Tensor]) -> None:
         _cudart().cudaHostUnregister(arena.data_ptr())
 
 
-def _forget_error(device: torch.device) -> None:
-    """CUDA hands its last error to whoever launches next, who has nothing to do with it: launch something."""
+def _clear_error(device: torch.device) -> None:
+    """Launch a kernel that takes CUDA's last error, which the next launch would raise otherwise."""
     with suppress(RuntimeError):
         torch.zeros(1, device=device)
 

@@ -1,4 +1,4 @@
-"""The CPU as compute device: segments are computed on where they lie, nothing is copied."""
+"""The CPU as compute device: segments are computed in their buckets, without copies."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zo2core.types import Event, Lane
 
 
 class HostStreams:
-    """The host does all work itself and at once, so that nothing is ever in flight."""
+    """Does all work at once, so that nothing is ever in flight."""
 
     def copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]) -> Transfer:
         """Copy now. See the contract."""
-        begun = now()
+        start = now()
         target.copy_(source)
-        return Transfer(target, source, begun, now())
+        return Transfer(target, source, start, now())
 
     def mark(self) -> Event:
         """Return the present moment: all compute issued so far is done."""
@@ -34,7 +34,7 @@ class HostStreams:
 
 
 class HostDevice:
-    """Computes on the buckets' own memory."""
+    """Computes in the buckets' memory."""
 
     def __init__(self) -> None:
         self._streams = HostStreams()
@@ -51,20 +51,20 @@ class HostDevice:
 
     @property
     def streams(self) -> HostStreams:
-        """The host's own order of work: one thing after the other."""
+        """Streams that do all work at once."""
         return self._streams
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Allocate page-aligned memory of exactly this size. A page takes room once it is touched."""
+        """Allocate page-aligned memory of exactly this size. Pages take memory once they are touched."""
         return torch.frombuffer(anonymous_memory(nbytes), dtype=torch.uint8)[:nbytes]
 
     def empty(self, nbytes: int) -> torch.Tensor:
-        """Allocate host memory: here it is the device's memory, too."""
+        """Allocate host memory, which is also the device's."""
         return self.host_memory(nbytes)
 
     def free_memory(self) -> int:
-        """Return what the system has."""
+        """Return the system's available memory, in bytes."""
         return psutil.virtual_memory().available
 
     def close(self) -> None:
-        """Do nothing: memory goes with its tensors."""
+        """Do nothing: memory is freed with its tensors."""

@@ -1,4 +1,4 @@
-"""What every lane did when, and traces of it."""
+"""Timelines of the lanes' work, and traces of them."""
 
 from zo2core.profiling.chrome_trace import Sweep as Sweep
 from zo2core.profiling.chrome_trace import Trace as Trace

@@ -1,13 +1,13 @@
-"""Sweeps as a file that Chrome's and Perfetto's trace viewers open: one lane each, with bytes.
+"""Sweeps as a trace file for Chrome's and Perfetto's viewers: a row for each lane, with bytes.
 
-The file is an array of JSON events, one a line, whose closing bracket may be missing: that of a process that was killed is
-as good as another. Complete events ("ph": "X") have times in microseconds on the clock of ``time.perf_counter``.
+The file is an array of JSON events, one a line, whose closing bracket may be missing, so the trace of a killed process is
+valid, too. Complete events ("ph": "X") have times in microseconds on the clock of ``time.perf_counter``.
 
     {"cat": "upload", "name": "block 3", "ts": ..., "dur": ..., "tid": lane and track, "args": {"bytes": ...}}
     {"cat": "sweep", "name": "step 7", "ts": ..., "dur": ..., "tid": 0}
 
-A sweep's event is the stretch of time that the step, or the evaluation's pass, has taken. What the lanes did for the next
-sweep already, or still for the last one, lies in it, too.
+A sweep's event is the time of the step or of the evaluation's pass. Work of the lanes for the next or the last sweep may
+overlap it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from zo2core.profiling.timeline import Span, Timeline, lane_uses
 from zo2core.types import Lane, LaneUse
 
 _SWEEP = "sweep"
-_STEP = "step "  # and its number: the name of a step's sweep
+_STEP = "step "  # prefix of the name of a step's sweep
 _LANES = list(Lane)
-_TRACKS = 1000  # thread numbers of one lane: its tracks
-_DIGITS = 3  # of microseconds: nanoseconds, as fine as the clock
+_TRACKS = 1000  # tracks of one lane, numbered as threads
+_DIGITS = 3  # of microseconds: nanoseconds, the clock's resolution
 
 
 class Sweep(NamedTuple):
-    """A stretch of time: what one sweep has taken."""
+    """The time span of one sweep."""
 
     name: str  # "step 7", "evaluation", "flush"
     begun: float  # seconds on the clock of ``time.perf_counter``
@@ -43,18 +43,18 @@ class Sweep(NamedTuple):
 
     @classmethod
     def of_step(cls, step: int, begun: float, done: float) -> Sweep:
-        """The sweep of a step, and all that the step took besides."""
+        """The whole time span of a step."""
         return cls(f"{_STEP}{step}", begun, done)
 
 
 class Trace:
-    """A file of sweeps, made with the first one.
+    """A file of sweeps, created with the first one.
 
     Args:
-        path: Must not exist.
+        path: Path of the file, which must not exist.
 
     Raises:
-        OutputError: if it does, or cannot be made.
+        OutputError: if the file exists or cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +71,7 @@ class Trace:
         else:
             raise self._unwritable("something at this path")
         if not os.access(path.parent, os.W_OK):
-            raise self._unwritable("a directory that is not there, or may not be written")
+            raise self._unwritable("a directory that does not exist, or is not writable")
 
     def add(self, spans: Iterable[Span], sweep: Sweep | None = None) -> None:
         """Write spans that are done, and the sweep that has ended.
@@ -135,16 +135,16 @@ class Trace:
             self._path,
             found=found,
             expected="a new file in a directory that can be written",
-            remedy="choose another path, or free space",
+            remedy="pass another path, or free space",
         )
 
 
 class TraceRecorder:
-    """Takes the spans of a timeline, sweep by sweep, adds them up and writes them to a trace.
+    """Takes the spans of a timeline sweep by sweep, sums them and writes them to a trace.
 
     Args:
-        timeline: Nobody else takes spans from it.
-        trace: To write them to, if any. Belongs to the caller.
+        timeline: The timeline; only this recorder takes spans from it.
+        trace: The trace to write to, if any. The caller closes it.
     """
 
     def __init__(self, timeline: Timeline, trace: Trace | None) -> None:
@@ -152,10 +152,10 @@ class TraceRecorder:
         self._trace = trace
 
     def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
-        """Take the spans that are done, write them down, and add up what each lane did.
+        """Write the spans that are done, and sum them by lane.
 
         Returns:
-            Lane to all bytes it moved, and to the time it was busy within the sweep.
+            Bytes moved, and busy time within the sweep, by lane.
 
         Raises:
             OutputError: if the trace cannot be written.
@@ -167,7 +167,7 @@ class TraceRecorder:
 
     @contextmanager
     def sweep(self, name: str) -> Iterator[None]:
-        """Take down what is done meanwhile, however it ends, so that no later step counts it as its own."""
+        """Record the work within the context, even if it fails, so that no later step counts it."""
         begun = time.perf_counter()
         try:
             yield
@@ -175,7 +175,7 @@ class TraceRecorder:
             self.ended(Sweep(name, begun, time.perf_counter()))
 
     def flush(self) -> None:
-        """Take down what was done outside of sweeps, so that no sweep counts it as its own.
+        """Record work done outside of sweeps, so that no sweep counts it.
 
         Raises:
             OutputError: if the trace cannot be written.
@@ -186,7 +186,7 @@ class TraceRecorder:
 
 
 def row_name(span: Span) -> str:
-    """Return what a span's row is called where traces are shown: its lane, or the evaluation."""
+    """Name a span's row in trace viewers: its lane, or the evaluation."""
     return f"evaluation {span.track + 1}" if span.lane is Lane.EVALUATE else span.lane.value
 
 

@@ -1,7 +1,7 @@
-"""The lanes of a sweep: what was done in each of them when, as spans of time with the bytes they moved.
+"""The work of a sweep in lanes, as spans of time with the bytes they moved.
 
-A lane is something that does one kind of work at a time: the disk's reads, the uploads, replay and forwards, the offloads,
-the disk's writes. The slowest lane alone is the bound that a sweep cannot beat however well the lanes overlap.
+A lane does one kind of work: disk reads, uploads, replay and forwards, offloads, or disk writes. The slowest lane's time is
+a lower bound of a sweep's time, however well the lanes overlap.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zo2core.types import Event, Lane, LaneUse
 
 
 class Passed(NamedTuple):
-    """An event that has passed, at a time of the host's clock."""
+    """An event that passed at a time of the host's clock."""
 
     seconds: float
     passed: bool = True
@@ -35,14 +35,14 @@ class Span(NamedTuple):
     begun: Event
     done: Event
     nbytes: int  # moved
-    track: int  # of a lane that shows several things apart: which evaluation
+    track: int  # row within the lane: the evaluation's index
 
 
 class Timeline:
-    """Spans that any thread may note.
+    """Spans that any thread may add.
 
     Args:
-        capacity: Spans that are kept. Where nobody takes them the oldest half is dropped.
+        capacity: Most spans that are kept; beyond it the oldest half is dropped.
     """
 
     def __init__(self, capacity: int = 1 << 16) -> None:
@@ -59,7 +59,7 @@ class Timeline:
 
     @contextmanager
     def noted(self, lane: Lane, name: str, nbytes: int = 0) -> Iterator[None]:
-        """Note what the host does within the context."""
+        """Add a span for the host's work within the context."""
         begun = now()
         try:
             yield
@@ -67,20 +67,20 @@ class Timeline:
             self.note(lane, name, begun, now(), nbytes)
 
     def take(self) -> list[Span]:
-        """Hand over the spans that are done, and forget them."""
+        """Return the spans that are done, and remove them."""
         with self._lock:
             spans, self._spans = self._spans, []
             taken: list[Span] = []
-            for span in spans:  # asked once: an event may pass at any time
+            for span in spans:  # read once, since an event may pass at any time
                 (taken if span.done.passed else self._spans).append(span)
         return taken
 
 
 class Gathered:
-    """Work in parts on several threads, noted as one span: from where the first part begins to where the last one ends.
+    """Work in parts on several threads, recorded as one span from the first part's start to the last one's end.
 
     Args:
-        timeline: The span is noted there.
+        timeline: Records the span.
         lane: The lane of all parts.
         name: The span's name.
         parts: Number of parts.
@@ -112,23 +112,23 @@ class Gathered:
 
 
 def lane_uses(spans: Iterable[Span], *, begun: float = float("-inf"), done: float = float("inf")) -> Mapping[Lane, LaneUse]:
-    """Each lane's busy time, work at once counted once, and its bytes.
+    """Sum each lane's bytes and its busy time, in which overlapping work counts once.
 
     Args:
-        spans: The bytes of every span count, also of one outside the stretch of time.
-        begun: Seconds on the events' clock; work before that is not in the busy time.
-        done: Seconds on the events' clock; work after that is not in the busy time.
+        spans: Spans, whose bytes all count.
+        begun: Start of the busy time, in seconds on the events' clock.
+        done: End of the busy time, in seconds on the events' clock.
     """
     by_lane: dict[Lane, list[Span]] = {lane: [] for lane in Lane}
     for span in spans:
         by_lane[span.lane].append(span)
     return {
-        lane: LaneUse(_busy_seconds(own, begun, done), sum(span.nbytes for span in own)) for lane, own in by_lane.items()
+        lane: LaneUse(_busy_seconds(work, begun, done), sum(span.nbytes for span in work)) for lane, work in by_lane.items()
     }
 
 
 def _busy_seconds(spans: Iterable[Span], since: float, until: float) -> float:
-    """Length of the part of the spans' union that lies within a stretch of time."""
+    """Length of the spans' union within a time span."""
     total, reached = 0.0, since
     for begun, done in sorted((span.begun.seconds, span.done.seconds) for span in spans):
         total += max(min(done, until) - max(begun, reached), 0.0)

@@ -1,12 +1,11 @@
-"""Compute block i while i+1 comes in and i-1 goes out (ZO2, arXiv 2503.12668, sections 5.2 to 5.4).
+"""Compute block i while block i+1 is uploaded and block i-1 is offloaded (ZO2, arXiv 2503.12668, sections 5.2 to 5.4).
 
-Two slots on the device take turns. While the device computes in one of them, the other one's block goes back and the next
-block comes in. A block's bytes are final once it is replayed, so it goes back beside its own forwards. Embedding, head and
-blocks that are kept have slots of their own, and stay. The sweep goes round: the next sweep's first block comes in while the
-head is computed. All order between the queues is by events; each wait bears its reason (``Wait``).
+Two slots on the device alternate. While the device computes in one of them, the other one's block is offloaded and the next
+block is uploaded. A block's bytes are final once it is replayed, so its offload overlaps its forwards. Embedding, head and
+blocks that are kept have permanent slots. The next sweep's first block is uploaded while the head is computed. Events order
+the queues; each wait has a reason (``Wait``).
 
-Where segments are computed on in their buckets there is nothing to move. What overlaps then is the source's own work: it is
-told early enough what comes next.
+Where segments are computed in their buckets there are no transfers, and only the source's own work overlaps with compute.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from zo2core.schedulers.upcoming import upcoming
 from zo2core.types import Bucket, Event, Lane
 
 SLOTS = 2
-AHEAD = 2  # blocks brought in early; as many slots are free while embedding and head are computed
+AHEAD = 2  # blocks uploaded early; as many slots are free while embedding and head are computed
 
 
 class _Slot:
@@ -35,17 +34,17 @@ class _Slot:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self.last_uses: dict[Wait, Event] = {}  # to be over before the memory is overwritten
+        self.last_uses: dict[Wait, Event] = {}  # must have passed before the memory is overwritten
 
 
 class _InBucket(NamedTuple):
-    """The segment is computed on in its bucket."""
+    """The segment is computed in its bucket."""
 
     bucket: Bucket
 
 
 class _Uploaded(NamedTuple):
-    """The segment is in a slot, or on its way there. Its bucket has what was uploaded."""
+    """The segment is in a slot, or being uploaded. Its bucket has the uploaded bytes."""
 
     slot: _Slot
     bucket: Bucket
@@ -53,7 +52,7 @@ class _Uploaded(NamedTuple):
 
 
 class _InSlot(NamedTuple):
-    """The segment is in a slot. Its bucket is released, or will be when the copy to it or from it is done."""
+    """The segment is in a slot. Its bucket is released, or will be once a copy to or from it is done."""
 
     slot: _Slot
 
@@ -70,10 +69,10 @@ _Held: TypeAlias = _InBucket | _Uploaded | _InSlot | _Returned
 
 @dataclass
 class _Arrival:
-    """A segment on the device, or on its way there."""
+    """A segment on the device, or being uploaded."""
 
     index: int
-    version: int | None  # of the bytes in the store; None: a replay failed half-way and they are lost
+    version: int | None  # version of the bytes in the store; None: a replay failed half-way and they are lost
     store: Store
     arrived: Event
     held: _Held = field(repr=False)
@@ -89,23 +88,23 @@ class _Leaving(NamedTuple):
 
 
 def spread(blocks: Sequence[int], kept: int) -> set[int]:
-    """The blocks that stay on a device, evenly spread, so that transfers have time in between."""
+    """Choose the blocks that stay on a device, evenly spread, so that transfers have time in between."""
     return {blocks[i * len(blocks) // kept] for i in range(kept)}
 
 
 class OverlappedScheduler:
-    """Transfers beside compute.
+    """Overlaps transfers with compute.
 
     Args:
-        source: Where segments come from. Belongs to the caller.
-        device: Where they are computed on. Belongs to the caller.
-        kept: Number of blocks that stay on the device, spread evenly over the sweep: they are visited without transfers.
-        goes_round: Whether the next sweep's first blocks come in while this one ends; not where the source brings blocks to
-            the present version, which is another one then.
-        timeline: Every transfer is noted there.
+        source: Source of the segments. The caller closes it.
+        device: Compute device. The caller closes it.
+        kept: Number of blocks that stay on the device, spread evenly over the sweep, and need no transfers.
+        across_sweeps: Whether the next sweep's first blocks are uploaded while this one ends. Must be false if
+            the source itself brings blocks to the present version, which is newer in the next sweep.
+        timeline: Records every transfer.
 
     Raises:
-        OptionError: if ``kept`` is not a number of blocks.
+        OptionError: if ``kept`` is negative or more than the model's blocks.
     """
 
     def __init__(
@@ -114,66 +113,68 @@ class OverlappedScheduler:
         device: Device,
         *,
         kept: int = 0,
-        goes_round: bool = True,
+        across_sweeps: bool = True,
         timeline: Timeline | None = None,
     ) -> None:
         self._source = source
         self._device = device
-        self._goes_round = goes_round
+        self._across_sweeps = across_sweeps
         self._timeline = Timeline() if timeline is None else timeline
         self._layouts = source.layouts
         blocks = [index for index, layout in enumerate(self._layouts) if not layout.resident]
         if not 0 <= kept <= len(blocks):
-            raise OptionError("kept", found=repr(kept), expected=f"0 to {len(blocks)} blocks", remedy="choose such a number")
+            raise OptionError(
+                "kept", found=repr(kept), expected=f"0 to {len(blocks)} blocks", remedy="pass a value in this range"
+            )
         staying = {index for index, layout in enumerate(self._layouts) if layout.resident} | spread(blocks, kept)
-        self._free: deque[_Slot] = deque()  # slots that blocks take in turn
+        self._free: deque[_Slot] = deque()  # free slots of blocks that do not stay
         self._own: dict[int, _Slot] = {}  # slots of segments that stay
         if not device.in_place:
             moving = [layout.nbytes for index, layout in enumerate(self._layouts) if index not in staying]
             self._free.extend(_Slot(device.empty(max(moving))) for _ in moving[:SLOTS])
             self._own = {index: _Slot(device.empty(self._layouts[index].nbytes)) for index in sorted(staying)}
         self._on_device: dict[int, _Arrival] = {}  # segments that stay, with their bytes
-        self._ahead: dict[int, _Arrival] = {}  # on their way for a later visit
+        self._ahead: dict[int, _Arrival] = {}  # uploaded early, for a later visit
         self._leaving: deque[_Leaving] = deque()
         self._out = 0  # blocks' buckets acquired and not released
 
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
-        reached: list[_Arrival] = []  # residents that are computed on in their buckets: released at the end
+        residents: list[_Arrival] = []  # residents computed in their buckets: released at the end
         arrival: _Arrival | None = None
         try:
             self._source.prefetch(self._missing(upcoming(order, 0)))
-            returns = len(set(order)) < len(order)  # to blocks that it has visited
+            has_revisits = len(set(order)) < len(order)
             for position, index in enumerate(order):
                 arrival = self._arrival(index)
                 coming: list[int] = []
-                ready = brought = 0
+                ready = started = 0
                 if not self._device.in_place:
-                    following = upcoming(order, position + 1) if self._goes_round else dict.fromkeys(order[position + 1 :])
-                    coming = self._missing(list(following))
+                    later = upcoming(order, position + 1) if self._across_sweeps else dict.fromkeys(order[position + 1 :])
+                    coming = self._missing(list(later))
                     ready = min(self._source.prefetch(coming), AHEAD)
-                    if index in coming:  # it cannot come before it has left
+                    if index in coming:  # it cannot be uploaded before it is offloaded
                         coming = coming[: coming.index(index)]
                         ready = min(ready, len(coming))
-                elif returns:  # else the source keeps to the order that it was told at the beginning
+                elif has_revisits:  # otherwise the order passed at the beginning still holds
                     self._source.prefetch(upcoming(order, position + 1))
-                while brought < ready and self._bring_ahead(coming[brought]):  # slots go to what is needed first
-                    brought += 1
+                while started < ready and self._bring_ahead(coming[started]):  # in the order in which they are needed
+                    started += 1
                 self._visit(visitor, arrival)
                 visited, arrival = arrival, None
                 if isinstance(visited.held, _InBucket) and self._layouts[index].resident:
-                    reached.append(visited)
+                    residents.append(visited)
                 else:
                     self._let_go(visited)
                 self._release_arrived()
-                if brought < min(len(coming), AHEAD):  # the host waits for the disk now, while the device computes
-                    self._bring_ahead(coming[brought])
-            if self._goes_round:
+                if started < min(len(coming), AHEAD):  # the host may wait for the disk, while the device computes
+                    self._bring_ahead(coming[started])
+            if self._across_sweeps:
                 self._prefetch_next_sweep(order)
         finally:
             if arrival is not None:
-                reached.append(arrival)
-            for resident in reached:
+                residents.append(arrival)
+            for resident in residents:
                 self._let_go(resident)
             self._release_all()
 
@@ -191,7 +192,7 @@ class OverlappedScheduler:
             self._release_all()
 
     def settle(self) -> None:
-        """Give back what was brought in ahead, and bring segments that stay back to their buckets. See the contract."""
+        """Release segments uploaded early, and offload segments that stay. See the contract."""
         for arrival in self._ahead.values():
             self._let_go(arrival)
         self._ahead.clear()
@@ -207,7 +208,7 @@ class OverlappedScheduler:
                 self._release(bucket, bucket.version)
 
     def _arrival(self, index: int) -> _Arrival:
-        """A segment that is on the device, or else begins to come now."""
+        """A segment on the device; starts its upload if it is not there."""
         return self._ahead.pop(index, None) or self._on_device.get(index) or self._bring(index)
 
     def _replay(self, visitor: Visitor, arrival: _Arrival) -> Event:
@@ -227,15 +228,15 @@ class OverlappedScheduler:
             arrival.version = before  # nothing was committed, so nothing was changed
 
     def _commit(self, arrival: _Arrival, before: int, version: int) -> None:
-        """The bytes of a segment are final for this sweep: those in a slot that changed begin their way back."""
+        """Start the offload of a segment whose bytes are final for this sweep, if they changed."""
         arrival.version, held = version, arrival.held
         if isinstance(held, _Uploaded) and version != before:
             self._send_back(held.slot, held.bucket, version, self._device.streams.mark())
             arrival.held = _InSlot(held.slot)
 
     def _return(self, arrival: _Arrival, held: _Uploaded | _InSlot | _Returned, replayed: Event) -> _Returned:
-        """Bring a slot's bytes to the segment's bucket, and wait until they are there."""
-        self._release_all()  # its own bucket may be on the way
+        """Copy a slot's bytes to the segment's bucket, and wait for the copy."""
+        self._release_all()  # its own bucket may still be in a copy
         bucket = self._acquire(arrival.index) if isinstance(held, _InSlot) else held.bucket
         version, arrival.version = arrival.version, None  # until the bucket has the slot's bytes
         arrival.held = returned = _Returned(held.slot, bucket)
@@ -246,11 +247,11 @@ class OverlappedScheduler:
         return returned
 
     def _missing(self, order: Sequence[int]) -> list[int]:
-        """The segments of an order that have to be brought in."""
+        """The segments of an order that must be uploaded."""
         return [index for index in order if index not in self._on_device and index not in self._ahead]
 
     def _prefetch_next_sweep(self, order: Sequence[int]) -> None:
-        """Bring in what the next sweep needs first; the host, which ran ahead, waits until that has gone back."""
+        """Upload the first blocks of the next sweep; the host waits until their offloads are done."""
         coming = self._missing(upcoming(order, 0))
         for position in range(min(len(coming), AHEAD)) if self._free else ():
             index = coming[position]
@@ -260,7 +261,7 @@ class OverlappedScheduler:
                 return
 
     def _bring_ahead(self, index: int) -> bool:
-        """Start bringing a segment in, if there is room on both sides and its bucket is not still on its way back."""
+        """Start a segment's upload, if a slot and a bucket are free and its bucket is not in a copy."""
         if self._device.in_place or any(leaving.bucket.segment == index for leaving in self._leaving):
             return False
         if not self._layouts[index].resident and self._out >= self._source.capacity:
@@ -274,7 +275,7 @@ class OverlappedScheduler:
         return True
 
     def _acquire(self, index: int) -> Bucket:
-        """Acquire a segment, after what has to be released before."""
+        """Acquire a segment's bucket, and before that release others if need be."""
         block = not self._layouts[index].resident
         while any(leaving.bucket.segment == index for leaving in self._leaving):
             self._release_one()
@@ -293,7 +294,7 @@ class OverlappedScheduler:
             return _Arrival(index, bucket.version, bucket.views, now(), _InBucket(bucket))
         stays = index in self._own
         if not (stays or self._free):
-            self._let_go(self._ahead.popitem()[1])  # for a sweep that is not this one's
+            self._let_go(self._ahead.popitem()[1])  # it was for another sweep
         slot = self._own[index] if stays else self._free.popleft()
         memory = slot.memory[: len(bucket.data)]
         try:
@@ -347,7 +348,7 @@ class OverlappedScheduler:
             self._release_one()
 
     def _release_all(self) -> None:
-        with ExitStack() as releases:  # each is released whatever became of the others
+        with ExitStack() as releases:  # each is released even if others fail
             for _ in self._leaving:
                 releases.callback(self._release_one)
 

@@ -1,4 +1,4 @@
-"""One thing after the other: the oracle that every other scheduler is compared with."""
+"""The serial scheduler: the oracle that every other scheduler is compared with."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SerialScheduler:
     """Uploads, replays, offloads and evaluates segment by segment, and waits for each.
 
     Args:
-        source: Where segments come from. Belongs to the caller.
-        device: Where they are computed on. Belongs to the caller.
-        timeline: Every transfer is noted there.
+        source: Source of the segments. The caller closes it.
+        device: Compute device. The caller closes it.
+        timeline: Records every transfer.
     """
 
     def __init__(self, source: BlockSource, device: Device, *, timeline: Timeline | None = None) -> None:
@@ -38,12 +38,12 @@ class SerialScheduler:
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
         """Visit the segments in this order. See the contract."""
         held: list[tuple[Bucket, int | None]] = []  # resident segments stay acquired until the sweep has ended
-        returns = len(set(order)) < len(order)  # to blocks that it has visited
+        has_revisits = len(set(order)) < len(order)
         self._source.prefetch(upcoming(order, 0))
         try:
             for position, index in enumerate(order):
                 bucket = self._source.acquire(index)
-                if returns:  # what was acquired is needed again before others
+                if has_revisits:  # acquired blocks are needed again, before others
                     self._source.prefetch(upcoming(order, position + 1))
                 version: int | None = None  # None: the visit failed before its bytes were final, and they are lost
 
@@ -80,7 +80,7 @@ class SerialScheduler:
             self._source.release(bucket, version)
 
     def settle(self) -> None:
-        """Do nothing: no bucket is held between sweeps, and nothing newer is on the device."""
+        """Do nothing, since no bucket is held between sweeps and nothing newer is on the device."""
 
     def _upload(self, bucket: Bucket) -> Store:
         if self._device.in_place:

@@ -1,4 +1,4 @@
-"""What a sweep needs next, as sources are told it."""
+"""The order in which a sweep needs segments next, for prefetching."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def upcoming(order: Sequence[int], position: int) -> list[int]:
-    """Segments in the order in which they are needed from a position on, each once; the next sweep has the same order.
+    """List each segment once, in the order of its next use; the next sweep has the same order.
 
     Args:
         order: Order of the sweep. A block may be in it more than once.
-        position: The first visit that is still to come.
+        position: Index of the next visit.
     """
     return list(dict.fromkeys([*order[position:], *order[:position]]))
