@@ -77,7 +77,15 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("train.jsonl", "eval.jsonl"):
         save_rows(folder / name, *({"prompt": "a b", "completion": f" c {word}"} for word in WORDS[2:6]))
     save_rows(folder / "texts.jsonl", {"text": "the cat sat"}, {"text": "the dog ran"})
-    save_rows(folder / "messages.jsonl", {"messages": [{"role": "user", "content": "the cat"}]})
+    save_rows(
+        folder / "messages.jsonl",
+        {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]},
+    )
+    (folder / "tweets.csv").write_text("text,reply,mood\nthe cat,sat,yes\nthe dog,ran,no\n")
+    datasets = importlib.import_module("datasets")
+    tweets = datasets.Dataset.from_csv(str(folder / "tweets.csv"), cache_dir=str(folder / "cache"))
+    tweets.to_parquet(folder / "tweets.parquet")
+    datasets.DatasetDict({"train": tweets}).save_to_disk(folder / "saved")
     (folder / "sst2").mkdir()
     for name in ("train", "validation"):
         save_rows(

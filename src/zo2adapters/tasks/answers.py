@@ -14,7 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import generate
-from zo2adapters.tasks.rows import TOO_LONG, parsed_rows
+from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_source import location
+from zo2adapters.tasks.rows import TOO_LONG, converted_rows, is_dropped, require_kept
 from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
 from zo2core import DataError, Runner
 
@@ -39,35 +41,44 @@ class AnswerScores:
     exact_match: float  # share of prompts whose generated answer is a right one, 0 to 1
 
 
-def read_questions(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_tokens: int) -> list[Question]:
+def read_questions(
+    path: Path, tokenizer: PreTrainedTokenizerBase, *, most_tokens: int, options: RowOptions | None = None
+) -> list[Question]:
     """Read a file of rows with ``prompt`` and ``answers``.
 
     Args:
-        path: JSONL file.
+        path: The file.
         tokenizer: The model's tokenizer.
-        most_tokens: Most tokens of a prompt; longer ones are refused.
+        most_tokens: Most tokens of a prompt; longer ones are refused by default.
+        options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
 
     Raises:
         DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
     """
-    questions = []
-    for line, row in parsed_rows(path):
+    options = RowOptions() if options is None else options
+    questions, dropped = [], 0
+    for line, row in converted_rows(path, options):
+        where = location(path, line)
         prompt: Any = row.get("prompt")
         answers: Any = row.get("answers")
         if not isinstance(prompt, str) or not _texts(answers):
             found = f"the keys {', '.join(map(repr, row))}"
             expected = "a text 'prompt' and a list of texts 'answers'"
-            raise DataError(f"{path}, line {line}", found=found, expected=expected, remedy="add the missing keys")
+            raise DataError(where, found=found, expected=expected, remedy="add the missing keys")
         ids = tuple(tokenizer(prompt, verbose=False)["input_ids"])
+        if is_dropped(where, len(ids), most_tokens, options):
+            dropped += 1
+            continue
         if not 0 < len(ids) <= most_tokens:
             is_long = len(ids) > most_tokens
             raise DataError(
-                f"{path}, line {line}",
+                where,
                 found=f"a prompt of {len(ids)} tokens",
                 expected=f"1 to {most_tokens}, so that `max_new_tokens` fit, too",
                 remedy=f"{TOO_LONG}, or lower `max_new_tokens`" if is_long else "write a prompt, or remove the row",
             )
         questions.append(Question(ids, tuple(answers)))
+    require_kept(path, len(questions), dropped, most_tokens)
     return questions
 
 

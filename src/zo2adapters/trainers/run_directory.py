@@ -23,9 +23,9 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
+from zo2adapters.tasks.row_source import data_sha256, saved_path
 from zo2adapters.trainers.metrics import Row, align_rows
 from zo2adapters.trainers.options import TrainOptions
-from zo2adapters.trainers.provenance import file_sha256
 from zo2core import BlockModel, DataError, Journal, OptionError, OutputError, ZO2Error
 from zo2core.checkpoint import require_unused
 from zo2core.errors import reason
@@ -59,8 +59,8 @@ class RunDirectory:
         self._lock = _lock(self.path)
         if not resume:
             require_new(self.path)
-        files = [path.resolve() for path in (options.data, options.evaluation) if path is not None]
-        checksums = {str(path): file_sha256(path) for path in files}
+        files = [path for path in (options.data, options.evaluation) if path is not None]
+        checksums = {saved_path(path): data_sha256(path) for path in files}
         self._created: list[Path] = []  # directories that this object created, deepest first
         try:
             self._created = missing_directories(self.path)
@@ -320,7 +320,7 @@ def _require_same_data(
     for option, path in (("data", options.data), ("evaluation", options.evaluation)):
         if path is None:
             continue
-        checksum, before = checksums[str(path.resolve())], saved_checksums.get(str(path.resolve()))
+        checksum, before = checksums[saved_path(path)], saved_checksums.get(saved_path(path))
         if checksum != before:
             raise DataError(
                 option,

@@ -15,7 +15,7 @@ from zo2adapters.models.checkpoint import resolve_directory
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.batches import training_batches
 from zo2adapters.tasks.registry import make_task
-from zo2adapters.tasks.row_files import Rows, read_rows
+from zo2adapters.tasks.row_files import Rows
 from zo2adapters.tasks.task import TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import with_kept_memory
@@ -101,9 +101,7 @@ class Trainer:
         length = options.batching.length_for(model)
         self._pad = pad_token_id(tokenizer)
         labelled_for = model.config if options.takes_labels else None
-        read_file = partial(read_rows, tokenizer=tokenizer, sequence_length=length, labelled_for=labelled_for)
-        self._data = read_file(options.data)
-        self._evaluation = None if options.evaluation is None else read_file(options.evaluation)
+        self._data, self._evaluation = options.files().read(tokenizer, sequence_length=length, labelled_for=labelled_for)
         task_options = TaskOptions(
             objective=options.objective,
             pad=self._pad,
@@ -169,7 +167,7 @@ class Trainer:
 
     def notices(self) -> list[str]:
         """Lines about precision and data to print before the run."""
-        return notices(self.options, self._model, self._data)
+        return notices(self.options, self._model, self._data, self._evaluation)
 
     @property
     def losses(self) -> list[float]:
