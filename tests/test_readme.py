@@ -54,6 +54,16 @@ def save_rows(path: Path, *rows: object) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+class Hub:
+    """Stands in for the hub, to which no test connects."""
+
+    def create_repo(self, *_: object, **__: object) -> None:
+        pass
+
+    def upload_folder(self, *_: object, **__: object) -> None:
+        pass
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the models and files that the pages speak of, and a finished run."""
@@ -104,6 +114,7 @@ def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     folder = tmp_path / "here"
     shutil.copytree(prepared, folder)
     monkeypatch.chdir(folder)
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     return folder
 
 

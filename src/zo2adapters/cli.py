@@ -101,6 +101,11 @@ COMMANDS: dict[str, CommandEntry] = {
         "Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout.",
         (_MODEL,),
     ),
+    "push": CommandEntry(
+        "zo2adapters.commands.push",
+        "Push",
+        "Upload an exported model or adapter, or the model of a run, to the Hugging Face hub.",
+    ),
     "verify": CommandEntry(
         "zo2adapters.commands.verify",
         "Verify",

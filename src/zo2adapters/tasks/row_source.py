@@ -277,7 +277,7 @@ def _dataset_rows(path: Path, dataset: _Dataset) -> Iterator[tuple[int, RowDict]
     if dataset.is_local and not any((directory / name).is_file() for name in _SAVED):
         raise DataError(
             path,
-            found="a directory that datasets has not saved",
+            found="no regular file, but a directory that datasets has not saved",
             expected=f"a data file, or a directory with {' or '.join(_SAVED)}",
             remedy="pass a file of it, or save the rows with save_to_disk",
         )

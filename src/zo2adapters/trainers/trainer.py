@@ -32,6 +32,7 @@ from zo2adapters.trainers.evaluations import (
 from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.metrics import progress, step_record, write_row
+from zo2adapters.trainers.model_card import CARD, model_card
 from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_due
 from zo2adapters.trainers.provenance import provenance, require_same_files
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, header_of, holds_model, require_new
@@ -304,11 +305,25 @@ class Trainer:
                 self._repeat_evaluation(step)
             best = best_step(self._losses()) if self.options.keep_best else None
             if best in (None, self.engine.version) and not repeated:
-                self.engine.export(exported)
+                self.engine.export(exported, files=self._card(self.engine.version))
             else:
-                with self._at_step(self.engine.version if best is None else best) as at_step:
-                    at_step.export(exported)
+                step = self.engine.version if best is None else best
+                with self._at_step(step) as at_step:
+                    at_step.export(exported, files=self._card(step))
         return exported
+
+    def _card(self, step: int) -> dict[str, bytes]:
+        """The model card of the export after this number of steps."""
+        options = self.options
+        card = model_card(
+            self.engine.journal,
+            version=step,
+            base=options.model,
+            head=options.model_options.head,
+            is_adapter=options.model_options.adapter is not None,
+            data=str(options.data),
+        )
+        return {CARD: card}
 
     def best_evaluation(self) -> str | None:
         """A line about the best evaluation; None without evaluations."""
