@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import io
 import json
 import re
 import shlex
@@ -160,7 +161,9 @@ def run_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert ended.stdout, command
     else:
         assert program == "zo2", command
-        main(arguments)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdin", io.StringIO("the cat\n/adapter\n/quit\n"))
+            main(arguments)
         assert capsys.readouterr().out, command
 
 

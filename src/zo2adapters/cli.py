@@ -95,6 +95,12 @@ COMMANDS: dict[str, CommandEntry] = {
         "Continue prompts with a model, or a run at any of its steps. Slow: each token takes a pass over all blocks.",
         (_MODEL, "zo2adapters.tasks.generation", "zo2adapters.trainers.base_check"),
     ),
+    "chat": CommandEntry(
+        "zo2adapters.commands.chat",
+        "Chat",
+        "Chat with a model, its adapters, or a run, in the terminal. Slow: each token takes a pass over all blocks.",
+        (_MODEL, "zo2adapters.tasks.generation", "zo2adapters.trainers.base_check"),
+    ),
     "export": CommandEntry(
         "zo2adapters.commands.export",
         "Export",
