@@ -92,6 +92,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "messages.jsonl",
         {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]},
     )
+    save_rows(folder / "answers.jsonl", {"prompt": "the cat", "answers": ["sat", "ran"]})
     (folder / "tweets.csv").write_text("text,reply,mood\nthe cat,sat,yes\nthe dog,ran,no\n")
     datasets = importlib.import_module("datasets")
     tweets = datasets.Dataset.from_csv(str(folder / "tweets.csv"), cache_dir=str(folder / "cache"))

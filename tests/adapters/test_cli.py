@@ -199,6 +199,7 @@ def test_options_of_a_run_are_kept_as_runs_have_always_kept_them(base: Path, row
         },
         "eval_split": None,
         "eval_seed": 0,
+        "samples": 0,
         "batching": {
             "batch_size": 2,
             "micro_batch_size": None,

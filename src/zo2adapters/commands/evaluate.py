@@ -22,7 +22,7 @@ from zo2core.planning.host_budget import parse_size
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
-    from zo2adapters.tasks.answers import Question
+    from zo2adapters.tasks.answers import Questions
     from zo2adapters.tasks.candidates import Choices
     from zo2adapters.tasks.row_files import Rows
 
@@ -98,8 +98,14 @@ class Evaluate(AtStep):
                     expected=f"at most {length - 1}",
                     remedy="pass a smaller value, or raise `sequence_length` if the model supports longer rows",
                 )
-            most_tokens = length - self.max_new_tokens
-            questions = read_questions(self.data, tokenizer, most_tokens=most_tokens, options=row_options)
+            questions = read_questions(
+                self.data,
+                tokenizer,
+                sequence_length=length,
+                max_new_tokens=self.max_new_tokens,
+                options=row_options,
+            )
+            self._print_lengths(questions, workers)
             self._evaluate_answers(at, model, tokenizer, questions, pad_token_id(tokenizer), workers)
             return
         dataset = read_dataset(self.data, tokenizer, sequence_length=length, options=row_options)
@@ -123,7 +129,7 @@ class Evaluate(AtStep):
             workers,
         )
 
-    def _print_lengths(self, rows: Rows, workers: Workers | None) -> None:
+    def _print_lengths(self, rows: Rows | Questions, workers: Workers | None) -> None:
         """Print how many rows were cut or left out."""
         from zo2adapters.trainers.run_notices import length_notices
 
@@ -182,15 +188,14 @@ class Evaluate(AtStep):
         at: AtStep,
         model: HFBlockModel,
         tokenizer: Any,
-        questions: Sequence[Question],
+        questions: Questions,
         pad: int,
         workers: Workers | None,
     ) -> None:
         from zo2adapters.tasks.answers import answer
 
-        longest = max(len(row.prompt) for row in questions) + self.max_new_tokens
         with (
-            self._engine(at, model, longest, workers) as engine,
+            self._engine(at, model, questions.longest, workers) as engine,
             tqdm(total=len(questions), unit="row", file=sys.stderr, disable=not is_first(workers)) as bar,
         ):
             answered = answer(
@@ -199,7 +204,6 @@ class Evaluate(AtStep):
                 tokenizer,
                 questions,
                 batch_size=self.batching.batch_size,
-                max_new_tokens=self.max_new_tokens,
                 pad_token_id=pad,
                 progress=bar.update,
             )

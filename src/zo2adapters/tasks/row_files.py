@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from zo2adapters.tasks.answers import Questions, read_questions
 from zo2adapters.tasks.candidates import Choices, read_choices
 from zo2adapters.tasks.labelled import LabelledRows, read_labelled_rows
 from zo2adapters.tasks.preferences import read_preferences
@@ -19,6 +20,9 @@ from zo2adapters.tasks.rows import Dataset, converted_rows, read_dataset
 from zo2core import DataError, OptionError
 
 Rows = Dataset | Choices | LabelledRows
+EvaluationRows = Rows | Questions
+
+MOST_ANSWER_TOKENS = 50  # most tokens of an answer that is generated in an evaluation of a run
 
 
 def format_of(path: Path, options: RowOptions | None = None) -> RowFormat:
@@ -125,8 +129,10 @@ class DataFiles(NamedTuple):
 
     def read(
         self, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int, labelled_for: PretrainedConfig | None
-    ) -> tuple[Rows, Rows | None]:
+    ) -> tuple[Rows, EvaluationRows | None]:
         """Read and tokenise the rows to train on, and those to evaluate on. See ``read_rows``.
+
+        Rows to evaluate on may also have answers. These are generated with at most 50 tokens, and half the sequence length.
 
         Raises:
             DataError: if a file cannot be read, or a row is malformed.
@@ -141,4 +147,8 @@ class DataFiles(NamedTuple):
             return rows, None
         if not options.labels and labelled_for is None:
             reading["options"] = with_labels(options, self.evaluation)
+        if labelled_for is None and format_of(self.evaluation, reading["options"]) is RowFormat.ANSWERS:
+            del reading["labelled_for"]
+            new = min(MOST_ANSWER_TOKENS, sequence_length // 2)
+            return rows, read_questions(self.evaluation, tokenizer, max_new_tokens=new, **reading)
         return rows, read_rows(self.evaluation, tokenizer, **reading)

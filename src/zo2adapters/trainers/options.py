@@ -13,7 +13,7 @@ from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, function_file, names_model_loss
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.tasks.row_source import saved_path
-from zo2adapters.trainers.batching import Batching
+from zo2adapters.trainers.batching import MOST_ROWS, Batching
 from zo2adapters.trainers.field_types import require_field_types
 from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.live_metrics import TrackerName
@@ -131,6 +131,9 @@ class RunOptions:
     """Seed with which --eval-split chooses the rows."""
     evaluate_every: int | None = None
     """Steps between two evaluations."""
+    samples: int = 0
+    """Number of rows whose prompts the model answers before and after training: the first rows to evaluate on or, without
+    these, to train on. The answers are in samples.jsonl, and zo2 report shows them; each token takes a sweep."""
     objective: str = AUTO
     """Objective to minimize. loss is the model's own loss. For rows with candidates: choice-loss is MeZO's loss over the
     candidates, accuracy and f1 have no gradient. For rows with chosen and rejected completions: dpo, with the base model as
@@ -188,6 +191,9 @@ class RunOptions:
             if not 0 < self.eval_split < 1:
                 expected = "a share between 0 and 1, such as 0.1"
                 raise OptionError("eval_split", found=repr(self.eval_split), expected=expected, remedy="pass such a share")
+        require_between("samples", self.samples, 0, MOST_ROWS)
+        if self.samples and self.takes_labels:
+            raise _conflict("samples", f"--head {self.model_options.head}", "a causal language model")
         require_between("eval_seed", self.eval_seed, -LARGEST, LARGEST)
         self.rows.require_valid(takes_labels=self.takes_labels)
         if self.optimization.per_row and not names_model_loss(self.objective):
@@ -367,7 +373,7 @@ _LATER = {
     *("beta", "head", "report_to"),
     *("clip_grad", "clip_median", "write_limit_tb", "rank", "period", "stack", "per_row"),
     *("adapter", "adapter_frozen", "pack", "first_order"),
-    *("rows", "eval_split", "eval_seed"),
+    *("rows", "eval_split", "eval_seed", "samples"),
 }
 """Options that runs of earlier versions did not save."""
 

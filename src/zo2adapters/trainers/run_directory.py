@@ -3,6 +3,7 @@
 options.json    options of the run, and checksums of its data files and of their tokens
 journal.jsonl   every step taken: the run itself
 metrics.jsonl   a row per step and per evaluation, for people and plots
+samples.jsonl   what the model answered to a few prompts before and after training
 scratch.*       blocks written back
 snapshot-*      adapter and optimizer of a first-order run after a number of steps
 factors.*       updates of finished periods of low-rank directions
@@ -35,9 +36,11 @@ from zo2core.io.durable import replace_file as replace_bytes
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
 JOURNAL = "journal.jsonl"
 MODEL = "model"
 LOCK = "lock"
+_REPLACED = ("options", "metrics", "samples")  # files that are written beside themselves and renamed
 
 
 class RunDirectory:
@@ -230,6 +233,24 @@ def checksums_at(options: TrainOptions, record: Mapping[str, Any]) -> dict[str, 
     return {now[role]: record["checksums"].get(saved[role]) for role in roles}
 
 
+def read_samples(directory: Path) -> list[dict[str, Any]]:
+    """Read the samples of a run's directory; what is damaged or missing is left out."""
+    try:
+        lines = read_regular(directory / SAMPLES).splitlines()
+    except OSError:
+        return []
+    samples = []
+    for line in lines:
+        try:
+            sample = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        texts = ("prompt", "expected", "generated")
+        if isinstance(sample, dict) and type(sample.get("step")) is int and type(sample.get("row")) is int:
+            samples += [sample] if all(isinstance(sample.get(name), str) for name in texts) else []
+    return samples
+
+
 def require_new(path: Path) -> None:
     """Refuse an output directory that is in use; remove the files of a process that was killed before its run started.
 
@@ -262,7 +283,7 @@ def missing_directories(run: Path) -> list[Path]:
 def remove_files(run: Path, directories: Sequence[Path]) -> None:
     """Remove a run's files, except its model, and those of the directories that are then empty."""
     stores = [f"{name}.{ending}" for name in ("scratch", "factors") for ending in ("bin", "jsonl", "partial")]
-    for name in (OPTIONS, JOURNAL, METRICS, LOCK, *stores, "options.partial", "metrics.partial"):
+    for name in (OPTIONS, JOURNAL, METRICS, SAMPLES, LOCK, *stores, *(f"{name}.partial" for name in _REPLACED)):
         with contextlib.suppress(OSError):
             (run / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # a directory has files that are not the run's

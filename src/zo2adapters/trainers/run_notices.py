@@ -8,7 +8,7 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
-from zo2adapters.tasks.row_files import Rows
+from zo2adapters.tasks.row_files import EvaluationRows, Rows
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import BlockLayout, DevicePlan, HostPlan
 from zo2core.perturbation import kept_bytes_a_step
@@ -16,7 +16,7 @@ from zo2core.planning.write_interval import terabytes_written
 from zo2core.types import shown_bytes
 
 
-def notices(options: TrainOptions, model: HFBlockModel, data: Rows, evaluation: Rows | None) -> list[str]:
+def notices(options: TrainOptions, model: HFBlockModel, data: Rows, evaluation: EvaluationRows | None) -> list[str]:
     """Lines about precision and data.
 
     Args:
@@ -37,7 +37,7 @@ def notices(options: TrainOptions, model: HFBlockModel, data: Rows, evaluation: 
     return lines
 
 
-def length_notices(rows: Rows) -> list[str]:
+def length_notices(rows: EvaluationRows) -> list[str]:
     """Lines about rows that are longer than the sequence length."""
     lines = [f"{rows.truncated} rows were cut to the sequence length"] if rows.truncated else []
     return (
