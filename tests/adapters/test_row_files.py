@@ -284,6 +284,18 @@ def test_messages_learn_the_answers_and_nothing_between_them(tmp_path: Path) -> 
     assert Dataset((row,), 0).digest() != Dataset((replace(row, later_prompts=()),), 0).digest()
 
 
+def test_a_run_of_an_earlier_version_goes_on_learning_all_tokens_of_messages(tmp_path: Path) -> None:
+    options = small_run(tmp_path)
+    finish(options)
+    path = options.output / "options.json"
+    record = json.loads(path.read_text())
+    assert RunDirectory.options(options.output).rows.train_on == "answers"
+    for name in ("rows", "eval_split", "eval_seed", "samples"):
+        del record["options"][name]
+    path.write_text(json.dumps(record))
+    assert RunDirectory.options(options.output).rows == RowOptions(train_on="all")
+
+
 def test_messages_without_an_answer_are_refused(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [ASK]}])
     with pytest.raises(DataError, match=r"line 1.*'assistant'.*--train-on all"):
