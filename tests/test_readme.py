@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import io
 import json
 import re
 import shlex
@@ -54,6 +55,16 @@ def save_rows(path: Path, *rows: object) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+class Hub:
+    """Stands in for the hub, to which no test connects."""
+
+    def create_repo(self, *_: object, **__: object) -> None:
+        pass
+
+    def upload_folder(self, *_: object, **__: object) -> None:
+        pass
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the models and files that the pages speak of, and a finished run."""
@@ -77,7 +88,16 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("train.jsonl", "eval.jsonl"):
         save_rows(folder / name, *({"prompt": "a b", "completion": f" c {word}"} for word in WORDS[2:6]))
     save_rows(folder / "texts.jsonl", {"text": "the cat sat"}, {"text": "the dog ran"})
-    save_rows(folder / "messages.jsonl", {"messages": [{"role": "user", "content": "the cat"}]})
+    save_rows(
+        folder / "messages.jsonl",
+        {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]},
+    )
+    save_rows(folder / "answers.jsonl", {"prompt": "the cat", "answers": ["sat", "ran"]})
+    (folder / "tweets.csv").write_text("text,reply,mood\nthe cat,sat,yes\nthe dog,ran,no\n")
+    datasets = importlib.import_module("datasets")
+    tweets = datasets.Dataset.from_csv(str(folder / "tweets.csv"), cache_dir=str(folder / "cache"))
+    tweets.to_parquet(folder / "tweets.parquet")
+    datasets.DatasetDict({"train": tweets}).save_to_disk(folder / "saved")
     (folder / "sst2").mkdir()
     for name in ("train", "validation"):
         save_rows(
@@ -96,6 +116,7 @@ def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     folder = tmp_path / "here"
     shutil.copytree(prepared, folder)
     monkeypatch.chdir(folder)
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     return folder
 
 
@@ -141,7 +162,9 @@ def run_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert ended.stdout, command
     else:
         assert program == "zo2", command
-        main(arguments)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stdin", io.StringIO("the cat\n/adapter\n/quit\n"))
+            main(arguments)
         assert capsys.readouterr().out, command
 
 

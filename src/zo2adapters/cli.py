@@ -86,7 +86,7 @@ COMMANDS: dict[str, CommandEntry] = {
     "evaluate": CommandEntry(
         "zo2adapters.commands.evaluate",
         "Evaluate",
-        "Evaluate a model, or a run at any of its steps, on a JSONL file.",
+        "Evaluate a model, or a run at any of its steps, on a data file.",
         (_TRAINER, "zo2adapters.tasks.scoring"),
     ),
     "generate": CommandEntry(
@@ -95,11 +95,22 @@ COMMANDS: dict[str, CommandEntry] = {
         "Continue prompts with a model, or a run at any of its steps. Slow: each token takes a pass over all blocks.",
         (_MODEL, "zo2adapters.tasks.generation", "zo2adapters.trainers.base_check"),
     ),
+    "chat": CommandEntry(
+        "zo2adapters.commands.chat",
+        "Chat",
+        "Chat with a model, its adapters, or a run, in the terminal. Slow: each token takes a pass over all blocks.",
+        (_MODEL, "zo2adapters.tasks.generation", "zo2adapters.trainers.base_check"),
+    ),
     "export": CommandEntry(
         "zo2adapters.commands.export",
         "Export",
         "Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout.",
         (_MODEL,),
+    ),
+    "push": CommandEntry(
+        "zo2adapters.commands.push",
+        "Push",
+        "Upload an exported model or adapter, or the model of a run, to the Hugging Face hub.",
     ),
     "verify": CommandEntry(
         "zo2adapters.commands.verify",

@@ -149,7 +149,7 @@ def test_messages_are_what_the_chat_template_makes_of_them(data_file: Path) -> N
         (row,) = read(data_file, {"messages": [ASK, ANSWER]}, tokenizer=tokenizer).rows
         expected = tokenizer.apply_chat_template([ASK, ANSWER], return_dict=False)
         assert list(row.input_ids) == expected
-        assert row.prompt_length == 0
+        assert text_of(row, row.prompt_length) == "It is blue.<|end|>"
     assert text_of(row) == "<|user|>What colour is the sky?<|end|><|assistant|>It is blue.<|end|>"
 
 
@@ -169,10 +169,10 @@ def test_kinds_are_recognised_row_by_row(data_file: Path) -> None:
         data_file,
         {"text": "The sky", "id": 7, "messages": None},
         {"prompt": "The", "completion": " sky", "source": {"url": "x"}},
-        {"messages": [ASK], "tools": []},
+        {"messages": [ASK, ANSWER], "tools": []},
     )
-    assert [text_of(row) for row in dataset] == ["The sky</s>", "The sky</s>", "<|user|>What colour is the sky?<|end|>"]
-    assert [row.prompt_length for row in dataset] == [0, 1, 0]
+    assert [text_of(row) for row in dataset] == ["The sky</s>", "The sky</s>", text_of(dataset[2])]
+    assert [row.prompt_length for row in dataset] == [0, 1, 10]
 
 
 # The file
@@ -293,7 +293,7 @@ def test_a_file_without_rows_is_refused(data_file: Path, content: bytes) -> None
 
 
 def test_a_missing_file_and_a_directory_are_refused(tmp_path: Path) -> None:
-    for path, found in ((tmp_path / "absent.jsonl", "No such file"), (tmp_path, "no regular file")):
+    for path, found in ((tmp_path / "absent.jsonl", "No such file"), (tmp_path, "datasets has not saved")):
         with pytest.raises(DataError) as caught:
             read_dataset(path, TOKENIZER, sequence_length=8)
         assert caught.value.where == str(path)

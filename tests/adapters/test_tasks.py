@@ -272,7 +272,7 @@ def test_preferences_are_evaluated_by_their_run_alone(here: Path) -> None:
             "--per-row: found the objective dpo; expected the objective loss",
         ),
         (("--data", "choices.jsonl", "--rank", "2", "--per-row"), "--per-row: found the objective choice-loss"),
-        (("--data", "choices.jsonl", "--evaluation", "preferences.jsonl"), "rows with the same fields"),
+        (("--data", "choices.jsonl", "--evaluation", "preferences.jsonl"), "rows with the fields of the training rows"),
     ],
     ids=str,
 )
@@ -388,7 +388,7 @@ def test_what_does_not_fit_is_one_line(
 def test_other_options_that_do_not_fit(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for more, said in (
         (["--keep-best"], "--keep-best: found True without rows to evaluate on"),
-        (["--evaluation", "pairs.jsonl"], "--evaluation: found rows with other fields"),
+        (["--evaluation", "pairs.jsonl"], "--evaluation: found rows with text"),
     ):
         with pytest.raises(SystemExit):
             train("choices", "accuracy", *more)

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -432,9 +432,9 @@ def test_a_base_that_vanishes_is_named(run: Path, place: Path, monkeypatch: pyte
     (place / "elsewhere").rename(place / "base")
     real = Replayer.export
 
-    def export(self: Runner, directory: Path) -> None:
+    def export(self: Runner, directory: Path, *, files: Mapping[str, bytes]) -> None:
         (place / "base/tokenizer.json").unlink()
-        real(self, directory)
+        real(self, directory, files=files)
 
     monkeypatch.setattr(Replayer, "export", export)
     said = refusal("export", "--run", run, "--output", place / "new")

@@ -14,6 +14,7 @@ from tqdm import tqdm
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.ranges import require_between
 from zo2adapters.tasks.row_format import RowFormat
+from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.worker_options import WorkerOptions, is_first
 from zo2core import NonFiniteLossError, OptionError, Runner, Workers
@@ -21,8 +22,9 @@ from zo2core.planning.host_budget import parse_size
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
-    from zo2adapters.tasks.answers import Question
+    from zo2adapters.tasks.answers import Questions
     from zo2adapters.tasks.candidates import Choices
+    from zo2adapters.tasks.row_files import Rows
 
 MOST_TOKENS = 1 << 20  # largest --max-new-tokens
 BATCHES = 8  # batches of the longest rows that memory is reserved for by default
@@ -30,11 +32,12 @@ BATCHES = 8  # batches of the longest rows that memory is reserved for by defaul
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate(AtStep):
-    """Evaluate a model, or a run at any of its steps, on a JSONL file."""
+    """Evaluate a model, or a run at any of its steps, on a data file."""
 
     data: Path
-    """JSONL file. Its rows are those of training, or have prompt, candidates and answer, or prompt and answers. A model with
-    another --head takes rows with text and label."""
+    """File of rows, as for zo2 train. They are those of training, or have prompt, candidates and answer, or prompt and
+    answers. A model with another --head takes rows with text and label."""
+    rows: RowOptions = field(default_factory=RowOptions)
     batching: Batching = field(default_factory=Batching)
     max_new_tokens: int = 50
     """Most tokens that the model generates for a row with answers; each token takes a pass over the blocks."""
@@ -55,7 +58,7 @@ class Evaluate(AtStep):
         from zo2adapters.tasks.answers import read_questions
         from zo2adapters.tasks.candidates import read_choices
         from zo2adapters.tasks.language_modelling_task import evaluate_dataset, perplexity
-        from zo2adapters.tasks.row_files import format_of
+        from zo2adapters.tasks.row_files import format_of, with_labels
         from zo2adapters.tasks.rows import read_dataset
         from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 
@@ -65,7 +68,10 @@ class Evaluate(AtStep):
         tokenizer = load_tokenizer(at.base())
         model = at.open_model(loss_chunk=self.batching.loss_chunk)
         length = self.batching.length_for(model)
-        rows = format_of(self.data) if at.model_options.head == "causal-lm" else RowFormat.LABELS
+        is_causal = at.model_options.head == "causal-lm"
+        self.rows.require_valid(takes_labels=not is_causal)
+        row_options = with_labels(self.rows, self.data) if is_causal else self.rows
+        rows = format_of(self.data, row_options) if is_causal else RowFormat.LABELS
         if self.batching.pack and rows in (RowFormat.CANDIDATES, RowFormat.ANSWERS, RowFormat.LABELS):
             found, expected = f"{self.data}, whose rows cannot be packed", "rows of text"
             raise OptionError("pack", found=found, expected=expected, remedy="leave it out")
@@ -73,7 +79,8 @@ class Evaluate(AtStep):
             self._evaluate_labels(at, model, tokenizer, length, workers)
             return
         if rows is RowFormat.CANDIDATES:
-            choices = read_choices(self.data, tokenizer, sequence_length=length)
+            choices = read_choices(self.data, tokenizer, sequence_length=length, options=row_options)
+            self._print_lengths(choices, workers)
             self._evaluate_choices(at, model, choices, pad_token_id(tokenizer), workers)
             return
         if rows is RowFormat.PREFERENCES:
@@ -91,10 +98,18 @@ class Evaluate(AtStep):
                     expected=f"at most {length - 1}",
                     remedy="pass a smaller value, or raise `sequence_length` if the model supports longer rows",
                 )
-            questions = read_questions(self.data, tokenizer, most_tokens=length - self.max_new_tokens)
+            questions = read_questions(
+                self.data,
+                tokenizer,
+                sequence_length=length,
+                max_new_tokens=self.max_new_tokens,
+                options=row_options,
+            )
+            self._print_lengths(questions, workers)
             self._evaluate_answers(at, model, tokenizer, questions, pad_token_id(tokenizer), workers)
             return
-        dataset = read_dataset(self.data, tokenizer, sequence_length=length)
+        dataset = read_dataset(self.data, tokenizer, sequence_length=length, options=row_options)
+        self._print_lengths(dataset, workers)
         with (
             self._engine(at, model, dataset.longest, workers) as engine,
             tqdm(total=len(dataset), unit="row", file=sys.stderr, disable=not is_first(workers)) as bar,
@@ -114,13 +129,21 @@ class Evaluate(AtStep):
             workers,
         )
 
+    def _print_lengths(self, rows: Rows | Questions, workers: Workers | None) -> None:
+        """Print how many rows were cut or left out."""
+        from zo2adapters.trainers.run_notices import length_notices
+
+        for line in length_notices(rows) if is_first(workers) else ():
+            print(line, file=sys.stderr)
+
     def _evaluate_labels(
         self, at: AtStep, model: HFBlockModel, tokenizer: Any, length: int, workers: Workers | None
     ) -> None:
         from zo2adapters.tasks.label_task import evaluate_labels
         from zo2adapters.tasks.labelled import padding_of, read_labelled_rows
 
-        rows = read_labelled_rows(self.data, tokenizer, model.config, sequence_length=length)
+        rows = read_labelled_rows(self.data, tokenizer, model.config, sequence_length=length, options=self.rows)
+        self._print_lengths(rows, workers)
         rows_at_once = self.batching.micro_batch_size or self.batching.batch_size
         pad = padding_of(model.config)
         with self._engine(at, model, rows.longest, workers) as engine:
@@ -165,15 +188,14 @@ class Evaluate(AtStep):
         at: AtStep,
         model: HFBlockModel,
         tokenizer: Any,
-        questions: Sequence[Question],
+        questions: Questions,
         pad: int,
         workers: Workers | None,
     ) -> None:
         from zo2adapters.tasks.answers import answer
 
-        longest = max(len(row.prompt) for row in questions) + self.max_new_tokens
         with (
-            self._engine(at, model, longest, workers) as engine,
+            self._engine(at, model, questions.longest, workers) as engine,
             tqdm(total=len(questions), unit="row", file=sys.stderr, disable=not is_first(workers)) as bar,
         ):
             answered = answer(
@@ -182,7 +204,6 @@ class Evaluate(AtStep):
                 tokenizer,
                 questions,
                 batch_size=self.batching.batch_size,
-                max_new_tokens=self.max_new_tokens,
                 pad_token_id=pad,
                 progress=bar.update,
             )

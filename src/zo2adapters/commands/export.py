@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from zo2adapters.commands.at_step import AtStep
 from zo2adapters.trainers.model_options import DtypeName
-from zo2core import OptionError
+from zo2adapters.trainers.run_directory import RunDirectory
+from zo2core import Journal, OptionError
 from zo2core.checkpoint import require_unused
 
 
@@ -36,6 +38,7 @@ class Export(AtStep):
             OptionError: if an adapter cannot represent what the run learned, or ``output_dtype`` is given for one.
         """
         from zo2adapters.models.adapter_export import export_adapter
+        from zo2adapters.trainers.model_card import CARD, model_card
 
         require_unused(self.output)
         if self.as_adapter and self.output_dtype != "auto":
@@ -43,9 +46,18 @@ class Export(AtStep):
             raise OptionError("output_dtype", found=self.output_dtype, expected=expected, remedy="leave it out")
         at = self.resolved()
         model = at.open_model(export_dtype=self.output_dtype)
-        with at.engine(model) as engine:
+        data = None if self.run_directory is None else str(RunDirectory.options(self.run_directory).data)
+        with at.engine(model) as engine, closing(Journal(at.journal)) as journal:
+            card = model_card(
+                journal,
+                version=engine.version,
+                base=str(at.model),
+                head=at.model_options.head,
+                is_adapter=self.as_adapter or at.model_options.adapter is not None,
+                data=data,
+            )
             if self.as_adapter:
-                export_adapter(engine, model, self.output, base=str(at.model))
+                export_adapter(engine, model, self.output, base=str(at.model), files={CARD: card})
             else:
-                engine.export(self.output)
+                engine.export(self.output, files={CARD: card})
             print(f"{self.output}: the {'adapter' if self.as_adapter else 'model'} after {engine.version} steps")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from zo2adapters.ranges import require_at_least, require_between
+from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import MethodName
 from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
@@ -54,12 +55,13 @@ class Plan:
     """With --method: the adapter to train, as for training."""
     directions: Directions = field(default_factory=Directions)
     data: Path | None = None
-    """JSONL file to train on, whose rows are tokenised for their lengths. Without it every row is as long as
+    """File to train on, as in zo2 train, whose rows are tokenised for their lengths. Without it every row is as long as
     --sequence-length."""
     evaluation: Path | None = None
-    """JSONL file to evaluate on, as in zo2 train."""
+    """File to evaluate on, as in zo2 train."""
     evaluate_every: int | None = None
     """Steps between evaluations, as in zo2 train."""
+    rows: RowOptions = field(default_factory=RowOptions)
     steps: int = 1000
     """Steps of the run whose total time is printed."""
     workers: int = 1
@@ -92,6 +94,7 @@ class Plan:
                     remedy="pass both files, or leave it out",
                 )
         require_at_least("steps", self.steps, 1)
+        self.rows.require_valid(takes_labels=self.model_options.head != "causal-lm")
         if self.method is not None or self.adapter is not None:
             self._plan_first_order()
             return
@@ -189,7 +192,7 @@ class Plan:
 
     def _shapes(self, model: HFBlockModel, directory: Path) -> RowShapes:
         """The shapes of the run's batches, from its rows if they are given."""
-        from zo2adapters.tasks.row_files import read_rows
+        from zo2adapters.tasks.row_files import DataFiles
         from zo2adapters.tasks.tokenizer import load_tokenizer
         from zo2adapters.trainers.batch_shapes import RowShapes
 
@@ -199,6 +202,5 @@ class Plan:
         labelled_for = None if self.model_options.head == "causal-lm" else model.config
         options: dict[str, Any] = {"sequence_length": length, "labelled_for": labelled_for}
         options["tokenizer"] = load_tokenizer(directory)
-        data = read_rows(self.data, **options)
-        evaluation = None if self.evaluation is None else read_rows(self.evaluation, **options)
+        data, evaluation = DataFiles(self.data, self.evaluation, self.rows).read(**options)
         return RowShapes.of_rows(self.batching, data, evaluation, seed=0)

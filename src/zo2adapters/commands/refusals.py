@@ -20,6 +20,7 @@ _FLAGS = {
     "memory.activations": "activation_memory",
     "memory.least_activations": "activation_memory",
     "adapter.frozen": "adapter_frozen",
+    "adapters": "adapter",
     "adapter.seed": "seed",
     "perturbation": "rank",
     "perturbation.rank": "rank",

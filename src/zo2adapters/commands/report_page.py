@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zo2adapters.commands.run_journal import metrics_of, read_journal
 from zo2adapters.trainers.metrics import Row, align_rows, row_of
-from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS
+from zo2adapters.trainers.run_directory import JOURNAL, OPTIONS, read_samples
 from zo2core import JournalError, MissingPackageError, OptionError, Update
 from zo2core.errors import reason
 from zo2core.estimators.run_health import is_refused
@@ -46,6 +46,7 @@ class Run(NamedTuple):
     taken: Sequence[Update | Commit]  # steps of the journal
     steps: list[dict[str, Any]]  # rows of metrics.jsonl that describe steps, in order
     evaluations: list[dict[str, Any]]  # rows of metrics.jsonl that describe evaluations, in order
+    samples: list[dict[str, Any]]  # rows of samples.jsonl, in order
 
     @property
     def label(self) -> str:
@@ -96,7 +97,9 @@ def read_run(directory: Path) -> Run:
     rows = align_rows(metrics_of(directory), journal).rows
     steps = [_step_row(row, journal.steps[row["step"]]) for row in rows if "loss" in row]
     evaluations = [_numbers(row) for row in rows if "evaluation_loss" in row]
-    return Run(_printable(directory.name or str(directory)), options, journal.steps, steps, evaluations)
+    return Run(
+        _printable(directory.name or str(directory)), options, journal.steps, steps, evaluations, read_samples(directory)
+    )
 
 
 def _printable(name: str) -> str:
@@ -133,6 +136,8 @@ def page(runs: Sequence[Run]) -> str:
     parts = [f"<h1>{title}</h1>", _summary(runs), "<h2>Loss</h2>", _losses(runs)]
     if any(run.evaluations for run in runs):
         parts += ["<h2>Evaluations</h2>", _evaluations(runs)]
+    for run in runs:
+        parts += [f"<h2>Samples of {html.escape(run.name)}</h2>", _samples(run)] if run.samples else []
     parts += ["<h2>Time of a step, and memory</h2>", _costs(runs)]
     parts += ["<h2>Lanes</h2>", _lanes(runs), "<h2>Options</h2>", _options(runs)]
     head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
@@ -206,6 +211,19 @@ def _evaluations(runs: Sequence[Run]) -> str:
         axes[0].legend(frameon=False)
 
     return _figure(len(names), draw)
+
+
+def _samples(run: Run) -> str:
+    """The answers to each prompt, by the number of steps."""
+    steps = sorted({sample["step"] for sample in run.samples})
+    answers = {(sample["row"], sample["step"]): sample for sample in run.samples}
+    rows = []
+    for row in sorted({row for row, _ in answers}):
+        given = [answers.get((row, step)) for step in steps]
+        first = next(sample for sample in given if sample is not None)
+        texts = ["" if sample is None else sample["generated"] for sample in given]
+        rows.append([first["prompt"], first["expected"], *texts])
+    return _table(["prompt", "expected", *(f"after {step} steps" for step in steps)], rows)
 
 
 def _costs(runs: Sequence[Run]) -> str:

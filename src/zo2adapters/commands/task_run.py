@@ -81,6 +81,7 @@ def require_consistent(task: str, options: RunOptions) -> None:
     """
     for option, found, expected in (
         ("evaluation", options.evaluation, "none, because the task has its own rows to choose the best step with"),
+        ("eval_split", options.eval_split, "none, because the task has its own rows to choose the best step with"),
         ("head", options.model_options.head if options.takes_labels else None, "none, because the rows have candidates"),
         ("beta", options.beta, "none, because the rows have candidates, not preferences"),
         ("adapter", options.model_options.adapter, "none: to train an adapter, write the rows with zo2 rows first"),

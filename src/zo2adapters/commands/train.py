@@ -63,8 +63,9 @@ class Train(RunOptions):
     model: str | None = None
     """Model directory with safetensors weights, or a hub id."""
     data: Path | None = None
-    """JSONL file. Each row has text, or prompt and completion (loss on the completion only), or messages. With --task it is
-    the directory with the benchmark's files, which are downloaded from the hub by default."""
+    """File of rows: JSONL, JSON, CSV or Parquet, a directory that datasets saved, or name:split of the hub. Each row has
+    text, or prompt and completion (loss on the completion only), or messages. With --task it is the directory with the
+    benchmark's files, which are downloaded from the hub by default."""
     task: str | None = None
     """Benchmark, such as sst2. Its rows are written to DIR.rows, the model is scored, trained with --keep-best, and scored
     again. zo2 rows lists the benchmarks, and writes the rows alone."""

@@ -37,7 +37,7 @@ class Tune(RunOptions):
     model: str
     """Model directory with safetensors weights, or a hub id."""
     data: Path
-    """JSONL file to train on, as for zo2 train."""
+    """File to train on, as for zo2 train."""
     output: Path
     """Directory for tune.json and the trials, each of which is a run. The same command continues interrupted trials."""
     forwards: int = 2000

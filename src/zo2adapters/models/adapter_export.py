@@ -6,8 +6,10 @@ V^T as its ``lora_A``. What has no such form (norms, biases, tables of positions
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -25,7 +27,14 @@ from zo2core.perturbation import Columns, Learned
 _LAYER, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
 
 
-def export_adapter(replayer: Runner, model: HFBlockModel, directory: Path | str, *, base: str) -> None:
+def export_adapter(
+    replayer: Runner,
+    model: HFBlockModel,
+    directory: Path | str,
+    *,
+    base: str,
+    files: Mapping[str, Path | bytes] = MappingProxyType({}),
+) -> None:
     """Write what a run has learned as ``PeftModel.from_pretrained`` loads it on the base.
 
     The loss is that of the exported model, but for the order of sums and the dtype in which peft adds them.
@@ -35,6 +44,7 @@ def export_adapter(replayer: Runner, model: HFBlockModel, directory: Path | str,
         model: The replayer's.
         directory: Must not exist, or be empty. It appears whole or not at all.
         base: What the adapter says its base is: a path, or a hub id.
+        files: Further files of the directory: name to content, or to the file to copy.
 
     Raises:
         OptionError: if directions are in the weights, the run trains an adapter already, or there are more columns than a
@@ -63,7 +73,7 @@ def export_adapter(replayer: Runner, model: HFBlockModel, directory: Path | str,
         task_type=None if isinstance(model, HFHeadModel) else "CAUSAL_LM",  # peft's own for other heads add a head of theirs
         inference_mode=True,
     )
-    write_adapter(Path(directory), plain_config(config), parts.tensors)
+    write_adapter(Path(directory), plain_config(config), parts.tensors, files)
 
 
 class _Parts:

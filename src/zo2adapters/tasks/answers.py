@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.generation import generate
-from zo2adapters.tasks.rows import TOO_LONG, parsed_rows
+from zo2adapters.tasks.row_format import RowFormat
+from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_source import location
+from zo2adapters.tasks.rows import TOO_LONG, converted_rows, is_dropped, require_kept
 from zo2adapters.tasks.sharding import gather_in_order, is_own_shard
 from zo2core import DataError, Runner
 
@@ -29,6 +34,51 @@ class Question:
     prompt: tuple[int, ...]  # token ids, at least one
     answers: tuple[str, ...]  # right answers, at least one
 
+    @property
+    def sequences(self) -> list[tuple[int, int]]:
+        """The sequences of the row: tokens of each, and for how many of these logits are needed."""
+        return [(len(self.prompt), 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """The rows of a file of prompts with right answers, in file order."""
+
+    format: ClassVar = RowFormat.ANSWERS
+
+    rows: tuple[Question, ...]  # at least one
+    max_new_tokens: int  # most tokens of a generated answer
+    dropped: int = 0  # number of rows that were left out because they are too long
+    truncated: int = 0  # number of shortened rows: always 0, because these rows cannot be cut
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Question:
+        return self.rows[index]
+
+    def __iter__(self) -> Iterator[Question]:
+        return iter(self.rows)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a prompt with an answer."""
+        return max(len(row.prompt) for row in self.rows) + self.max_new_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(len(row.prompt) for row in self.rows)
+
+    @property
+    def most_sequences(self) -> int:
+        """Most sequences of a row."""
+        return 1
+
+    def digest(self) -> str:
+        """SHA-256 over prompts and answers."""
+        return hashlib.sha256(json.dumps([[row.prompt, row.answers] for row in self.rows]).encode()).hexdigest()
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerScores:
@@ -39,46 +89,61 @@ class AnswerScores:
     exact_match: float  # share of prompts whose generated answer is a right one, 0 to 1
 
 
-def read_questions(path: Path, tokenizer: PreTrainedTokenizerBase, *, most_tokens: int) -> list[Question]:
+def read_questions(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sequence_length: int,
+    max_new_tokens: int,
+    options: RowOptions | None = None,
+) -> Questions:
     """Read a file of rows with ``prompt`` and ``answers``.
 
     Args:
-        path: JSONL file.
+        path: The file.
         tokenizer: The model's tokenizer.
-        most_tokens: Most tokens of a prompt; longer ones are refused.
+        sequence_length: Most tokens of a prompt with its answer; longer prompts are refused by default.
+        max_new_tokens: Most tokens of a generated answer.
+        options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
 
     Raises:
         DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
     """
-    questions = []
-    for line, row in parsed_rows(path):
+    options = RowOptions() if options is None else options
+    most_tokens = sequence_length - max_new_tokens
+    questions, dropped = [], 0
+    for line, row in converted_rows(path, options):
+        where = location(path, line)
         prompt: Any = row.get("prompt")
         answers: Any = row.get("answers")
         if not isinstance(prompt, str) or not _texts(answers):
             found = f"the keys {', '.join(map(repr, row))}"
             expected = "a text 'prompt' and a list of texts 'answers'"
-            raise DataError(f"{path}, line {line}", found=found, expected=expected, remedy="add the missing keys")
+            raise DataError(where, found=found, expected=expected, remedy="add the missing keys")
         ids = tuple(tokenizer(prompt, verbose=False)["input_ids"])
+        if is_dropped(where, len(ids), most_tokens, options):
+            dropped += 1
+            continue
         if not 0 < len(ids) <= most_tokens:
             is_long = len(ids) > most_tokens
             raise DataError(
-                f"{path}, line {line}",
+                where,
                 found=f"a prompt of {len(ids)} tokens",
                 expected=f"1 to {most_tokens}, so that `max_new_tokens` fit, too",
                 remedy=f"{TOO_LONG}, or lower `max_new_tokens`" if is_long else "write a prompt, or remove the row",
             )
         questions.append(Question(ids, tuple(answers)))
-    return questions
+    require_kept(path, len(questions), dropped, most_tokens)
+    return Questions(tuple(questions), max_new_tokens, dropped)
 
 
 def answer(
     engine: Runner,
     model: HFBlockModel,
     tokenizer: PreTrainedTokenizerBase,
-    questions: Sequence[Question],
+    questions: Questions,
     *,
     batch_size: int,
-    max_new_tokens: int,
     pad_token_id: int,
     progress: Callable[[int], object],
 ) -> AnswerScores:
@@ -90,14 +155,17 @@ def answer(
         tokenizer: The model's tokenizer.
         questions: The prompts with their right answers.
         batch_size: Number of prompts in a batch.
-        max_new_tokens: Most tokens of an answer.
         pad_token_id: Token id at padded positions.
         progress: Called with the number of prompts of each batch.
     """
     line_end = tokenizer("\n", add_special_tokens=False)["input_ids"]
     ends = {*([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []), *line_end[-1:]}
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "eos_token_ids": ends, "pad_token_id": pad_token_id}
-    groups = [questions[start : start + batch_size] for start in range(0, len(questions), batch_size)]
+    options: dict[str, Any] = {
+        "max_new_tokens": questions.max_new_tokens,
+        "eos_token_ids": ends,
+        "pad_token_id": pad_token_id,
+    }
+    groups = [questions.rows[start : start + batch_size] for start in range(0, len(questions), batch_size)]
     texts: list[str] = []
     f1, exact = [], []
     for number, group in enumerate(groups):
@@ -112,8 +180,27 @@ def answer(
             f1.append(max(f1_of_words(text, right) for right in row.answers))
             exact.append(float(any(normalized(text) == normalized(right) for right in row.answers)))
     counts = [len(group) for group in groups]
-    means = [sum(gather_in_order(engine, values, counts, questions)) / len(questions) for values in (f1, exact)]
+    means = [sum(gather_in_order(engine, values, counts, questions.rows)) / len(questions) for values in (f1, exact)]
     return AnswerScores(tuple(texts), *means)
+
+
+def evaluate_answers(
+    engine: Runner,
+    model: HFBlockModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Questions,
+    *,
+    batch_size: int,
+    pad_token_id: int,
+) -> dict[str, float]:
+    """Evaluate the current weights by the answers that they generate. See ``answer``.
+
+    Returns:
+        ``f1`` and ``exact_match``, and ``loss``, which is 1 - F1.
+    """
+    options: dict[str, Any] = {"batch_size": batch_size, "pad_token_id": pad_token_id, "progress": lambda rows: None}
+    scores = answer(engine, model, tokenizer, questions, **options)
+    return {"loss": 1 - scores.f1, "f1": scores.f1, "exact_match": scores.exact_match}
 
 
 def normalized(text: str) -> str:

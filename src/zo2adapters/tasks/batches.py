@@ -40,6 +40,9 @@ def collate(rows: Sequence[TokenizedRow], *, pad_token_id: int) -> dict[str, tor
     position = torch.arange(input_ids.shape[1])
     tokens = position < torch.tensor([[len(row.input_ids)] for row in rows])
     prompt = position < torch.tensor([[row.prompt_length] for row in rows])
+    for index, row in enumerate(rows):
+        for start, end in row.later_prompts:
+            prompt[index, start:end] = True
     labels = input_ids.masked_fill(prompt | ~tokens, IGNORE_INDEX)
     return {"input_ids": input_ids, "attention_mask": tokens.to(torch.int64), "labels": labels}
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from zo2adapters.optional_package import optional_package
 from zo2adapters.tasks.benchmarks import BENCHMARKS, Benchmark
-from zo2adapters.tasks.rows import parsed_rows
+from zo2adapters.tasks.row_source import parsed_rows
 from zo2core import DataError, OptionError
 
 Rows = list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""JSONL files of questions with candidate answers: rows of ``prompt``, ``candidates`` and ``answer``."""
+"""Data files of questions with candidate answers: rows of ``prompt``, ``candidates`` and ``answer``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.tasks.row_format import RowFormat
-from zo2adapters.tasks.rows import TOO_LONG, completion_ids, parsed_rows
+from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_source import location
+from zo2adapters.tasks.rows import TOO_LONG, completion_ids, converted_rows, is_dropped, require_kept
 from zo2core import DataError
 
 
@@ -42,7 +44,8 @@ class Choices:
     format: ClassVar = RowFormat.CANDIDATES
 
     rows: tuple[Choice, ...]  # at least one
-    truncated: int = 0  # number of shortened rows: always 0, because rows that are too long are refused
+    truncated: int = 0  # number of shortened rows: always 0, because these rows cannot be cut
+    dropped: int = 0  # number of rows that were left out because they are too long
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -76,25 +79,34 @@ class Choices:
         return digest.hexdigest()
 
 
-def read_choices(path: Path, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int) -> Choices:
+def read_choices(
+    path: Path, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int, options: RowOptions | None = None
+) -> Choices:
     """Read and tokenise a file of choices. Each candidate is appended to its prompt as it is, including spaces.
 
     Args:
-        path: JSONL file; ``answer`` is the right candidate, or its index from 0, or a list of indices if several are right.
+        path: The file; ``answer`` is the right candidate, or its index from 0, or a list of indices if several are right.
         tokenizer: The model's tokenizer.
-        sequence_length: Most tokens of a prompt with a candidate; longer ones are refused.
+        sequence_length: Most tokens of a prompt with a candidate; longer ones are refused by default.
+        options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
 
     Raises:
         DataError: if the file cannot be read, or a row is malformed or too long; the error gives the line.
     """
-    return Choices(tuple(_choices(path, tokenizer, sequence_length)))
+    rows = list(_choices(path, tokenizer, sequence_length, RowOptions() if options is None else options))
+    kept = tuple(row for row in rows if row is not None)
+    require_kept(path, len(kept), len(rows), sequence_length)
+    return Choices(kept, dropped=len(rows) - len(kept))
 
 
-def _choices(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> Iterator[Choice]:
-    for line, row in parsed_rows(path):
+def _choices(
+    path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int, options: RowOptions
+) -> Iterator[Choice | None]:
+    """Yield each row, None for one that is left out."""
+    for line, row in converted_rows(path, options):
 
         def refuse(found: str, expected: str, remedy: str, line: int = line) -> DataError:
-            return DataError(f"{path}, line {line}", found=found, expected=expected, remedy=remedy)
+            return DataError(location(path, line), found=found, expected=expected, remedy=remedy)
 
         prompt, answer = row.get("prompt"), row.get("answer")
         candidates: Any = row.get("candidates")
@@ -111,6 +123,9 @@ def _choices(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: in
         if not 0 < len(choice.prompt) < shortest:
             found = f"a prompt of {len(choice.prompt)} tokens, a candidate of {shortest - len(choice.prompt)} tokens"
             raise refuse(found, "at least 1 token of each", "lengthen the texts, or remove the row")
+        if is_dropped(location(path, line), longest, sequence_length, options):
+            yield None
+            continue
         if longest > sequence_length:
             found = f"a prompt of {len(choice.prompt)} tokens, {longest} with the longest candidate"
             raise refuse(found, f"at most {sequence_length} together", TOO_LONG)

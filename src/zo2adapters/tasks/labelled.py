@@ -1,4 +1,4 @@
-"""JSONL files of texts with labels, for models that classify or predict numbers: rows of ``text`` and ``label``."""
+"""Data files of texts with labels, for models that classify or predict numbers: rows of ``text`` and ``label``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zo2adapters.tasks.row_format import RowFormat
-from zo2adapters.tasks.rows import TokenRows, parsed_rows
+from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_source import location
+from zo2adapters.tasks.rows import TOO_LONG, TokenRows, converted_rows, require_kept
 from zo2core import DataError, OptionError
 
 Label = int | float | tuple[float, ...]  # a class, a number, or a number for each class
@@ -51,26 +53,33 @@ class LabelledRows(TokenRows[LabelledRow]):
 
 
 def read_labelled_rows(
-    path: Path, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, *, sequence_length: int
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PretrainedConfig,
+    *,
+    sequence_length: int,
+    options: RowOptions | None = None,
 ) -> LabelledRows:
     """Read and tokenise a file of texts with labels.
 
     Args:
-        path: JSONL file. A row has ``text``, for pairs of texts also ``text_pair``, and ``label``: the index of a class, or
+        path: The file. A row has ``text``, for pairs of texts also ``text_pair``, and ``label``: the index of a class, or
             its name in the config's ``label2id``; a number if ``num_labels`` is 1; a number for each class if
             ``problem_type`` is "regression" or "multi_label_classification".
         tokenizer: The model's tokenizer.
         config: The model's config.
-        sequence_length: Most tokens of a row; longer rows lose their end.
+        sequence_length: Most tokens of a row; longer rows lose their end by default.
+        options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
 
     Raises:
         DataError: if the file cannot be read, or a row is malformed; the error gives the line.
     """
-    rows, truncated = [], 0
-    for line, row in parsed_rows(path):
+    options = RowOptions() if options is None else options
+    rows, truncated, dropped = [], 0, 0
+    for line, row in converted_rows(path, options, takes_labels=True):
 
         def refuse(found: str, expected: str, remedy: str, line: int = line) -> DataError:
-            return DataError(f"{path}, line {line}", found=found, expected=expected, remedy=remedy)
+            return DataError(location(path, line), found=found, expected=expected, remedy=remedy)
 
         texts = [row[key] for key in ("text", "text_pair") if key in row]
         if "text" not in row or not all(isinstance(text, str) and text for text in texts):
@@ -84,9 +93,17 @@ def read_labelled_rows(
         kept = tokenizer(*texts, verbose=False, truncation=True, max_length=sequence_length)
         if not kept["input_ids"]:
             raise refuse("a text of no tokens", "at least 1 token", "lengthen the text, or remove the row")
-        truncated += len(whole["input_ids"]) > sequence_length
+        is_long = len(whole["input_ids"]) > sequence_length
+        if is_long and options.too_long == "drop":
+            dropped += 1
+            continue
+        if is_long and options.too_long == "refuse":
+            found, expected = f"{len(whole['input_ids'])} tokens", f"at most {sequence_length} with --too-long refuse"
+            raise refuse(found, expected, f"{TOO_LONG}; or pass --too-long cut or drop")
+        truncated += is_long
         rows.append(LabelledRow(array("i", kept["input_ids"]), array("i", kept.get("token_type_ids", [])), label))
-    return LabelledRows(tuple(rows), truncated)
+    require_kept(path, len(rows), dropped, sequence_length)
+    return LabelledRows(tuple(rows), truncated, dropped)
 
 
 def labelled_batch(rows: Sequence[LabelledRow], *, pad_token_id: int) -> dict[str, torch.Tensor]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from zo2adapters.tasks.row_format import RowFormat
 from zo2core import OptionError
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from zo2adapters.models.hf import HFBlockModel
-    from zo2adapters.tasks.row_files import Rows
+    from zo2adapters.tasks.row_files import EvaluationRows, Rows
     from zo2adapters.tasks.task import Task, TaskOptions
+    from zo2core import Runner
 
 AUTO = "auto"  # the first task of the rows' format
 MODEL_LOSS = "loss"  # the model's own loss
@@ -103,6 +105,51 @@ def make_task(model: HFBlockModel, rows: Rows, options: TaskOptions) -> Task:
         )
     name = entry.name if options.objective == AUTO else options.objective
     return entry.load()(model, rows, replace(options, objective=name))
+
+
+def make_evaluation(
+    task: Task, model: HFBlockModel, rows: Rows, evaluation: EvaluationRows, options: TaskOptions, tokenizer: Any
+) -> Callable[[Runner], dict[str, float]]:
+    """Make a function that evaluates the current weights of a runner on a run's rows.
+
+    A run that trains on texts or completions may also be evaluated on rows with candidates, by the loss over the candidates
+    and accuracy, or on rows with answers, by F1 and exact match of the answers that it generates.
+
+    Args:
+        task: The task of the run.
+        model: The model that the run trains.
+        rows: The rows to train on.
+        evaluation: The rows to evaluate on.
+        options: The task's options.
+        tokenizer: The model's tokenizer.
+
+    Raises:
+        OptionError: if the run cannot be evaluated on rows of this format.
+    """
+    if evaluation.format is rows.format:
+        return lambda engine: task.evaluate(engine, evaluation)
+    if rows.format is RowFormat.TEXT and evaluation.format is RowFormat.CANDIDATES:
+        entry = next(entry for entry in TASKS if entry.rows is RowFormat.CANDIDATES)
+        scored = entry.load()(model, cast("Rows", evaluation), replace(options, objective=entry.name))
+        return lambda engine: scored.evaluate(engine, evaluation)
+    if rows.format is RowFormat.TEXT and evaluation.format is RowFormat.ANSWERS:
+        answers: Any = importlib.import_module("zo2adapters.tasks.answers")
+        pad, size = options.pad, options.batch_size
+        return partial(
+            answers.evaluate_answers,
+            model=model,
+            tokenizer=tokenizer,
+            questions=evaluation,
+            batch_size=size,
+            pad_token_id=pad,
+        )
+    raise OptionError(
+        "evaluation",
+        found=f"rows with {evaluation.format.value}, for a run on rows with {rows.format.value}",
+        expected="rows with the fields of the training rows"
+        + (", or with prompt and candidates, or with prompt and answers" if rows.format is RowFormat.TEXT else ""),
+        remedy="pass a file with such rows",
+    )
 
 
 def _find(objective: str, rows: RowFormat) -> TaskEntry:

@@ -1,30 +1,88 @@
-"""Recognise the format of a JSONL file of rows, and read it."""
+"""Recognise the format of a data file's rows, and read them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from zo2adapters.tasks.answers import Questions, read_questions
 from zo2adapters.tasks.candidates import Choices, read_choices
 from zo2adapters.tasks.labelled import LabelledRows, read_labelled_rows
 from zo2adapters.tasks.preferences import read_preferences
 from zo2adapters.tasks.row_format import RowFormat
-from zo2adapters.tasks.rows import Dataset, parsed_rows, read_dataset
+from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_source import parsed_rows
+from zo2adapters.tasks.rows import Dataset, converted_rows, read_dataset
+from zo2core import DataError, OptionError
 
 Rows = Dataset | Choices | LabelledRows
+EvaluationRows = Rows | Questions
+
+MOST_ANSWER_TOKENS = 50  # most tokens of an answer that is generated in an evaluation of a run
 
 
-def format_of(path: Path) -> RowFormat:
+def format_of(path: Path, options: RowOptions | None = None) -> RowFormat:
     """Recognise the format of a file by its first row.
 
     Args:
-        path: JSONL file for a causal language model.
+        path: Data file for a causal language model.
+        options: Columns of the rows; None: the defaults.
 
     Raises:
-        DataError: if the file cannot be read, or its first row is not a JSON object.
+        DataError: if the file cannot be read, its first row is not an object, or it lacks a column.
     """
-    return RowFormat.of(next((row for _, row in parsed_rows(path)), {}))
+    return RowFormat.of(next((row for _, row in converted_rows(path, options or RowOptions())), {}))
+
+
+def with_labels(options: RowOptions, path: Path) -> RowOptions:
+    """The options with the labels that a file has, if its rows are prompts with labels and the options name no labels.
+
+    Args:
+        options: Columns of the rows.
+        path: The file to train on.
+
+    Raises:
+        DataError: if the file cannot be read, or all rows have the same label.
+    """
+    if options.labels:
+        return options
+    labels = options.labels_in(row for _, row in parsed_rows(path))
+    if len(labels) == 1:
+        raise DataError(
+            path,
+            found=f"the label {labels[0]!r} in every row",
+            expected="at least two labels, which are compared",
+            remedy="name all labels with --labels, or name the column as --completion-column",
+        )
+    return replace(options, labels=labels)
+
+
+def split_rows(rows: Rows, share: float, *, seed: int) -> tuple[Rows, Rows]:
+    """Split rows into those to train on and those to evaluate on, each in file order.
+
+    Args:
+        rows: All rows of a file.
+        share: Share of the rows to evaluate on; at least one row is, and one is not.
+        seed: Seed that chooses the rows; the choice depends on it and on the number of rows alone.
+
+    Raises:
+        OptionError: if there is one row only.
+    """
+    count = len(rows)
+    if count < 2:
+        raise OptionError("eval_split", found="1 row", expected="at least 2", remedy="leave it out, or add rows")
+    generator = Random(f"evaluation {seed}")  # noqa: S311 - which rows are evaluated on is not a secret
+    # Python promises the sequence of random() across its versions.
+    order = sorted(range(count), key=lambda _: generator.random())
+    chosen = set(order[: min(max(round(count * share), 1), count - 1)])
+    parts = [[index for index in range(count) if (index in chosen) is held_out] for held_out in (False, True)]
+    trained, evaluated = (tuple(rows.rows[index] for index in part) for part in parts)
+    changed: Any = replace  # the three classes of rows have their rows in a field of this name
+    return changed(rows, rows=trained), changed(rows, rows=evaluated)
 
 
 def read_rows(
@@ -33,24 +91,64 @@ def read_rows(
     *,
     sequence_length: int,
     labelled_for: PretrainedConfig | None = None,
+    options: RowOptions | None = None,
 ) -> Rows:
     """Read and tokenise a file of rows of any format that can be trained on.
 
     Args:
-        path: JSONL file.
+        path: The file.
         tokenizer: The model's tokenizer.
         sequence_length: Most tokens of a row.
         labelled_for: Config of a model that takes texts with labels; None for a causal language model.
+        options: Columns of the rows, with their labels, and what happens to rows that are too long; None: the defaults.
 
     Raises:
         DataError: if the file cannot be read, or a row is malformed.
     """
+    options = RowOptions() if options is None else options
+    reading: Any = {"sequence_length": sequence_length, "options": options}
     if labelled_for is not None:
-        return read_labelled_rows(path, tokenizer, labelled_for, sequence_length=sequence_length)
-    match format_of(path):
+        return read_labelled_rows(path, tokenizer, labelled_for, **reading)
+    match format_of(path, options):
         case RowFormat.CANDIDATES:
-            return read_choices(path, tokenizer, sequence_length=sequence_length)
+            return read_choices(path, tokenizer, **reading)
         case RowFormat.PREFERENCES:
-            return read_preferences(path, tokenizer, sequence_length=sequence_length)
+            return read_preferences(path, tokenizer, **reading)
         case _:
-            return read_dataset(path, tokenizer, sequence_length=sequence_length)
+            return read_dataset(path, tokenizer, **reading)
+
+
+class DataFiles(NamedTuple):
+    """The files of a run, and how their rows are read."""
+
+    data: Path
+    evaluation: Path | None  # None: no file to evaluate on
+    options: RowOptions
+    eval_split: float | None = None  # share of the training rows that is evaluated on; None: none
+    eval_seed: int = 0  # seed that chooses these rows
+
+    def read(
+        self, tokenizer: PreTrainedTokenizerBase, *, sequence_length: int, labelled_for: PretrainedConfig | None
+    ) -> tuple[Rows, EvaluationRows | None]:
+        """Read and tokenise the rows to train on, and those to evaluate on. See ``read_rows``.
+
+        Rows to evaluate on may also have answers. These are generated with at most 50 tokens, and half the sequence length.
+
+        Raises:
+            DataError: if a file cannot be read, or a row is malformed.
+            OptionError: if there is no row to evaluate on.
+        """
+        options = with_labels(self.options, self.data) if labelled_for is None else self.options
+        reading: Any = {"sequence_length": sequence_length, "labelled_for": labelled_for, "options": options}
+        rows = read_rows(self.data, tokenizer, **reading)
+        if self.eval_split is not None:
+            return split_rows(rows, self.eval_split, seed=self.eval_seed)
+        if self.evaluation is None:
+            return rows, None
+        if not options.labels and labelled_for is None:
+            reading["options"] = with_labels(options, self.evaluation)
+        if labelled_for is None and format_of(self.evaluation, reading["options"]) is RowFormat.ANSWERS:
+            del reading["labelled_for"]
+            new = min(MOST_ANSWER_TOKENS, sequence_length // 2)
+            return rows, read_questions(self.evaluation, tokenizer, max_new_tokens=new, **reading)
+        return rows, read_rows(self.evaluation, tokenizer, **reading)

@@ -1,10 +1,11 @@
-"""JSONL files as tokenised rows for a causal language model.
+"""Data files as tokenised rows for a causal language model.
 
 Every row is tokenised once, when the file is read, and kept in memory at four bytes a token. A malformed row is therefore
 refused before the first step, and a run can resume at any step without reading the earlier rows.
 """
 
 import hashlib
+import itertools
 import json
 import os
 from array import array
@@ -17,9 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from zo2adapters.ranges import require_at_least
 from zo2adapters.tasks.chat_template import render_chat
 from zo2adapters.tasks.row_format import RowFormat
+from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_source import at_row, parsed_rows
 from zo2core import DataError
-from zo2core.errors import reason
-from zo2core.io.durable import open_regular
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,14 @@ class TokenizedRow:
 
     input_ids: "array[int]"  # (length,), int32
     prompt_length: int  # number of leading tokens without loss
-    line: int  # line of the file, from 1
+    line: int  # line of the file, or number of the row, from 1
+    later_prompts: tuple[tuple[int, int], ...] = ()  # start and end of further tokens without loss, within the row
 
     @property
     def sequences(self) -> list[tuple[int, int]]:
         """The sequences of the row: tokens of each, and for how many of these the loss needs logits."""
-        return [(len(self.input_ids), len(self.input_ids) - max(self.prompt_length, 1))]
+        without_loss = max(self.prompt_length, 1) + sum(end - start for start, end in self.later_prompts)
+        return [(len(self.input_ids), len(self.input_ids) - without_loss)]
 
 
 class _Tokens(Protocol):
@@ -52,6 +55,7 @@ class TokenRows(Generic[Row]):
 
     rows: tuple[Row, ...]  # at least one
     truncated: int  # number of rows that were shortened to the sequence length
+    dropped: int = 0  # number of longer rows that were left out
 
     def __post_init__(self) -> None:
         assert self.rows, "a dataset holds at least one row"
@@ -93,39 +97,113 @@ class Dataset(TokenRows[TokenizedRow]):
         for row in self.rows:
             digest.update(b"%d %d\n" % (len(row.input_ids), row.prompt_length))
             digest.update(row.input_ids)
+            if row.later_prompts:
+                digest.update(repr(row.later_prompts).encode())
         return digest.hexdigest()
 
 
-def read_dataset(path: str | os.PathLike[str], tokenizer: PreTrainedTokenizerBase, *, sequence_length: int) -> Dataset:
-    """Read and tokenise a JSONL file whose rows follow the conventions of TRL's SFTTrainer.
+def read_dataset(
+    path: str | os.PathLike[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sequence_length: int,
+    options: RowOptions | None = None,
+) -> Dataset:
+    """Read and tokenise a data file whose rows follow the conventions of TRL's SFTTrainer.
 
-    A row has ``text`` or ``messages``, with loss on every token, or ``prompt`` and ``completion``, two strings or two lists
-    of messages, with loss on the completion; other keys are ignored. The tokenizer's EOS is appended to strings that do not
-    end with it; the chat template ends conversations.
+    A row has ``text``, with loss on every token; or ``messages``, with loss on the assistant's answers or on every token; or
+    ``prompt`` and ``completion``, two strings or two lists of messages, with loss on the completion. Other keys are ignored.
+    The tokenizer's EOS is appended to strings that do not end with it; the chat template ends conversations.
 
     Args:
-        path: File in UTF-8, with or without byte order mark; blank lines are skipped.
+        path: The file. See ``parsed_rows``.
         tokenizer: The model's tokenizer; rows of messages need one with a chat template.
-        sequence_length: Most tokens of a row, at least 2; longer rows lose their end.
+        sequence_length: Most tokens of a row, at least 2; longer rows lose their end by default.
+        options: Columns of the rows, and what happens to rows that are too long; None: the defaults.
 
     Returns:
-        The tokenised rows, with the number of rows that were shortened.
+        The tokenised rows, with the number of rows that were shortened or left out.
 
     Raises:
         DataError: if the file cannot be read, or a row is malformed or has no token to predict.
         OptionError: if ``sequence_length`` is below 2.
     """
     require_at_least("sequence_length", sequence_length, 2)
-    rows, truncated = [], 0
-    for line, row in parsed_rows(path):
+    options = RowOptions() if options is None else options
+    rows, truncated, dropped = [], 0, 0
+    for line, row in converted_rows(path, options):
         try:
-            ids, prompt = tokenized_row(row, tokenizer)
+            ids, prompt, later = _tokenized(row, tokenizer, answers_only=options.train_on == "answers")
+            is_long = len(ids) > sequence_length
+            if is_long and options.too_long == "drop":
+                dropped += 1
+                continue
+            _require(
+                not is_long or options.too_long != "refuse",
+                f"a row of {len(ids)} tokens",
+                f"at most {sequence_length} with --too-long refuse",
+                f"{TOO_LONG}; or pass --too-long cut or drop",
+            )
             _require_prediction(len(ids), prompt, sequence_length)
         except DataError as error:  # the error lacks path and line
-            raise _at_line(error, path, line) from error.__cause__
-        truncated += len(ids) > sequence_length
-        rows.append(TokenizedRow(array("i", ids[:sequence_length]), prompt, line))
-    return Dataset(tuple(rows), truncated)
+            raise at_row(error, path, line) from error.__cause__
+        truncated += is_long
+        later = tuple((start, min(end, sequence_length)) for start, end in later if start < sequence_length)
+        rows.append(TokenizedRow(array("i", ids[:sequence_length]), prompt, line, later))
+    require_kept(path, len(rows), dropped, sequence_length)
+    return Dataset(tuple(rows), truncated, dropped)
+
+
+def converted_rows(
+    path: str | os.PathLike[str], options: RowOptions, *, takes_labels: bool = False
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Read a data file's rows, with the keys of a row format. See ``parsed_rows`` and ``RowOptions.converted``.
+
+    Raises:
+        DataError: if the file cannot be read, or a row lacks a column.
+    """
+    for line, row in parsed_rows(path):
+        try:
+            yield line, options.converted(row, takes_labels=takes_labels)
+        except DataError as error:
+            raise at_row(error, path, line) from error
+
+
+def require_kept(path: str | os.PathLike[str], kept: int, dropped: int, sequence_length: int) -> None:
+    """Refuse a file of which no row was short enough.
+
+    Raises:
+        DataError: if there is no row.
+    """
+    if not kept:
+        raise DataError(
+            path,
+            found=f"{dropped} rows, all of more than {sequence_length} tokens",
+            expected="a row that is short enough, with --too-long drop",
+            remedy="raise `sequence_length`, or pass --too-long cut",
+        )
+
+
+def is_dropped(where: str, tokens: int, sequence_length: int, options: RowOptions) -> bool:
+    """Whether a row that cannot be cut is left out.
+
+    Args:
+        where: File and row, for the error.
+        tokens: Number of tokens of the row.
+        sequence_length: Most tokens of a row.
+        options: What happens to longer rows.
+
+    Raises:
+        DataError: if longer rows are to be cut.
+    """
+    if tokens <= sequence_length or options.too_long != "cut":
+        return tokens > sequence_length and options.too_long == "drop"
+    raise DataError(
+        where,
+        found=f"{tokens} tokens in a row with candidates, preferences or answers, which cannot be cut",
+        expected=f"at most {sequence_length} with --too-long cut",
+        remedy=f"{TOO_LONG}; or pass --too-long drop",
+    )
 
 
 def _require_prediction(tokens: int, prompt: int, sequence_length: int) -> None:
@@ -150,34 +228,6 @@ def _require_prediction(tokens: int, prompt: int, sequence_length: int) -> None:
     )
 
 
-def parsed_rows(path: str | os.PathLike[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Read a JSONL file's rows as JSON objects, without keys whose value is null.
-
-    Args:
-        path: File in UTF-8, with or without byte order mark; blank lines are skipped.
-
-    Yields:
-        The line, from 1, and the row.
-
-    Raises:
-        DataError: if the file cannot be read, a row is not a JSON object, or there is no row.
-    """
-    line, empty = 0, True
-    try:
-        with open_regular(path) as file:
-            # Bytes are split at line feeds alone; str.splitlines would split inside a string with U+2028.
-            for line, raw in enumerate(file, 1):
-                if raw.strip(b"\xef\xbb\xbf \t\r\n"):  # the first three are the byte order mark
-                    row, empty = _parsed(raw), False
-                    yield line, row
-    except DataError as error:
-        raise _at_line(error, path, line) from error.__cause__
-    except OSError as error:
-        raise DataError(path, found=reason(error), expected="a readable file", remedy="check the path") from error
-    if empty:
-        raise DataError(path, found="no rows", expected="a JSON object on each line", remedy="write at least one row")
-
-
 def completion_ids(prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
     """Tokenise a prompt and its completion, without appending an EOS.
 
@@ -193,24 +243,8 @@ def _require(condition: bool, found: str, expected: str, remedy: str) -> None:  
         raise DataError("row", found=found, expected=expected, remedy=remedy)
 
 
-def _at_line(error: DataError, path: str | os.PathLike[str], line: int) -> DataError:
-    return DataError(f"{path}, line {line}", found=error.found, expected=error.expected, remedy=error.remedy)
-
-
-def _parsed(raw: bytes) -> dict[str, Any]:
-    expected, remedy = "a JSON object", "write one JSON object per line, in UTF-8"
-    try:
-        row = json.loads(raw.decode("utf-8-sig").strip())
-        json.dumps(row, ensure_ascii=False).encode()  # fails on half a surrogate pair, which no tokenizer takes
-    except (ValueError, RecursionError) as error:
-        found = f"text that is not JSON in UTF-8 ({error})".replace("line 1 ", "")  # json counts lines within this one
-        raise DataError("row", found=found, expected=expected, remedy=remedy) from error
-    _require(isinstance(row, dict), json.dumps(row)[:40], expected, remedy)
-    return {key: value for key, value in row.items() if value is not None}
-
-
 def tokenized_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """Tokenise a row as ``read_dataset`` does.
+    """Tokenise a row as ``read_dataset`` does, with loss on every token of messages.
 
     Returns:
         Token ids, and the number of those that belong to the prompt.
@@ -218,11 +252,21 @@ def tokenized_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tu
     Raises:
         DataError: if the row is malformed.
     """
+    ids, prompt, _ = _tokenized(row, tokenizer, answers_only=False)
+    return ids, prompt
+
+
+def _tokenized(
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, answers_only: bool
+) -> tuple[list[int], int, tuple[tuple[int, int], ...]]:
+    """Token ids, the number of those before the first that is learned, and later ranges that are not learned."""
     match [key for key in ("text", "prompt", "completion", "messages") if key in row]:
         case ["text"]:
-            return _text_ids(_string(row, "text"), tokenizer), 0
+            return _text_ids(_string(row, "text"), tokenizer), 0, ()
+        case ["messages"] if answers_only:
+            return _answers(_messages(row, "messages"), tokenizer)
         case ["messages"]:
-            return _chat_ids(_messages(row, "messages"), tokenizer), 0
+            return _chat_ids(_messages(row, "messages"), tokenizer), 0, ()
         case ["prompt", "completion"] if isinstance(row["prompt"], list):
             messages = _messages(row, "prompt")
             prompt = _chat_ids(messages, tokenizer, reply_follows=True)
@@ -234,8 +278,43 @@ def tokenized_row(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tu
         case present:
             found = f"the keys {', '.join(map(repr, present or row)) or '(none)'}"
             expected = "'text', or 'prompt' and 'completion', or 'messages'"
-            raise DataError("row", found=found, expected=expected, remedy="keep the keys of one of these formats")
-    return whole, _prompt_length(prompt, whole)
+            remedy = "keep the keys of one of these formats"
+            if not present and row:
+                remedy += ", or name columns, such as --text-column or --prompt-template"
+            raise DataError("row", found=found, expected=expected, remedy=remedy)
+    return whole, _prompt_length(prompt, whole), ()
+
+
+def _answers(
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], int, tuple[tuple[int, int], ...]]:
+    """A conversation of which the assistant's answers are learned: what ``_tokenized`` returns."""
+    whole = _chat_ids(messages, tokenizer)
+    answers: list[tuple[int, int]] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = _chat_ids(messages[:index], tokenizer, reply_follows=True) if index else []
+        is_last = index == len(messages) - 1
+        end = len(whole) if is_last else _prompt_length(_chat_ids(messages[: index + 1], tokenizer), whole)
+        start = _prompt_length(before, whole)
+        _require(
+            start < end,
+            "a chat template that changes an answer once more messages follow",
+            "answers that stay the same in a longer conversation",
+            "pass --train-on all, or write a row with 'prompt' and 'completion' for each answer",
+        )
+        answers.append((start, end))
+    _require(
+        bool(answers),
+        "messages without an answer, that is without the role 'assistant'",
+        "at least one message of the assistant, whose tokens are learned",
+        "add the answer, or pass --train-on all",
+    )
+    later = tuple((end, start) for (_, end), (start, _) in itertools.pairwise(answers) if end < start)
+    if answers[-1][1] < len(whole):
+        later = (*later, (answers[-1][1], len(whole)))
+    return whole, answers[0][0], later
 
 
 def _prompt_length(prompt: list[int], whole: list[int]) -> int:

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from zo2adapters.tasks.batches import training_batches
-from zo2adapters.tasks.row_files import Rows
+from zo2adapters.tasks.row_files import EvaluationRows, Rows
 from zo2adapters.trainers.batching import Batching
 
 _SAMPLED = 200  # batches to average over; more hardly change the mean
@@ -42,7 +42,7 @@ class RowShapes(NamedTuple):
         return cls(shape, shape, None, 0)
 
     @classmethod
-    def of_rows(cls, batching: Batching, data: Rows, evaluation: Rows | None, *, seed: int) -> RowShapes:
+    def of_rows(cls, batching: Batching, data: Rows, evaluation: EvaluationRows | None, *, seed: int) -> RowShapes:
         """Shapes for rows as a run batches them.
 
         Args:

@@ -22,7 +22,7 @@ _LISTED = 6  # steps that a message lists
 def is_due(options: TrainOptions, step: int) -> bool:
     """Whether the run is evaluated after this number of steps."""
     every = options.evaluate_every
-    return options.evaluation is not None and (step in (0, options.steps) or (every is not None and step % every == 0))
+    return options.evaluates and (step in (0, options.steps) or (every is not None and step % every == 0))
 
 
 def due_steps(options: TrainOptions, journal: Journal) -> list[int]:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.tasks.registry import AUTO, MODEL_LOSS, function_file, names_model_loss
-from zo2adapters.trainers.batching import Batching
+from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_source import saved_path
+from zo2adapters.trainers.batching import MOST_ROWS, Batching
 from zo2adapters.trainers.field_types import require_field_types
 from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.live_metrics import TrackerName
@@ -26,6 +28,7 @@ from zo2core.planning.low_bit import Replay
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # a command line is read without transformers
+    from zo2adapters.tasks.row_files import DataFiles
 
 
 def evaluations_due(steps: int, every: int | None, *, version: int = 0) -> int:
@@ -121,9 +124,16 @@ class RunOptions:
     """Optional settings of a fine-tuning run."""
 
     evaluation: Path | None = None
-    """JSONL file to evaluate on, before the first step and after the last one."""
+    """File to evaluate on, before the first step and after the last one."""
+    eval_split: float | None = None
+    """Share of the training rows, such as 0.1, that is evaluated on instead of trained on, if there is no --evaluation."""
+    eval_seed: int = 0
+    """Seed with which --eval-split chooses the rows."""
     evaluate_every: int | None = None
     """Steps between two evaluations."""
+    samples: int = 0
+    """Number of rows whose prompts the model answers before and after training: the first rows to evaluate on or, without
+    these, to train on. The answers are in samples.jsonl, and zo2 report shows them; each token takes a sweep."""
     objective: str = AUTO
     """Objective to minimize. loss is the model's own loss. For rows with candidates: choice-loss is MeZO's loss over the
     candidates, accuracy and f1 have no gradient. For rows with chosen and rejected completions: dpo, with the base model as
@@ -140,11 +150,17 @@ class RunOptions:
     time of three."""
     seed: int = 0
     """Seed of the order of rows and of the directions."""
+    rows: RowOptions = field(default_factory=RowOptions)
     model_options: RunModelOptions = field(default_factory=RunModelOptions)
     first_order: FirstOrder = field(default_factory=FirstOrder)
     optimization: Optimization = field(default_factory=Optimization)
     batching: Batching = field(default_factory=Batching)
     storage: Storage = field(default_factory=Storage)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are rows to evaluate on."""
+        return self.evaluation is not None or self.eval_split is not None
 
     @property
     def takes_labels(self) -> bool:
@@ -162,13 +178,24 @@ class RunOptions:
             require_at_least("evaluate_every", self.evaluate_every, 1)
         if self.beta is not None:
             require_positive("beta", self.beta)
-        if self.keep_best and self.evaluation is None:
+        if self.keep_best and not self.evaluates:
             raise OptionError(
                 "keep_best",
                 found="True without rows to evaluate on",
-                expected="--evaluation",
-                remedy="pass --evaluation, or leave it out",
+                expected="--evaluation or --eval-split",
+                remedy="pass --evaluation or --eval-split, or leave it out",
             )
+        if self.eval_split is not None:
+            if self.evaluation is not None:
+                raise _conflict("eval_split", "--evaluation", "one source of rows to evaluate on")
+            if not 0 < self.eval_split < 1:
+                expected = "a share between 0 and 1, such as 0.1"
+                raise OptionError("eval_split", found=repr(self.eval_split), expected=expected, remedy="pass such a share")
+        require_between("samples", self.samples, 0, MOST_ROWS)
+        if self.samples and self.takes_labels:
+            raise _conflict("samples", f"--head {self.model_options.head}", "a causal language model")
+        require_between("eval_seed", self.eval_seed, -LARGEST, LARGEST)
+        self.rows.require_valid(takes_labels=self.takes_labels)
         if self.optimization.per_row and not names_model_loss(self.objective):
             raise _conflict("per_row", f"--objective {self.objective}", "loss, which each row has separately")
         if self.takes_labels:
@@ -205,7 +232,7 @@ class TrainOptions(RunOptions):
     model: str
     """Model directory with safetensors weights, or a hub id."""
     data: Path
-    """JSONL file; each row has text, or prompt and completion (loss on the completion only), or messages."""
+    """File of rows, each of which has text, or prompt and completion (loss on the completion only), or messages."""
     output: Path
     """Directory for the run: journal.jsonl, metrics.jsonl and, at the end, model/. It must be new or empty."""
     schedule_steps: int | None = None
@@ -217,6 +244,12 @@ class TrainOptions(RunOptions):
         # Factors and adapters are float32 in either precision.
         exact = self.optimization.exact_mezo or self.optimization.rank is not None or model_options.adapter is not None
         return precision_of_run(model_options.precision, exact_mezo=exact, on_cpu=on_cpu)
+
+    def files(self) -> DataFiles:
+        """The files of rows, and how they are read."""
+        from zo2adapters.tasks.row_files import DataFiles  # a command line is read without transformers
+
+        return DataFiles(self.data, self.evaluation, self.rows, self.eval_split, self.eval_seed)
 
     def opened(self, directory: Path) -> HFBlockModel:
         """Open the run's model from its directory."""
@@ -273,7 +306,9 @@ class TrainOptions(RunOptions):
         values |= values.pop("model_options")  # on the top level, as in the first version
         if Path(self.model).is_dir():
             values["model"] = str(Path(self.model).resolve())
-        for key in ("data", "evaluation", "architecture", "adapter"):
+        for key in ("data", "evaluation"):
+            values[key] = None if values[key] is None else saved_path(Path(values[key]))
+        for key in ("architecture", "adapter"):
             values[key] = None if values[key] is None else str(Path(values[key]).resolve())
         if (path := function_file(self.objective)) is not None:
             values["objective"] = f"{path.resolve()}:{self.objective.rpartition(':')[2]}"
@@ -298,6 +333,8 @@ class TrainOptions(RunOptions):
         values = {name: value for name, value in values.items() if name not in model_names}
         optimization, model_options = dict(values.pop("optimization")), dict(values.pop("model_options"))
         first_order = FirstOrder(**values.pop("first_order", {}))
+        rows = dict(values.pop("rows", {"train_on": "all"}))  # runs of earlier versions learned all tokens of messages
+        rows["labels"] = tuple(rows.get("labels", ()))
         optimization["decay"] = Decay(optimization["decay"])
         optimization["noise"] = Noise(optimization["noise"])
         # What runs of earlier versions did where they saved no option.
@@ -311,6 +348,7 @@ class TrainOptions(RunOptions):
         options = cls(
             output=output,
             data=Path(values.pop("data")),
+            rows=RowOptions(**rows),
             model_options=RunModelOptions(**model_options),
             first_order=first_order,
             optimization=Optimization(**optimization),
@@ -335,6 +373,7 @@ _LATER = {
     *("beta", "head", "report_to"),
     *("clip_grad", "clip_median", "write_limit_tb", "rank", "period", "stack", "per_row"),
     *("adapter", "adapter_frozen", "pack", "first_order"),
+    *("rows", "eval_split", "eval_seed", "samples"),
 }
 """Options that runs of earlier versions did not save."""
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from zo2adapters.tasks.registry import function_file, names_model_loss
+from zo2adapters.tasks.row_source import data_sha256
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import DataError, OptionError
 from zo2core.errors import reason
@@ -70,7 +71,7 @@ def provenance(
     return {
         **declared,
         **task,
-        "data sha256": file_sha256(options.data),
+        "data sha256": data_sha256(options.data),
         "tokens": trained_on,
         "tokenizer sha256": tokenizer_sha256(base),
         "dtype": options.model_options.dtype,

@@ -3,6 +3,7 @@
 options.json    options of the run, and checksums of its data files and of their tokens
 journal.jsonl   every step taken: the run itself
 metrics.jsonl   a row per step and per evaluation, for people and plots
+samples.jsonl   what the model answered to a few prompts before and after training
 scratch.*       blocks written back
 snapshot-*      adapter and optimizer of a first-order run after a number of steps
 factors.*       updates of finished periods of low-rank directions
@@ -23,9 +24,9 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
+from zo2adapters.tasks.row_source import data_sha256, saved_path
 from zo2adapters.trainers.metrics import Row, align_rows
 from zo2adapters.trainers.options import TrainOptions
-from zo2adapters.trainers.provenance import file_sha256
 from zo2core import BlockModel, DataError, Journal, OptionError, OutputError, ZO2Error
 from zo2core.checkpoint import require_unused
 from zo2core.errors import reason
@@ -35,9 +36,11 @@ from zo2core.io.durable import replace_file as replace_bytes
 
 OPTIONS = "options.json"
 METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
 JOURNAL = "journal.jsonl"
 MODEL = "model"
 LOCK = "lock"
+_REPLACED = ("options", "metrics", "samples")  # files that are written beside themselves and renamed
 
 
 class RunDirectory:
@@ -59,8 +62,8 @@ class RunDirectory:
         self._lock = _lock(self.path)
         if not resume:
             require_new(self.path)
-        files = [path.resolve() for path in (options.data, options.evaluation) if path is not None]
-        checksums = {str(path): file_sha256(path) for path in files}
+        files = [path for path in (options.data, options.evaluation) if path is not None]
+        checksums = {saved_path(path): data_sha256(path) for path in files}
         self._created: list[Path] = []  # directories that this object created, deepest first
         try:
             self._created = missing_directories(self.path)
@@ -230,6 +233,24 @@ def checksums_at(options: TrainOptions, record: Mapping[str, Any]) -> dict[str, 
     return {now[role]: record["checksums"].get(saved[role]) for role in roles}
 
 
+def read_samples(directory: Path) -> list[dict[str, Any]]:
+    """Read the samples of a run's directory; what is damaged or missing is left out."""
+    try:
+        lines = read_regular(directory / SAMPLES).splitlines()
+    except OSError:
+        return []
+    samples = []
+    for line in lines:
+        try:
+            sample = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        texts = ("prompt", "expected", "generated")
+        if isinstance(sample, dict) and type(sample.get("step")) is int and type(sample.get("row")) is int:
+            samples += [sample] if all(isinstance(sample.get(name), str) for name in texts) else []
+    return samples
+
+
 def require_new(path: Path) -> None:
     """Refuse an output directory that is in use; remove the files of a process that was killed before its run started.
 
@@ -262,7 +283,7 @@ def missing_directories(run: Path) -> list[Path]:
 def remove_files(run: Path, directories: Sequence[Path]) -> None:
     """Remove a run's files, except its model, and those of the directories that are then empty."""
     stores = [f"{name}.{ending}" for name in ("scratch", "factors") for ending in ("bin", "jsonl", "partial")]
-    for name in (OPTIONS, JOURNAL, METRICS, LOCK, *stores, "options.partial", "metrics.partial"):
+    for name in (OPTIONS, JOURNAL, METRICS, SAMPLES, LOCK, *stores, *(f"{name}.partial" for name in _REPLACED)):
         with contextlib.suppress(OSError):
             (run / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # a directory has files that are not the run's
@@ -320,7 +341,7 @@ def _require_same_data(
     for option, path in (("data", options.data), ("evaluation", options.evaluation)):
         if path is None:
             continue
-        checksum, before = checksums[str(path.resolve())], saved_checksums.get(str(path.resolve()))
+        checksum, before = checksums[saved_path(path)], saved_checksums.get(saved_path(path))
         if checksum != before:
             raise DataError(
                 option,

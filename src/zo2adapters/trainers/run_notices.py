@@ -8,7 +8,7 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.precision import product_seconds
-from zo2adapters.tasks.row_files import Rows
+from zo2adapters.tasks.row_files import EvaluationRows, Rows
 from zo2adapters.trainers.options import TrainOptions
 from zo2core import BlockLayout, DevicePlan, HostPlan
 from zo2core.perturbation import kept_bytes_a_step
@@ -16,21 +16,33 @@ from zo2core.planning.write_interval import terabytes_written
 from zo2core.types import shown_bytes
 
 
-def notices(options: TrainOptions, model: HFBlockModel, data: Rows) -> list[str]:
+def notices(options: TrainOptions, model: HFBlockModel, data: Rows, evaluation: EvaluationRows | None) -> list[str]:
     """Lines about precision and data.
 
     Args:
         options: The run's options, with the values that were chosen for this machine.
         model: Model that was opened in the run's precision.
         data: The rows to train on.
+        evaluation: The rows to evaluate on; None: there are none.
     """
     rows, batch_size = len(data), options.batching.batch_size
     lines = [_precision(options, model)]
-    if data.truncated:
-        lines.append(f"{data.truncated} rows were cut to the sequence length")
+    lines += length_notices(data)
+    if options.eval_split is not None and evaluation is not None:
+        lines.append(f"{len(evaluation)} of {rows + len(evaluation)} rows are evaluated on instead of trained on")
+    elif evaluation is not None:
+        lines += [f"evaluation: {line}" for line in length_notices(evaluation)]
     if batch_size > rows:
         lines.append(f"the data has {rows} rows, so a batch of {batch_size} contains some of them more than once")
     return lines
+
+
+def length_notices(rows: EvaluationRows) -> list[str]:
+    """Lines about rows that are longer than the sequence length."""
+    lines = [f"{rows.truncated} rows were cut to the sequence length"] if rows.truncated else []
+    return (
+        [*lines, f"{rows.dropped} rows were left out: they are longer than the sequence length"] if rows.dropped else lines
+    )
 
 
 def storage(host: HostPlan, device: DevicePlan | None, device_name: str, disk_writes: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from itertools import chain, islice
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from zo2adapters.models.checkpoint import resolve_directory
+from zo2adapters.models.footprint import cache_bytes
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.tasks.answers import Questions
 from zo2adapters.tasks.batches import training_batches
-from zo2adapters.tasks.registry import make_task
-from zo2adapters.tasks.row_files import Rows, read_rows
+from zo2adapters.tasks.registry import make_evaluation, make_task
 from zo2adapters.tasks.task import TaskOptions
 from zo2adapters.tasks.tokenizer import load_tokenizer, pad_token_id
 from zo2adapters.trainers.allocator import with_kept_memory
@@ -32,12 +34,24 @@ from zo2adapters.trainers.evaluations import (
 from zo2adapters.trainers.live_metrics import LiveMetrics
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.metrics import progress, step_record, write_row
+from zo2adapters.trainers.model_card import CARD, model_card
 from zo2adapters.trainers.options import Execution, TrainOptions, evaluations_due
 from zo2adapters.trainers.provenance import provenance, require_same_files
-from zo2adapters.trainers.run_directory import JOURNAL, METRICS, MODEL, RunDirectory, header_of, holds_model, require_new
+from zo2adapters.trainers.run_directory import (
+    JOURNAL,
+    METRICS,
+    MODEL,
+    SAMPLES,
+    RunDirectory,
+    header_of,
+    holds_model,
+    replace_file,
+    require_new,
+)
 from zo2adapters.trainers.run_engine import replayer
 from zo2adapters.trainers.run_method import Opening
 from zo2adapters.trainers.run_notices import notices
+from zo2adapters.trainers.samples import Samples
 from zo2adapters.trainers.step_bar import StepBar
 from zo2adapters.trainers.worker_options import device_kinds, is_first, require_same_steps, settled_alike
 from zo2core import (
@@ -101,9 +115,7 @@ class Trainer:
         length = options.batching.length_for(model)
         self._pad = pad_token_id(tokenizer)
         labelled_for = model.config if options.takes_labels else None
-        read_file = partial(read_rows, tokenizer=tokenizer, sequence_length=length, labelled_for=labelled_for)
-        self._data = read_file(options.data)
-        self._evaluation = None if options.evaluation is None else read_file(options.evaluation)
+        self._data, self._evaluation = options.files().read(tokenizer, sequence_length=length, labelled_for=labelled_for)
         task_options = TaskOptions(
             objective=options.objective,
             pad=self._pad,
@@ -116,15 +128,22 @@ class Trainer:
         )
         self._task = make_task(model, self._data, task_options)
         files = [self._data, *([] if self._evaluation is None else [self._evaluation])]
-        if len({rows.format for rows in files}) > 1:
-            raise OptionError(
-                "evaluation",
-                found="rows with other fields than the training rows",
-                expected="rows with the same fields",
-                remedy="pass a file whose rows have the fields of the training rows",
-            )
+        self._evaluated = (
+            None
+            if self._evaluation is None
+            else make_evaluation(self._task, model, self._data, self._evaluation, task_options, tokenizer)
+        )
         longest, sequences = max(rows.longest for rows in files), max(rows.most_sequences for rows in files)
-        self._activations, least = activations, least = self._method.reserved_bytes(model, longest, sequences)
+        activations, least = self._method.reserved_bytes(model, longest, sequences)
+        self._samples: Samples | None = None
+        generated = [] if not isinstance(self._evaluation, Questions) else [(options.batching.batch_size, longest)]
+        if options.samples:
+            rows = self._data if self._evaluation is None else self._evaluation
+            self._samples = Samples(model, rows, options.samples, tokenizer, self._pad)
+            generated.append(self._samples.shape)
+        if options.storage.activation_memory is None:
+            activations += max((cache_bytes(model.config, *shape) for shape in generated), default=0)
+        self._activations = activations
         self._run = RunDirectory(options, self._tokens(), resume=resume)
         try:
             if resume:
@@ -169,7 +188,7 @@ class Trainer:
 
     def notices(self) -> list[str]:
         """Lines about precision and data to print before the run."""
-        return notices(self.options, self._model, self._data)
+        return notices(self.options, self._model, self._data, self._evaluation)
 
     @property
     def losses(self) -> list[float]:
@@ -279,8 +298,10 @@ class Trainer:
             if lost:
                 self._print(bar, f"evaluations of {shown_steps(lost)} are lost: neither {JOURNAL} nor {METRICS} has them")
             while True:
-                if self._evaluation is not None and is_due(options, engine.version) and engine.version not in evaluated:
-                    self._evaluate(self._evaluation, metrics, live, bar)
+                if self._evaluated is not None and is_due(options, engine.version) and engine.version not in evaluated:
+                    self._evaluate(self._evaluated, metrics, live, bar)
+                if engine.version in (0, options.steps):
+                    self._write_samples()
                 if engine.version >= options.steps:
                     break
                 rows = next(batches)
@@ -306,11 +327,25 @@ class Trainer:
                 self._repeat_evaluation(step)
             best = best_step(self._losses()) if self.options.keep_best else None
             if best in (None, self.engine.version) and not repeated:
-                self.engine.export(exported)
+                self.engine.export(exported, files=self._card(self.engine.version))
             else:
-                with self._at_step(self.engine.version if best is None else best) as at_step:
-                    at_step.export(exported)
+                step = self.engine.version if best is None else best
+                with self._at_step(step) as at_step:
+                    at_step.export(exported, files=self._card(step))
         return exported
+
+    def _card(self, step: int) -> dict[str, bytes]:
+        """The model card of the export after this number of steps."""
+        options = self.options
+        card = model_card(
+            self.engine.journal,
+            version=step,
+            base=options.model,
+            head=options.model_options.head,
+            is_adapter=options.model_options.adapter is not None,
+            data=str(options.data),
+        )
+        return {CARD: card}
 
     def best_evaluation(self) -> str | None:
         """A line about the best evaluation; None without evaluations."""
@@ -329,9 +364,9 @@ class Trainer:
 
     def _repeat_evaluation(self, step: int) -> None:
         """Evaluate an earlier step again, and record the result in the journal."""
-        assert self._evaluation is not None, "the run evaluates"
+        assert self._evaluated is not None, "the run evaluates"
         with self._at_step(step) as at_step:
-            results = self._task.evaluate(at_step, self._evaluation)
+            results = self._evaluated(at_step)
         self.engine.journal.note_evaluation(step, results)
         self.engine.journal.close()  # the engine is closed already and does not close it again
         print(f"step {step}: evaluated again, since {JOURNAL} lacks the result: {shown_results(results)}", file=sys.stderr)
@@ -378,9 +413,11 @@ class Trainer:
         options = self.options
         return 0 if self._evaluation is None else evaluations_due(options.steps, options.evaluate_every, version=version)
 
-    def _evaluate(self, rows: Rows, metrics: IO[bytes], live: LiveMetrics, bar: StepBar) -> None:
+    def _evaluate(
+        self, evaluated: Callable[[Runner], dict[str, float]], metrics: IO[bytes], live: LiveMetrics, bar: StepBar
+    ) -> None:
         began = time.perf_counter()
-        results = self._task.evaluate(self.engine, rows)
+        results = evaluated(self.engine)
         seconds = time.perf_counter() - began
         self._method.before_noting(self.engine, results["loss"])
         self.engine.note_evaluation(results)
@@ -389,6 +426,13 @@ class Trainer:
         write_row(metrics, record)
         live.row(record)
         self._print(bar, f"step {self.engine.version}: evaluation {shown_results(results)}, {seconds:.1f} s")
+
+    def _write_samples(self) -> None:
+        """Answer the prompts of the run's samples, in the first worker alone."""
+        if self._samples is not None and is_first(self._workers):
+            content = self._samples.write(self.engine, self.options.output, self.engine.version)
+            if content is not None:
+                replace_file(self.options.output / SAMPLES, content)
 
     def _print(self, bar: StepBar, line: str) -> None:
         """Print a line above the bar. With several workers only the first one prints."""

@@ -17,7 +17,6 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from zo2adapters.models.checkpoint import resolve_directory
-from zo2adapters.tasks.row_files import read_rows
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.batch_shapes import RowShapes
 from zo2adapters.trainers.lr_schedules import Decay
@@ -145,8 +144,7 @@ def expected_seconds(options: TrainOptions, schedule: Schedule) -> float:
     """
     directory, batching = resolve_directory(options.model), options.batching
     model = options.opened(directory)
-    data = read_rows(
-        options.data,
+    data, _ = options.files().read(
         load_tokenizer(directory),
         sequence_length=batching.length_for(model),
         labelled_for=model.config if options.takes_labels else None,

@@ -41,12 +41,13 @@ class WrittenOtherwise(Protocol):
     def written(self) -> Collection[str]:
         """The parameters that ``write`` needs."""
 
-    def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], files: Mapping[str, Path | bytes]) -> None:
         """Write a directory, which must not exist or be empty; it appears whole or not at all.
 
         Args:
             directory: To write.
             tensors: Names and values of those in ``written``, and others; each is a view until the next is asked for.
+            files: Further files of the directory: name to content, or to the file to copy.
 
         Raises:
             OutputError: if it cannot be written.

@@ -167,27 +167,30 @@ class Runner:
                 parts.noise.retain(visitor.seeds)
                 self._recorder.flush()
 
-    def export(self, directory: Path | str) -> None:
+    def export(self, directory: Path | str, *, files: Mapping[str, Path | bytes] | None = None) -> None:
         """Write the model at the present version: a directory that ``from_pretrained`` loads, or what the model writes.
 
         Args:
             directory: Must not exist, or be empty. It appears whole or not at all.
+            files: Further files of the directory: name to content, or to the file to copy. None: there are none.
 
         Raises:
             OutputError: if the directory is in use or cannot be written.
         """
         self._use.require_open()
+        files = {} if files is None else files
         require_unused(Path(directory))
         if isinstance(self._model, WrittenOtherwise):
             written, layouts = self._model.written, enumerate(self._model.layouts)
             segments = [i for i, layout in layouts if any(spec.name in written for spec in layout.parameters)]
             with closing(self._present(segments)) as tensors:
-                self._model.write(Path(directory), tensors)
+                self._model.write(Path(directory), tensors, files)
             return
         model, specs = self._model, [spec.decoded for layout in self._model.layouts for spec in layout.parameters]
         form = saved_form(model)
         with closing(self.parameters_now()) as tensors:  # lets go of its bucket, also when writing fails
-            write_checkpoint(Path(directory), specs, tensors, model.companions, dtype=model.export_dtype, form=form)
+            companions = {**model.companions, **files}
+            write_checkpoint(Path(directory), specs, tensors, companions, dtype=model.export_dtype, form=form)
 
     def close(self) -> None:
         """Stop all work and close what the engine opened. May be called twice."""

@@ -43,15 +43,15 @@ class PeftBlockModel(HFBlockModel):
         """The adapter's parameters."""
         return frozenset(self.adapter.inserted.parameters)
 
-    def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write the adapter as peft does: its config, and those of these tensors that are its own.
+    def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], files: Mapping[str, Path | bytes]) -> None:
+        """Write the adapter as peft does: its config, those of these tensors that are its own, and further files.
 
         Raises:
             OutputError: if the directory is in use or cannot be written.
         """
         names = self.adapter.inserted.parameters
         saved = {names[name]: tensor.clone() for name, tensor in tensors if name in names}
-        write_adapter(directory, plain_config(self.adapter.config), saved)
+        write_adapter(directory, plain_config(self.adapter.config), saved, files)
 
     def require_stackable(self) -> None:
         """Patch the modules for directions beside the activations. See the contract."""

@@ -5,24 +5,31 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors.torch import save
 
-from zo2core.checkpoint.writer import new_directory
+from zo2core.checkpoint.writer import new_directory, write_companions
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 FILE_PREFIX = "base_model.model."  # of the names of layers' parameters
 
 
-def write_adapter(directory: Path, config: Mapping[str, Any], values: dict[str, torch.Tensor]) -> None:
+def write_adapter(
+    directory: Path,
+    config: Mapping[str, Any],
+    values: dict[str, torch.Tensor],
+    files: Mapping[str, Path | bytes] = MappingProxyType({}),
+) -> None:
     """Write an adapter.
 
     Args:
         directory: Must not exist, or be empty. It appears whole or not at all.
         config: What ``plain_config`` returned.
         values: By name in peft's files.
+        files: Further files of the directory: name to content, or to the file to copy.
 
     Raises:
         OutputError: if the directory is in use or cannot be written.
@@ -30,6 +37,7 @@ def write_adapter(directory: Path, config: Mapping[str, Any], values: dict[str, 
     with new_directory(directory) as partial:
         (partial / WEIGHTS_FILE).write_bytes(save(values, {"format": "pt"}))
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        write_companions(partial, files)
 
 
 def plain_config(config: Any) -> dict[str, Any]:

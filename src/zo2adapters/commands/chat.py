@@ -1,0 +1,268 @@
+"""``zo2 chat``: talk to a model, to its adapters, or to a run, in the terminal or on a pipe."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from zo2adapters.commands.at_step import AtStep
+from zo2adapters.commands.generate import sampling_of
+from zo2adapters.ranges import require_at_least
+from zo2adapters.trainers.batching import Batching
+from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
+from zo2adapters.trainers.options import Resources
+from zo2adapters.trainers.run_directory import MODEL
+from zo2core import DataError, NonFiniteLossError, OptionError, Runner
+
+if TYPE_CHECKING:
+    from zo2adapters.tasks.generation import Sampling
+
+_BASE = "none"  # name under which the base without an adapter, or before a run, is chosen
+_HELP = "/adapter NAME switches, /adapter lists, /reset forgets the conversation, /quit ends"
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how a text ends whose last character needs another token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """Chat with a model, its adapters, or a run, in the terminal. Slow: each token takes a pass over all blocks."""
+
+    run_directory: tyro.conf.Positional[Path | None] = None
+    """Directory of a run, instead of --model."""
+    model: str | None = None
+    """Directory of the model, with safetensors weights, or a hub id."""
+    adapters: Annotated[tuple[Path, ...], tyro.conf.arg(name="adapter")] = ()
+    """Saved peft adapters of the model. The first one answers; /adapter NAME switches to another one, named as its directory
+    or its run, and /adapter none to the model alone."""
+    at: int | None = None
+    """Number of steps of the run that the weights include; by default all of them. /adapter none includes none of them."""
+    max_new_tokens: int = 256
+    """Most tokens of an answer."""
+    temperature: float = 0.0
+    """Temperature at which tokens are sampled; 0 takes the likeliest token."""
+    top_p: float = 1.0
+    """Probability mass of the likeliest tokens that are sampled from."""
+    seed: int = 0
+    """Seed of the sampling of each answer."""
+    sequence_length: int | None = None
+    """Most tokens of a conversation with its answer. By default 1024, or the model's limit if that is lower."""
+    model_options: ModelOptions = field(default_factory=ModelOptions)
+    resources: Resources = field(default_factory=Resources)
+
+    def run(self) -> None:
+        """Answer the lines of standard input until it ends, or until /quit."""
+        require_at_least("max_new_tokens", self.max_new_tokens, 1)
+        sampling = sampling_of(self.temperature, self.top_p, self.seed)
+        variants = self._variants()
+        with _Conversation(self, variants, sampling) as conversation:
+            print(f"{conversation.name} answers; {_HELP}", file=sys.stderr)
+            for line in _lines():
+                if line == "/quit":
+                    return
+                conversation.take(line)
+
+    def _variants(self) -> dict[str, AtStep]:
+        """What answers, by name; the first one answers first.
+
+        Raises:
+            OptionError: if neither or both of model and run are given, or two adapters have one name.
+        """
+        if (self.model is None) == (self.run_directory is None):
+            raise OptionError(
+                "model",
+                found="neither or both of --model and a run's directory",
+                expected="either --model or a run's directory",
+                remedy="pass one of the two",
+            )
+        shared: dict[str, Any] = {"resources": self.resources}
+        opening = RunModelOptions(
+            **{option.name: getattr(self.model_options, option.name) for option in fields(ModelOptions)}
+        )
+        if self.run_directory is not None:
+            if self.adapters:
+                found, expected = f"{self.adapters[0]} with a run", "--model with --adapter, or a run alone"
+                raise OptionError("adapter", found=found, expected=expected, remedy="leave it out")
+            run = AtStep(run_directory=self.run_directory, at=self.at, model_options=opening, **shared)
+            return {_name_of(self.run_directory.resolve()): run.resolved(), _BASE: replace(run, at=0).resolved()}
+        if self.at is not None:
+            raise OptionError("at", found=f"{self.at} without a run", expected="a run's directory", remedy="leave it out")
+        names = [_name_of(path.resolve()) for path in self.adapters]
+        if len({*names, _BASE}) <= len(names):
+            raise OptionError(
+                "adapter",
+                found=f"the names {', '.join(names)}",
+                expected=f"directories with different names, none of them {_BASE!r}",
+                remedy="rename one of them, or pass links with other names",
+            )
+        base = AtStep(model=self.model, model_options=opening, **shared)
+        with_adapters = (replace(base, model_options=replace(opening, adapter=path)).resolved() for path in self.adapters)
+        return {**dict(zip(names, with_adapters, strict=True)), _BASE: base.resolved()}
+
+
+def _name_of(directory: Path) -> str:
+    """The name of a directory; of a run's export, that of the run."""
+    return directory.parent.name if directory.name == MODEL else directory.name
+
+
+def _lines() -> Iterator[str]:
+    """Lines of standard input that are not empty, after a mark in a terminal."""
+    is_terminal = sys.stdin.isatty()
+    while True:
+        if is_terminal:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+class _Conversation:
+    """A conversation with one variant at a time, whose engine is open.
+
+    Args:
+        options: The command.
+        variants: What can answer, by name.
+        sampling: How tokens are sampled; None takes the likeliest token.
+    """
+
+    def __init__(self, options: Chat, variants: dict[str, AtStep], sampling: Sampling | None) -> None:
+        from zo2adapters.tasks.tokenizer import load_tokenizer
+
+        self._options, self._variants, self._sampling = options, variants, sampling
+        self._messages: list[dict[str, str]] = []
+        self.name = next(iter(variants))
+        base = variants[self.name].base()
+        self._tokenizer = load_tokenizer(base)
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                base,
+                found="a tokenizer without a chat template",
+                expected="the tokenizer of a chat model",
+                remedy="continue plain text with zo2 generate --prompt TEXT",
+            )
+        self._ends = _end_tokens(base, self._tokenizer)
+        self._open()
+
+    def __enter__(self) -> _Conversation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+
+    def take(self, line: str) -> None:
+        """Answer a line, or do what it commands."""
+        command, _, name = line.partition(" ")
+        if command == "/reset":
+            self._messages = []
+            print("the conversation starts anew", file=sys.stderr)
+        elif command == "/adapter":
+            self._switch(name.strip())
+        elif command.startswith("/"):
+            print(f"{command} is not a command; {_HELP}", file=sys.stderr)
+        else:
+            self._answer(line)
+
+    def _open(self) -> None:
+        """Open the model and the engine of the present variant."""
+        from zo2adapters.models.footprint import activation_bytes, cache_bytes
+
+        at = self._variants[self.name]
+        self._model = at.open_model()
+        self._length = Batching(sequence_length=self._options.sequence_length).length_for(self._model)
+        cache = cache_bytes(self._model.config, 1, self._length)
+        running = activation_bytes(self._model.config, 1, self._length, streams=1)
+        self._engine: Runner = at.engine(self._model, activation_bytes=cache + running)
+
+    def _switch(self, name: str) -> None:
+        """Let another variant answer; the conversation goes on."""
+        if name not in self._variants:
+            print(f"{self.name} answers; there are {', '.join(self._variants)}", file=sys.stderr)
+            return
+        if name != self.name:
+            self._engine.close()
+            self.name = name
+            self._open()
+        print(f"{name} answers", file=sys.stderr)
+
+    def _answer(self, line: str) -> None:
+        """Print the answer as it is generated."""
+        from zo2adapters.tasks.chat_template import render_chat
+
+        messages = [*self._messages, {"role": "user", "content": line}]
+        text = render_chat(messages, self._tokenizer, reply_follows=True)
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        room = self._length - len(ids)
+        if room < 1:
+            print(
+                f"the conversation has {len(ids)} tokens, and at most {self._length - 1} leave room for an answer: "
+                "shorten the message, or type /reset",
+                file=sys.stderr,
+            )
+            return
+        answer = self._generated(ids, min(room, self._options.max_new_tokens))
+        self._messages = [*messages, {"role": "assistant", "content": answer}]
+
+    def _generated(self, ids: Sequence[int], most: int) -> str:
+        from zo2adapters.tasks.generation import generate
+        from zo2adapters.tasks.tokenizer import pad_token_id
+        from zo2adapters.trainers.base_check import require_finite_base
+
+        stream = _TextStream(lambda tokens: str(self._tokenizer.decode(tokens, skip_special_tokens=True)))
+        made = generate(
+            self._engine,
+            self._model,
+            [ids],
+            max_new_tokens=most,
+            sampling=self._sampling,
+            eos_token_ids=self._ends,
+            pad_token_id=pad_token_id(self._tokenizer),
+        )
+        try:
+            for (token,) in made:
+                if token is not None and token not in self._ends:
+                    stream.add(token)
+        except NonFiniteLossError:
+            require_finite_base(self._model, self._variants[self.name].base())
+            raise
+        return stream.end()
+
+
+class _TextStream:
+    """Prints a text while its tokens are generated.
+
+    Args:
+        decode: Makes a text of token ids.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode, self._tokens, self._printed = decode, list[int](), ""
+
+    def add(self, token: int) -> None:
+        """Print the characters that this token completes."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if not text.endswith(_UNFINISHED) and text.startswith(self._printed):
+            print(text[len(self._printed) :], end="", flush=True)
+            self._printed = text
+
+    def end(self) -> str:
+        """Print the rest and a line break, and return the whole text."""
+        text = self._decode(self._tokens)
+        print(text[len(self._printed) :] if text.startswith(self._printed) else "", flush=True)
+        return text
+
+
+def _end_tokens(base: Path, tokenizer: Any) -> Collection[int]:
+    """Tokens that end an answer: the tokenizer's EOS, and those of the base's generation config."""
+    ends = {tokenizer.eos_token_id}
+    with suppress(OSError, ValueError, TypeError, AttributeError):
+        configured = json.loads((base / "generation_config.json").read_bytes()).get("eos_token_id")
+        ends |= {*(configured if isinstance(configured, list) else [configured])}
+    return {token for token in ends if type(token) is int}

@@ -1,0 +1,223 @@
+"""Options that say how the rows of a data file become rows to train on: columns, a prompt's template, labels, lengths."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any, Literal
+
+from zo2core import DataError, OptionError
+
+_NAMED = ("text", "prompt", "completion", "label", "messages")  # keys that a column can be named for
+_KEPT = ("completion", "label", "candidates", "answer", "answers", "chosen", "rejected")  # keys that go with a prompt
+_LISTED = 12  # columns that a message lists
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptions:
+    """How the rows of a data file become rows to train on."""
+
+    prompt_template: str | None = None
+    r"""Prompt of each row, with names of columns between braces, such as "Tweet: {text}\nSentiment:", where \n is a line
+    break. A space is put before the completion or label, unless one of the two has one."""
+    text_column: str | None = None
+    """Column that has the text, if it is not called text."""
+    prompt_column: str | None = None
+    """Column that has the prompt, if it is not called prompt."""
+    completion_column: str | None = None
+    """Column that has the completion, if it is not called completion."""
+    label_column: str | None = None
+    """Column that has the label, if it is not called label. For a causal language model, a prompt with a label is a row with
+    candidates: all labels are compared."""
+    messages_column: str | None = None
+    """Column that has the messages, if it is not called messages."""
+    labels: tuple[str, ...] = ()
+    """Texts of the labels, such as terrible great; a row names its label by this text or by its index from 0. By default the
+    labels are those that occur in the training file."""
+    train_on: Literal["answers", "all"] = "answers"
+    """Tokens of messages that are learned: those of the assistant's answers, or all."""
+    too_long: Literal["auto", "cut", "drop", "refuse"] = "auto"
+    """What happens to rows longer than --sequence-length: cut removes their end, drop leaves them out, refuse stops. auto
+    cuts texts and completions, and refuses rows with candidates, preferences or answers, which cannot be cut."""
+
+    def require_valid(self, *, takes_labels: bool = False) -> None:
+        """Check the template and the labels.
+
+        Args:
+            takes_labels: Whether the model classifies texts, whose labels are in its config.
+
+        Raises:
+            OptionError: naming the option.
+        """
+        if self.prompt_template is not None:
+            self._require_template(self.prompt_template)
+            if self.prompt_column is not None:
+                raise OptionError(
+                    "prompt_column",
+                    found=f"{self.prompt_column} with --prompt-template",
+                    expected="one of the two",
+                    remedy=f"write {{{self.prompt_column}}} in the template, or leave one of the two out",
+                )
+        if self.labels and (takes_labels or len(set(self.labels)) < max(len(self.labels), 2) or not all(self.labels)):
+            raise OptionError(
+                "labels",
+                found=" ".join(map(repr, self.labels))
+                + (" for a model that has labels in its config" if takes_labels else ""),
+                expected="none" if takes_labels else "at least two different texts",
+                remedy="leave it out" if takes_labels else "pass the text of each label once",
+            )
+
+    def _require_template(self, template: str) -> None:
+        try:
+            parts = list(Formatter().parse(template))
+        except ValueError as error:
+            raise _template_error(template, f"{template[:60]!r} ({error})") from error
+        columns = [column for _, column, _, _ in parts if column is not None]
+        if not columns or any(not column or form or change for _, column, form, change in parts if column is not None):
+            raise _template_error(template, repr(template[:60]))
+        if any(mark in column for column in columns for mark in ".["):
+            raise _template_error(template, repr(template[:60]))
+
+    @property
+    def _columns(self) -> dict[str, str]:
+        """Named columns by the key that a row needs."""
+        given = ((key, getattr(self, f"{key}_column")) for key in _NAMED)
+        return {key: column for key, column in given if column is not None}
+
+    def converted(self, row: Mapping[str, Any], *, takes_labels: bool = False) -> dict[str, Any]:
+        """Convert a row of a data file to the keys of a row format.
+
+        Args:
+            row: Values by column.
+            takes_labels: Whether rows are texts with labels for a model that classifies: the template then makes the text.
+
+        Raises:
+            DataError: naming the column that a row lacks; the caller adds file and row.
+        """
+        columns, template = self._columns, self.prompt_template
+        if not columns and template is None:
+            return self._with_candidates(dict(row)) if not takes_labels and self.labels else dict(row)
+        converted = {key: _column(row, column, f"--{key}-column") for key, column in columns.items()}
+        made = "text" if takes_labels else "prompt"
+        if template is not None:
+            converted[made] = self._filled(template, row)
+        elif not converted.keys() & {"text", "prompt", "messages"}:
+            converted |= {key: row[key] for key in ("text", "prompt", "messages") if key in row}
+        kept = ("label", "text_pair") if takes_labels else _KEPT if "prompt" in converted else ()
+        for key in kept:
+            if key in row and key not in converted and not (key == "label" and "completion" in converted):
+                converted[key] = row[key]
+        if takes_labels:
+            return converted
+        if template is not None and isinstance(converted.get("completion"), str):
+            converted["completion"] = _separated(converted["prompt"], converted["completion"])
+        if self.label_column is not None and "completion" not in converted and "prompt" not in converted:
+            raise DataError(
+                "row",
+                found=f"a label, and {', '.join(map(repr, converted.keys() - {'label'})) or 'no text'}",
+                expected="a prompt before the label",
+                remedy="pass --prompt-column, or --prompt-template such as '{text} Label:'",
+            )
+        return self._with_candidates(converted)
+
+    def _with_candidates(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Turn a prompt with a label into a prompt with candidates."""
+        if not {"prompt", "label"} <= row.keys() or row.keys() & {"completion", "candidates", "chosen", "answers"}:
+            return row
+        label = row.pop("label")
+        index = label if type(label) is int and self._by_index else self._index_of(label)
+        if index is None or not 0 <= index < len(self.labels):
+            near = _nearest(str(label), self.labels)
+            raise DataError(
+                "row",
+                found=f"{json.dumps(label)[:40]} as 'label'",
+                expected=f"one of {', '.join(map(repr, self.labels[:_LISTED]))}, or its index from 0",
+                remedy=near or "correct the label, or name all labels with --labels",
+            )
+        prompt = row["prompt"]
+        texts = [_separated(prompt, text) for text in self.labels] if isinstance(prompt, str) else list(self.labels)
+        return {**row, "candidates": texts, "answer": index}
+
+    @property
+    def _by_index(self) -> bool:
+        """Whether a number is an index: where labels are numbers themselves, it is one of them."""
+        return not all(map(_is_number, self.labels))
+
+    def _index_of(self, label: Any) -> int | None:
+        return self.labels.index(str(label)) if isinstance(label, (str, int)) and str(label) in self.labels else None
+
+    def labels_in(self, rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+        """The different labels of prompts, sorted; empty if the rows are not prompts with labels.
+
+        Args:
+            rows: All rows of a file, before they are converted.
+        """
+        prompt, completion, label = (getattr(self, f"{key}_column") or key for key in ("prompt", "completion", "label"))
+        other = {
+            "candidates",
+            "chosen",
+            "answers",
+            *(() if self.label_column and not self.completion_column else [completion]),
+        }
+        labels = set()
+        for row in rows:
+            if (self.prompt_template is None and prompt not in row) or row.keys() & other:
+                return ()
+            if isinstance(row.get(label), (str, int)):
+                labels.add(str(row[label]))
+        return tuple(sorted(labels, key=lambda text: (0, int(text), text) if _is_number(text) else (1, 0, text)))
+
+    def _filled(self, template: str, row: Mapping[str, Any]) -> str:
+        parts = []
+        for text, column, _, _ in Formatter().parse(template):
+            parts.append(text.replace("\\n", "\n").replace("\\t", "\t"))
+            if column is not None:
+                value = _column(row, column, "--prompt-template")
+                if not isinstance(value, (str, int, float)):
+                    raise DataError(
+                        "row",
+                        found=f"{json.dumps(value)[:40]} in the column {column!r}",
+                        expected="text or a number for --prompt-template",
+                        remedy="name another column in the template",
+                    )
+                parts.append(str(value))
+        return "".join(parts)
+
+
+def _template_error(template: str, found: str) -> OptionError:
+    return OptionError(
+        "prompt_template",
+        found=found,
+        expected="text with names of columns between braces, such as 'Tweet: {text} Sentiment:'",
+        remedy="name at least one column; write {{ and }} for braces",
+    )
+
+
+def _column(row: Mapping[str, Any], column: str, option: str) -> Any:
+    if column in row:
+        return row[column]
+    names = ", ".join(map(repr, list(row)[:_LISTED])) or "none"
+    raise DataError(
+        "row",
+        found=f"no value in a column {column!r}; the row's columns are {names}",
+        expected=f"the column {column!r} that {option} names",
+        remedy=_nearest(column, list(row)) or "name a column of the file",
+    )
+
+
+def _is_number(text: str) -> bool:
+    return text.removeprefix("-").isdecimal()
+
+
+def _nearest(name: str, names: Iterable[str]) -> str | None:
+    """A remedy with the name that was probably meant; None if no name is similar."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"write {near[0]!r} if that is meant" if near else None
+
+
+def _separated(prompt: str, text: str) -> str:
+    """A text after a prompt, with a space before it unless one of the two has one."""
+    return text if not prompt or prompt[-1].isspace() or text[:1].isspace() else f" {text}"

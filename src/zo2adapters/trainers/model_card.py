@@ -1,0 +1,163 @@
+"""The model card of an export: ``README.md`` with the header that the Hugging Face hub reads.
+
+It is written from the journal, which has no paths of this machine; local files are called by their names alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from huggingface_hub import ModelCardData
+
+from zo2adapters.trainers.evaluations import best_step
+from zo2adapters.trainers.metrics import row_of
+from zo2core import Journal
+from zo2core.types import Commit
+
+CARD = "README.md"
+_MOST_EVALUATIONS = 20  # rows of the table of evaluations
+_PROVENANCE = ("batch size", "micro-batch size", "sequence length", "dtype", "device", "objective", "packed", "schedule")
+
+
+def model_card(
+    journal: Journal,
+    *,
+    version: int,
+    base: str,
+    head: str = "causal-lm",
+    is_adapter: bool = False,
+    data: str | None = None,
+) -> bytes:
+    """Write the card of a model that a run has trained.
+
+    Args:
+        journal: The run's journal.
+        version: Number of the run's steps that the model includes.
+        base: Directory or hub id of the base model.
+        head: The model's head, as in ``--head``.
+        is_adapter: Whether the export is an adapter in the format of peft.
+        data: The run's data, a file or the name of a dataset of the hub; None if it is not known.
+
+    Returns:
+        The content of ``README.md``.
+    """
+    header = {} if journal.header is None else journal.header
+    is_local = Path(base).exists() or re.fullmatch(r"[\w.-]+/[\w.-]+", base) is None
+    name = _plain(Path(base).resolve().name) if is_local else base
+    hub_data = None if data is None or Path(data).exists() else re.fullmatch(r"([\w.-]+(?:/[\w.-]+)?):.*", data)
+    causal = head == "causal-lm"
+    first_order = any(isinstance(step, Commit) for step in journal.steps)
+    entries: dict[str, Any] = {
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": "text-generation" if causal else "text-classification",
+        "base_model": None if is_local else base,
+        "base_model_relation": None if is_local else ("adapter" if is_adapter else "finetune"),
+        "datasets": None if hub_data is None else [hub_data[1]],
+        "tags": ["zo2core", "first-order" if first_order else "zeroth-order", *(["lora"] if is_adapter else [])],
+    }
+    yaml = ModelCardData(**{key: value for key, value in entries.items() if value is not None}).to_yaml()
+    lines = [
+        f"# {name}, fine-tuned",
+        "",
+        *_summary(header, version, name, is_adapter=is_adapter, first_order=first_order),
+        "",
+        "## Data",
+        "",
+        *_data(header, data),
+        "",
+        "## Results",
+        "",
+        *_results(journal, version),
+        "",
+        "## How to load it",
+        "",
+        *_loading(name, causal=causal, is_adapter=is_adapter),
+        "",
+        "## Options",
+        "",
+        "```json",
+        json.dumps(_options(header), indent=2),
+        "```",
+    ]
+    return ("\n".join(["---", yaml.strip(), "---", "", *lines]) + "\n").encode()
+
+
+def _plain(name: str) -> str:
+    """The name of a file without characters that mean something in Markdown or Python."""
+    return re.sub(r"[^\w ./:+-]", "_", name)
+
+
+def _summary(header: Mapping[str, Any], version: int, name: str, *, is_adapter: bool, first_order: bool) -> Iterator[str]:
+    kind = "An adapter for" if is_adapter else "The weights of"
+    method = "first-order steps, block by block" if first_order else "zeroth-order steps, which take forward passes only"
+    estimator = header.get("estimator", {})
+    called = f" ({estimator['name']})" if isinstance(estimator, dict) and "name" in estimator else ""
+    yield f"{kind} `{name}` after {version} {method}{called}. They were trained with zo2core."
+    if "base" in header:
+        yield ""
+        yield f"Fingerprint of the base model: `{header['base']}`."
+
+
+def _data(header: Mapping[str, Any], data: str | None) -> Iterator[str]:
+    provenance = header.get("provenance", {})
+    tokens = provenance.get("tokens", {})
+    if data is not None:
+        yield f"- data: `{_plain(Path(data).name if Path(data).exists() else data)}`"
+    yield f"- SHA-256 of the data: `{provenance.get('data sha256', 'not recorded')}`"
+    if "data tokens" in tokens:
+        yield f"- tokens: {tokens['data tokens']:,}, with SHA-256 `{tokens.get('data sha256')}`"
+    yield f"- SHA-256 of the tokenizer: `{provenance.get('tokenizer sha256', 'not recorded')}`"
+
+
+def _results(journal: Journal, version: int) -> Iterator[str]:
+    losses = [row_of(step)["loss"] for step in journal.steps[:version]]
+    if losses:
+        few = max(len(losses) // 20, 1)
+        first, last = fmean(losses[:few]), fmean(losses[-few:])
+        yield f"Training loss, mean of the first and of the last 5 % of the steps: {first:.4f} and {last:.4f}."
+    evaluations = {step: results for step, results in sorted(journal.evaluations.items()) if step <= version}
+    if not evaluations:
+        yield "The run recorded no evaluation."
+        return
+    best = best_step({step: results["loss"] for step, results in evaluations.items()})
+    shown = {*list(evaluations)[: _MOST_EVALUATIONS // 2], *list(evaluations)[-_MOST_EVALUATIONS // 2 :], best}
+    names = list(dict.fromkeys(name for results in evaluations.values() for name in results))
+    yield ""
+    yield f"| step | {' | '.join(name.replace('_', ' ') for name in names)} |"
+    yield "|---|" + "---|" * len(names)
+    for step, results in evaluations.items():
+        if step in shown:
+            cells = " | ".join(f"{results[name]:.4f}" if name in results else "" for name in names)
+            yield f"| {step} | {cells} |"
+    if len(shown) < len(evaluations):
+        yield ""
+        yield f"{len(shown)} of {len(evaluations)} evaluations."
+
+
+def _loading(name: str, *, causal: bool, is_adapter: bool) -> Iterator[str]:
+    loader = "AutoModelForCausalLM" if causal else "AutoModelForSequenceClassification"
+    yield "```python"
+    if is_adapter:
+        yield "from peft import PeftModel"
+        yield f"from transformers import {loader}"
+        yield ""
+        yield f'base = {loader}.from_pretrained("{name}")'
+        yield 'model = PeftModel.from_pretrained(base, "PATH_OR_NAME_OF_THIS_ADAPTER")'
+    else:
+        yield f"from transformers import {loader}, AutoTokenizer"
+        yield ""
+        yield f'model = {loader}.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")'
+        yield 'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME_OF_THIS_MODEL")'
+    yield "```"
+
+
+def _options(header: Mapping[str, Any]) -> dict[str, Any]:
+    provenance = header.get("provenance", {})
+    kept = {name: provenance[name] for name in _PROVENANCE if provenance.get(name) is not None}
+    shared = {name: header[name] for name in ("estimator", "noise", "perturbation", "seed") if header.get(name) is not None}
+    return {**shared, **kept}

@@ -1,0 +1,175 @@
+"""Chatting on a pipe: what is answered, which adapter answers, and what the commands do."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_lines import Ended, assert_typed, run_here
+from models import WORDS, save_model, save_tokenizer, small_config
+from runs import finish, small_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from zo2adapters.commands.chat import _TextStream
+from zo2core.engine.runner import Runner
+
+peft: Any = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft asks for it
+
+TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
+
+def give_template(base: Path) -> None:
+    path = base / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat model and two adapters whose answers differ from it and from each other."""
+    folder = tmp_path_factory.mktemp("chat")
+    config = small_config("llama", vocab_size=len(WORDS), max_position_embeddings=24)
+    base = save_model(folder / "base", config)
+    save_tokenizer(base)
+    give_template(base)
+    for seed, name in enumerate(("first", "second")):
+        torch.manual_seed(seed)
+        whole = peft.get_peft_model(
+            AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(r=4, target_modules="all-linear", lora_alpha=400)
+        )
+        with torch.no_grad():
+            for parameter_name, parameter in whole.named_parameters():
+                if "lora_B" in parameter_name:
+                    parameter.normal_()
+        whole.save_pretrained(folder / name)
+    return folder
+
+
+def chat(*arguments: object, lines: str) -> Ended:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.StringIO(lines))
+        return run_here("chat", *arguments)
+
+
+def expected(place: Path, text: str, new: int, adapter: str | None = None) -> str:
+    """What transformers answers with the whole model."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(place / "base")
+    model: Any = AutoModelForCausalLM.from_pretrained(place / "base")
+    if adapter is not None:
+        model = peft.PeftModel.from_pretrained(model, place / adapter)
+    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    ends = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
+    made = model.generate(input_ids=ids, max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=ends)
+    answer = [token for token in made[0, ids.shape[1] :].tolist() if token not in ends]
+    return str(tokenizer.decode(answer, skip_special_tokens=True))
+
+
+def test_answers_are_those_of_the_whole_model_and_the_conversation_goes_on(place: Path) -> None:
+    ended = chat("--model", place / "base", "--max-new-tokens", 4, lines="the cat\n\n  \nthe dog\n")
+    first = expected(place, "the cat ", 4)
+    second = expected(place, f"the cat {first} the dog ", 4)
+    assert ended.out.splitlines() == [first, second]
+    assert ended.status == 0
+
+
+def test_a_reset_forgets_the_conversation_and_quit_ends_it(place: Path) -> None:
+    ended = chat("--model", place / "base", "--max-new-tokens", 4, lines="the cat\n/reset\nthe cat\n/quit\nthe dog\n")
+    assert ended.out.splitlines() == [expected(place, "the cat ", 4)] * 2
+
+
+def test_adapters_are_switched_by_name(place: Path) -> None:
+    lines = "the cat\n/reset\n/adapter second\nthe cat\n/reset\n/adapter none\nthe cat\n/adapter\n/adapter third\n"
+    adapters = ("--adapter", place / "first", place / "second")
+    ended = chat("--model", place / "base", *adapters, "--max-new-tokens", 4, lines=lines)
+    answers = [expected(place, "the cat ", 4, adapter) for adapter in ("first", "second", None)]
+    assert len(set(answers)) == 3
+    assert ended.out.splitlines() == answers
+    assert ended.err.count("none answers; there are first, second, none") == 2
+
+
+def test_an_adapter_that_a_run_exported_has_the_name_of_the_run(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "tuned").mkdir()
+    shutil.copytree(place / "second", tmp_path / "tuned" / "model")
+    adapters = ("--adapter", place / "first", tmp_path / "tuned" / "model")
+    ended = chat("--model", place / "base", *adapters, "--max-new-tokens", 4, lines="/adapter tuned\nthe cat\n")
+    assert ended.out.splitlines() == [expected(place, "the cat ", 4, "second")]
+
+
+def test_a_run_answers_with_its_weights_and_none_with_its_base(tmp_path: Path) -> None:
+    options = small_run(tmp_path)
+    give_template(Path(options.model))
+    finish(options)
+    ended = chat(options.output, "--max-new-tokens", 2, lines="the cat\n/reset\n/adapter none\nthe cat\n")
+    assert len(ended.out.splitlines()) == 2
+    assert ended.out.splitlines()[1] == expected(tmp_path, "the cat ", 2)
+    assert "run answers" in ended.err
+
+
+def test_text_appears_token_by_token(capsys: pytest.CaptureFixture[str]) -> None:
+    letters = "grün".encode()
+    stream = _TextStream(lambda tokens: bytes(tokens).decode(errors="replace"))
+    printed = []
+    for byte in letters:
+        stream.add(byte)
+        printed.append(capsys.readouterr().out)
+    assert printed == ["g", "r", "", "ü", "n"], "half a character waits for its other half"
+    assert stream.end() == "grün"
+
+
+def test_a_conversation_that_is_too_long_is_said_and_can_be_reset(place: Path) -> None:
+    limits = ("--max-new-tokens", 2, "--sequence-length", 6)
+    ended = chat("--model", place / "base", *limits, lines="the cat sat on the mat the dog\n/reset\nthe cat\n")
+    assert "/reset" in ended.err
+    assert ended.out.splitlines() == [expected(place, "the cat ", 2)]
+
+
+def test_unknown_commands_are_said_and_not_answered(place: Path) -> None:
+    ended = chat("--model", place / "base", lines="/adaptor first\n")
+    assert (ended.out, ended.status) == ("", 0)
+    assert "/adaptor is not a command" in ended.err
+
+
+def test_an_engine_is_closed_before_the_next_one_opens(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Runner] = []
+    real = Runner.close
+
+    def close(runner: Runner) -> None:
+        closed.append(runner)
+        real(runner)
+
+    monkeypatch.setattr(Runner, "close", close)
+    chat("--model", place / "base", "--adapter", place / "first", lines="/adapter none\n/adapter first\n")
+    assert len({id(engine) for engine in closed}) == 3
+
+
+@pytest.mark.parametrize(
+    "case", ["neither", "both", "two of a name", "an adapter of a run", "a step without a run", "absent"]
+)
+def test_command_lines_without_one_meaning_are_refused(place: Path, case: str) -> None:
+    base = ("--model", place / "base")
+    arguments, named = {
+        "neither": ((), "--model"),
+        "both": ((place, *base), "--model"),
+        "two of a name": ((*base, "--adapter", place / "first", place / "first"), "--adapter"),
+        "an adapter of a run": ((place, "--adapter", place / "first"), "--adapter"),
+        "a step without a run": ((*base, "--at", 1), "--at"),
+        "absent": ((*base, "--adapter", place / "third"), "--adapter"),
+    }[case]
+    ended = chat(*arguments, lines="")
+    assert ended.status == 2
+    assert_typed(ended)
+    assert named in ended.line
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
+    save_tokenizer(base)
+    ended = chat("--model", base, lines="the cat\n")
+    assert_typed(ended)
+    assert "zo2 generate" in ended.line

@@ -1,0 +1,394 @@
+"""Data files of every kind, columns and templates, lengths, and rows that are taken from the training file."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_lines import refusal, run_here
+from models import WORDS, save_model, save_tokenizer, small_config
+from runs import finish, outcome, small_run
+from test_rows import ANSWER, ASK, TOKENIZER, make_tokenizer, text_of
+
+from zo2adapters.tasks.batches import collate
+from zo2adapters.tasks.candidates import Choices
+from zo2adapters.tasks.row_files import DataFiles, read_rows, split_rows
+from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.tasks.row_source import data_sha256, parsed_rows, saved_path
+from zo2adapters.tasks.rows import Dataset, TokenizedRow, read_dataset
+from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.run_directory import RunDirectory
+from zo2adapters.trainers.trainer import Trainer
+from zo2core import DataError, Journal, MissingPackageError, OptionError
+
+datasets: Any = importlib.import_module("datasets")  # these packages have no types
+pa: Any = importlib.import_module("pyarrow")
+pq: Any = importlib.import_module("pyarrow.parquet")
+
+ROWS = [{"text": "The sky", "kind": "good", "n": 1}, {"text": 'a "b", c\nd', "kind": "bad", "n": 2}]
+
+
+def write_jsonl(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def write_json(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text(json.dumps(rows, indent=1))
+    return path
+
+
+def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def save_dataset(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    datasets.Dataset.from_list(list(rows)).save_to_disk(path)
+    return path
+
+
+def save_splits(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    both = {"train": datasets.Dataset.from_list(list(rows)), "test": datasets.Dataset.from_list(list(rows[:1]))}
+    datasets.DatasetDict(both).save_to_disk(path)
+    return Path(f"{path}:train")
+
+
+KINDS: dict[str, Callable[[Path, Sequence[dict[str, Any]]], Path]] = {
+    "rows.jsonl": write_jsonl,
+    "rows.json": write_json,
+    "rows.csv": write_csv,
+    "rows.parquet": write_parquet,
+    "saved": save_dataset,
+    "splits": save_splits,
+}
+every_kind = pytest.mark.parametrize("name", KINDS)
+
+
+@every_kind
+def test_every_kind_of_file_has_the_same_rows(name: str, tmp_path: Path) -> None:
+    path = KINDS[name](tmp_path / name, ROWS)
+    expected = [{**row, "n": str(row["n"])} for row in ROWS] if name.endswith("csv") else ROWS
+    assert list(parsed_rows(path)) == list(enumerate(expected, 1))
+    template = RowOptions(prompt_template="{n}. {text}\\nKind:", completion_column="kind")
+    dataset = read_dataset(path, TOKENIZER, sequence_length=99, options=template)
+    assert [text_of(row) for row in dataset] == ["1. The sky\nKind: good</s>", '2. a "b", c\nd\nKind: bad</s>']
+
+
+@every_kind
+def test_a_digest_changes_with_the_rows_and_with_nothing_else(name: str, tmp_path: Path) -> None:
+    for folder in ("first", "again", "other"):
+        (tmp_path / folder).mkdir()
+    paths = [KINDS[name](tmp_path / folder / name, ROWS) for folder in ("first", "other")]
+    other = KINDS[name](tmp_path / "again" / name, ROWS[:1])
+    assert data_sha256(paths[0]) == data_sha256(paths[1] if name.startswith("rows") else paths[0])
+    assert data_sha256(paths[0]) != data_sha256(other)
+
+
+@every_kind
+def test_an_error_names_file_row_column_and_the_nearest_name(name: str, tmp_path: Path) -> None:
+    path = KINDS[name](tmp_path / name, ROWS)
+    with pytest.raises(DataError) as caught:
+        read_dataset(path, TOKENIZER, sequence_length=99, options=RowOptions(text_column="txt"))
+    unit = "line" if name.endswith("jsonl") else "row"
+    assert caught.value.where == f"{path}, {unit} 1"
+    assert "'txt'" in caught.value.found
+    assert "--text-column" in caught.value.expected
+    assert "'text'" in caught.value.remedy
+
+
+def test_a_run_trains_on_each_kind_alike_and_its_provenance_has_the_digest(tmp_path: Path) -> None:
+    rows = [{"prompt": "the cat", "completion": f" {word}"} for word in WORDS[5:11]]
+    shared = small_run(tmp_path)
+    losses = []
+    for name, write in KINDS.items():
+        (tmp_path / "data").mkdir(exist_ok=True)
+        path = write(tmp_path / "data" / name, rows)
+        options = replace(shared, data=path, output=tmp_path / f"run-{name}")
+        finish(options)
+        with contextlib.closing(Journal(options.output / "journal.jsonl")) as journal:
+            assert journal.header is not None
+            assert journal.header["provenance"]["data sha256"] == data_sha256(path)
+            losses.append([update.losses for update in journal.updates])
+        with Trainer(RunDirectory.options(options.output), resume=True, quiet=True) as trainer:
+            assert trainer.engine.version == 3
+    assert len(losses[0]) == 3
+    assert losses == losses[:1] * len(KINDS)
+
+
+MALFORMED: dict[str, tuple[str, str, str]] = {
+    "a cell too many": ("rows.csv", "a,b\n1,2,3\n", "row 1"),
+    "a column twice": ("rows.csv", "a,a\n1,2\n", "'a', 'a'"),
+    "an open quote": ("rows.csv", 'a,b\n1,2\n"3,4\n', "row 2"),
+    "no rows of CSV": ("rows.csv", "a,b\n", "no rows"),
+    "an empty list": ("rows.json", "[]", "no rows"),
+    "a list of texts": ("rows.json", '[{"text": "a b"}, "c"]', "row 2"),
+    "a list that is cut": ("rows.json", '[{"text": "a b"}', "not JSON"),
+    "an object over lines": ("rows.json", '{\n"text": "a b"}', "line 1"),
+    "no Parquet": ("rows.parquet", "text", "a Parquet file"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_file_is_refused(name: str, tmp_path: Path) -> None:
+    file, content, named = MALFORMED[name]
+    (tmp_path / file).write_text(content)
+    with pytest.raises(DataError) as caught:
+        list(parsed_rows(tmp_path / file))
+    assert named in str(caught.value)
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_parquet(tmp_path / "rows.parquet", ROWS)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(MissingPackageError, match="pip install 'pyarrow'"):
+        list(parsed_rows(path))
+
+
+def test_a_split_that_is_missing_lists_the_others(tmp_path: Path) -> None:
+    path = save_splits(tmp_path / "splits", ROWS)
+    for wrong in (path.with_name("splits"), path.with_name("splits:dev")):
+        with pytest.raises(DataError, match="train, test"):
+            list(parsed_rows(wrong))
+    saved = save_dataset(tmp_path / "saved", ROWS)
+    with pytest.raises(DataError, match="without the split"):
+        list(parsed_rows(saved.with_name("saved:train")))
+
+
+def test_the_hub_is_asked_for_name_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])})
+    held = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
+
+    def load(name: str, configuration: str | None, split: str) -> Any:
+        asked.append((name, configuration, split))
+        return held
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    rows = [{"text": "a", "label": "good"}, {"text": "b", "label": "bad"}]
+    assert [row for _, row in parsed_rows(Path("user/tweets:train"))] == rows
+    assert [row for _, row in parsed_rows(Path("user/tweets:small:train[:10%]"))] == rows
+    assert asked == [("user/tweets", None, "train"), ("user/tweets", "small", "train[:10%]")]
+    assert saved_path(Path("user/tweets:train")) == "user/tweets:train"
+    assert data_sha256(Path("user/tweets:train")) == data_sha256(Path("user/other:train"))
+
+
+def test_a_hub_that_cannot_be_reached_is_one_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise ConnectionError("no route\nto the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(DataError, match="ConnectionError: no route"):
+        list(parsed_rows(Path("tweets:train")))
+
+
+# Columns, templates and labels
+
+
+def choices(tmp_path: Path, rows: Sequence[dict[str, Any]], **options: Any) -> Choices:
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    files = DataFiles(path, None, RowOptions(**options))
+    read, _ = files.read(TOKENIZER, sequence_length=99, labelled_for=None)
+    assert isinstance(read, Choices)
+    return read
+
+
+def spoken(read: Choices) -> list[tuple[str, list[str], int]]:
+    def text(ids: Sequence[int]) -> str:
+        return str(TOKENIZER.decode(list(ids)))
+
+    return [(text(row.prompt), [text(candidate) for candidate in row.candidates], row.answer) for row in read]
+
+
+def test_a_prompt_with_a_label_is_compared_with_all_labels(tmp_path: Path) -> None:
+    read = choices(tmp_path, ROWS, prompt_template="{text}\\nKind:", label_column="kind")
+    assert [(candidates, answer) for _, candidates, answer in spoken(read)] == [
+        ([" bad", " good"], 1),
+        ([" bad", " good"], 0),
+    ]
+
+
+def test_labels_that_are_numbers_get_their_texts_in_order(tmp_path: Path) -> None:
+    rows = [{"text": "a", "label": 1}, {"text": "b", "label": 0}]
+    read = choices(tmp_path, rows, prompt_template="{text} It was", labels=("terrible", "great"))
+    assert [(texts, answer) for _, texts, answer in spoken(read)] == [
+        ([" terrible", " great"], 1),
+        ([" terrible", " great"], 0),
+    ]
+    read = choices(tmp_path, [{"text": "a", "label": 10}, {"text": "b", "label": 9}], prompt_template="{text}:")
+    assert [(texts, answer) for _, texts, answer in spoken(read)] == [([" 9", " 10"], 1), ([" 9", " 10"], 0)]
+
+
+def test_labels_of_the_evaluation_are_those_of_the_training_file(tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    options = RowOptions(prompt_template="{text}", label_column="kind")
+    evaluation = write_jsonl(tmp_path / "evaluation.jsonl", ROWS[:1])
+    _, read = DataFiles(data, evaluation, options).read(TOKENIZER, sequence_length=99, labelled_for=None)
+    assert isinstance(read, Choices)
+    assert [len(row.candidates) for row in read] == [2]
+    write_jsonl(evaluation, [{"text": "a", "kind": "goof"}])
+    with pytest.raises(DataError) as caught:
+        DataFiles(data, evaluation, options).read(TOKENIZER, sequence_length=99, labelled_for=None)
+    assert caught.value.where == f"{evaluation}, line 1"
+    assert "'good'" in caught.value.remedy
+
+
+def test_one_label_alone_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the label 'good' in every row"):
+        choices(tmp_path, ROWS[:1], prompt_template="{text}", label_column="kind")
+
+
+@pytest.mark.parametrize("template", ["no column", "{}", "{text", "{text!r}", "{text:>9}", "{text.upper}", "{text[0]}"])
+def test_a_template_without_plain_columns_is_refused(template: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        RowOptions(prompt_template=template).require_valid()
+    assert caught.value.where == "prompt_template"
+
+
+def test_a_list_in_a_template_is_refused_by_row_and_column(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": ["a"], "completion": "b"}])
+    with pytest.raises(DataError, match=r"line 1: found .* in the column 'text'"):
+        read_dataset(path, TOKENIZER, sequence_length=9, options=RowOptions(prompt_template="{text}"))
+
+
+# Messages
+
+
+def test_messages_learn_the_answers_and_nothing_between_them(tmp_path: Path) -> None:
+    talk = [ASK, ANSWER, {"role": "user", "content": "The sky?"}, {"role": "assistant", "content": "The sky is"}, ASK]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"talk": talk}])
+    (row,) = read_dataset(path, TOKENIZER, sequence_length=99, options=RowOptions(messages_column="talk"))
+    labels = collate([row], pad_token_id=0)["labels"][0]
+    learned = TOKENIZER.decode([token for token in labels.tolist() if token >= 0])
+    assert learned == "It is blue.<|end|>The sky is<|end|>"
+    assert row.sequences == [(len(row.input_ids), int((labels[1:] >= 0).sum()))]
+    options = RowOptions(messages_column="talk", train_on="all")
+    (everything,) = read_dataset(path, TOKENIZER, sequence_length=99, options=options)
+    assert (everything.prompt_length, everything.later_prompts) == (0, ())
+    assert Dataset((row,), 0).digest() != Dataset((replace(row, later_prompts=()),), 0).digest()
+
+
+def test_a_run_of_an_earlier_version_goes_on_learning_all_tokens_of_messages(tmp_path: Path) -> None:
+    options = small_run(tmp_path)
+    finish(options)
+    path = options.output / "options.json"
+    record = json.loads(path.read_text())
+    assert RunDirectory.options(options.output).rows.train_on == "answers"
+    for name in ("rows", "eval_split", "eval_seed", "samples"):
+        del record["options"][name]
+    path.write_text(json.dumps(record))
+    assert RunDirectory.options(options.output).rows == RowOptions(train_on="all")
+
+
+def test_messages_without_an_answer_are_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [ASK]}])
+    with pytest.raises(DataError, match=r"line 1.*'assistant'.*--train-on all"):
+        read_dataset(path, TOKENIZER, sequence_length=99)
+
+
+def test_a_template_that_rewrites_earlier_answers_is_refused(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' or loop.last %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% endfor %}"
+    )
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"messages": [ASK, ANSWER, ASK, ANSWER]}])
+    with pytest.raises(DataError, match="changes an answer"):
+        read_dataset(path, make_tokenizer(template=template), sequence_length=99)
+
+
+# Lengths
+
+SHORT, LONG = {"text": "The sky"}, {"text": "The sky is blue. The sky is blue."}
+WITH_CANDIDATES = {"prompt": "The sky is blue. The sky is", "candidates": [" blue", " is"], "answer": 0}
+SHORT_CANDIDATES = {"prompt": "The", "candidates": [" sky", " is"], "answer": 0}
+
+
+def test_rows_that_are_too_long_are_cut_dropped_or_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [SHORT, LONG])
+    results = {}
+    for choice in ("auto", "cut", "drop"):
+        read = read_rows(path, TOKENIZER, sequence_length=4, options=RowOptions(too_long=choice))
+        assert isinstance(read, Dataset)
+        results[choice] = (len(read), read.truncated, read.dropped)
+    assert results == {"auto": (2, 1, 0), "cut": (2, 1, 0), "drop": (1, 0, 1)}
+    with pytest.raises(DataError, match=r"line 2.*--too-long"):
+        read_rows(path, TOKENIZER, sequence_length=4, options=RowOptions(too_long="refuse"))
+    with pytest.raises(DataError, match="2 rows, all of more than 2 tokens"):
+        read_rows(path, TOKENIZER, sequence_length=2, options=RowOptions(too_long="drop"))
+
+
+def test_rows_with_candidates_are_dropped_or_refused_and_never_cut(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [SHORT_CANDIDATES, WITH_CANDIDATES])
+    read = read_rows(path, TOKENIZER, sequence_length=4, options=RowOptions(too_long="drop"))
+    assert (len(read), read.dropped) == (1, 1)
+    with pytest.raises(DataError, match=r"line 2.*cannot be cut"):
+        read_rows(path, TOKENIZER, sequence_length=4, options=RowOptions(too_long="cut"))
+
+
+def test_the_number_of_rows_left_out_is_printed(tmp_path: Path) -> None:
+    options = small_run(tmp_path)
+    write_jsonl(options.data, [{"text": "the cat"}, {"text": "the cat sat on the mat"}, {"text": "the dog"}])
+    arguments = ("--model", options.model, "--data", options.data, "--too-long", "drop", "--sequence-length", 3)
+    ended = run_here("train", *arguments, "--output", tmp_path / "out", "--steps", 1)
+    assert "1 rows were left out" in ended.err
+    assert "1 rows were left out" in run_here("evaluate", *arguments).err
+
+
+# Rows to evaluate on that are taken from the training file
+
+
+def with_split(tmp_path: Path, **changes: Any) -> TrainOptions:
+    return small_run(tmp_path, eval_split=0.25, evaluate_every=2, **changes)
+
+
+def test_a_split_takes_rows_out_of_the_training_file(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"text": f"the {word}"} for word in "abcdefgh"])
+    rows = read_rows(path, TOKENIZER, sequence_length=9)
+    train, evaluation = split_rows(rows, 0.25, seed=0)
+    lines = [[row.line for row in part if isinstance(row, TokenizedRow)] for part in (train, evaluation)]
+    assert sorted(lines[0] + lines[1]) == list(range(1, 9))
+    assert len(lines[1]) == 2
+    assert lines == [sorted(part) for part in lines]
+    again = split_rows(rows, 0.25, seed=0)
+    assert [part.digest() for part in again] == [train.digest(), evaluation.digest()]
+    assert len({split_rows(rows, 0.25, seed=seed)[1].digest() for seed in range(8)}) > 1
+
+
+def test_a_run_with_a_split_evaluates_records_and_resumes(tmp_path: Path) -> None:
+    options = with_split(tmp_path)
+    finish(options)
+    whole = outcome(options.output)
+    assert [row["step"] for row in whole["metrics"] if "evaluation_loss" in row] == [0, 2, 3]  # type: ignore[attr-defined]
+    record = json.loads((options.output / "options.json").read_text())
+    assert (record["options"]["eval_split"], record["options"]["eval_seed"]) == (0.25, 0)
+    assert {"data sha256", "evaluation sha256"} <= record["tokens"].keys()
+    with Trainer(replace(options, steps=3), resume=True, quiet=True) as trainer:
+        assert trainer.engine.version == 3
+    with pytest.raises(DataError, match="evaluation sha256"):
+        Trainer(replace(options, eval_seed=1), resume=True, quiet=True)
+
+
+def test_a_split_beside_an_evaluation_file_or_out_of_range_is_refused(tmp_path: Path) -> None:
+    base = save_model(tmp_path / "base", small_config("llama", vocab_size=len(WORDS)))
+    save_tokenizer(base)
+    path = write_jsonl(tmp_path / "rows.jsonl", [SHORT, LONG])
+    arguments = ("train", "--model", base, "--data", path, "--output", tmp_path / "out")
+    assert "--evaluation" in refusal(*arguments, "--eval-split", 0.5, "--evaluation", path)
+    for share in (0, 1, "nan"):
+        assert "--eval-split" in refusal(*arguments, "--eval-split", share)
+    assert not (tmp_path / "out").exists()
