@@ -1,6 +1,7 @@
 """A run's directory, from which the run is resumed.
 
 options.json    options of the run, and checksums of its data files and of their tokens
+recipe.yaml     the same options, for zo2 train to repeat the run
 journal.jsonl   every step taken: the run itself
 metrics.jsonl   a row per step and per evaluation, for people and plots
 scratch.*       blocks written back
@@ -26,6 +27,7 @@ from filelock import FileLock, Timeout
 from zo2adapters.trainers.metrics import Row, align_rows
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.provenance import file_sha256
+from zo2adapters.trainers.recipe import RECIPE, recipe_text
 from zo2core import BlockModel, DataError, Journal, OptionError, OutputError, ZO2Error
 from zo2core.checkpoint import require_unused
 from zo2core.errors import reason
@@ -38,6 +40,8 @@ METRICS = "metrics.jsonl"
 JOURNAL = "journal.jsonl"
 MODEL = "model"
 LOCK = "lock"
+
+_PARTIAL = ("options.partial", "recipe.partial", "metrics.partial")  # left by a process that was killed
 
 
 class RunDirectory:
@@ -89,6 +93,7 @@ class RunDirectory:
             else:
                 self._record = {"options": options.to_json(), "checksums": checksums, "tokens": dict(tokens)}
                 self._write_record()
+                self._write_recipe(options)
             self._checksums = checksums
         except BaseException:
             if resume:
@@ -150,6 +155,7 @@ class RunDirectory:
         """
         before, now = self._record["options"], options.to_json()
         if now == before:
+            self._write_recipe(options)
             return
         model = self.path / MODEL
         changes_model = now["steps"] != before["steps"] or now["keep_best"] != before.get("keep_best", False)
@@ -162,9 +168,20 @@ class RunDirectory:
                 raise _unwritable(model, error) from error
         self._record = {**self._record, "options": now, "checksums": self._checksums}
         self._write_record()
+        self._write_recipe(options)
 
     def _write_record(self) -> None:
         replace_file(self.path / OPTIONS, json.dumps(self._record, indent=2) + "\n")
+
+    def _write_recipe(self, options: TrainOptions) -> None:
+        """Write the run's recipe, unless it has been written: a process may have been killed before it was."""
+        path, text = self.path / RECIPE, recipe_text(options, self._record.get("branch"))
+        try:
+            is_written = not path.is_symlink() and read_regular(path) == text.encode()
+        except OSError:
+            is_written = False
+        if not is_written:
+            replace_file(path, text)
 
     def metrics(self, journal: Journal) -> list[Row]:
         """Repair the metrics from the journal.
@@ -262,7 +279,7 @@ def missing_directories(run: Path) -> list[Path]:
 def remove_files(run: Path, directories: Sequence[Path]) -> None:
     """Remove a run's files, except its model, and those of the directories that are then empty."""
     stores = [f"{name}.{ending}" for name in ("scratch", "factors") for ending in ("bin", "jsonl", "partial")]
-    for name in (OPTIONS, JOURNAL, METRICS, LOCK, *stores, "options.partial", "metrics.partial"):
+    for name in (OPTIONS, RECIPE, JOURNAL, METRICS, LOCK, *stores, *_PARTIAL):
         with contextlib.suppress(OSError):
             (run / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # a directory has files that are not the run's
