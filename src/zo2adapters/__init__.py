@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zo2adapters.commands.train import train as train
     from zo2adapters.edge.lowering import write_program as write_program
     from zo2adapters.edge.running import ProgramState as ProgramState
     from zo2adapters.edge.running import ProgramStep as ProgramStep
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from zo2adapters.tasks.scoring import score as score
 
 _MODULES = {
+    "train": "zo2adapters.commands.train",
     "write_program": "zo2adapters.edge.lowering",
     "ProgramState": "zo2adapters.edge.running",
     "ProgramStep": "zo2adapters.edge.running",

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import importlib
 import io
-import itertools
 import logging
 import mmap
 import os
@@ -21,28 +20,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO, runtime_che
 from zo2adapters.commands.signals import Phase, SignalHandling, interruption_behind, status_of
 
 if TYPE_CHECKING:
-    from zo2core import ZO2Error
+    from zo2adapters.commands.parsing import Command
 
 REFUSED = 2  # exit status
 _PLAIN_FORMAT = warnings.formatwarning
 _BROKEN_PIPE = 141  # exit status that shells give to SIGPIPE
 _NO_MEMORY = "zo2: host memory: found none left; expected enough to start. What to do: free memory."
 _RESERVE_BYTES = 8 << 20  # address space that is freed when an error has to be printed: printing takes memory, too
-
-
-class Command(Protocol):
-    """A dataclass whose fields are a subcommand's options."""
-
-    def run(self) -> None:
-        """Run the command."""
-
-
-@runtime_checkable
-class Resumable(Protocol):
-    """A command that may continue a run, whose options are then its defaults."""
-
-    def saved_command(self) -> Command | None:
-        """The command with the options of the run to continue; None for a new run."""
 
 
 @runtime_checkable
@@ -258,41 +242,11 @@ def _parse_command(name: str, arguments: list[str]) -> Command:
         print(help_text.short_help(f"zo2 {name}", options))
         raise SystemExit(0)
     arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
-    command = _parse_options(name, options, arguments)
-    if isinstance(command, Resumable) and (saved := command.saved_command()) is not None:
-        command = _parse_options(name, options, arguments, default=saved)
+    parsing = importlib.import_module("zo2adapters.commands.parsing")
+    if issubclass(options, parsing.TakesRecipe):
+        arguments = options.with_recipe(arguments)
+    command: Command = parsing.parse_command(name, options, arguments)
     return command
-
-
-def _parse_options(name: str, options: Any, arguments: list[str], **default: Any) -> Command:
-    import tyro
-
-    message = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(message):
-            command: Command = tyro.cli(
-                options,
-                prog=f"zo2 {name}",
-                args=arguments,
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.EnumChoicesFromValues),
-                **default,
-            )
-    except SystemExit as end:
-        if not end.code:
-            raise
-        raise _usage_error(name, message.getvalue()) from None
-    return command
-
-
-def _usage_error(name: str, message: str) -> ZO2Error:
-    """Turn tyro's message, a box of many lines, into an error of one line."""
-    from zo2core import OptionError
-
-    lines = [line.strip("│╭╮╰╯ \t") for line in message.splitlines()[1:]]  # the first one is the box's title
-    lines = list(itertools.dropwhile(lambda line: not line.strip("─-"), lines))
-    first_error = itertools.takewhile(lambda line: line.strip("─-") and line != "Got errors:", filter(None, lines))
-    found = " ".join(first_error).rstrip(".:")
-    return OptionError("command line", found=found, expected=f"the options of zo2 {name}", remedy=f"see zo2 {name} --help")
 
 
 def _quieten_libraries() -> None:

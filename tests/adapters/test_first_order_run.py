@@ -218,7 +218,7 @@ def test_a_run_killed_at_any_place_ends_as_the_undisturbed_one(
     names = {path.name for path in Path("run").iterdir()}
     snapshots = {name for name in names if name.startswith("snapshot")}
     assert len(snapshots) <= 3, "the last two, and the best"
-    assert names - snapshots == {"options.json", "journal.jsonl", "metrics.jsonl", "lock", "model"}
+    assert names - snapshots == {"options.json", "recipe.yaml", "journal.jsonl", "metrics.jsonl", "lock", "model"}
 
 
 def test_a_run_killed_at_every_call_that_writes_ends_as_the_undisturbed_one(

@@ -43,7 +43,7 @@ from zo2core.planning.host_plan import HostPlan, plan_host
 STEPS = 6
 SECONDS = 60  # an attempt takes a fraction of one
 PAUSE = 0.001  # seconds after each call, where the clock kills: so it hits the files more often than the arithmetic
-FILES = {"options.json", "journal.jsonl", "metrics.jsonl", "scratch.bin", "scratch.jsonl", "lock", "model"}
+FILES = {"options.json", "recipe.yaml", "journal.jsonl", "metrics.jsonl", "scratch.bin", "scratch.jsonl", "lock", "model"}
 CALLS = ("pwrite", "fsync", "fdatasync", "ftruncate", "replace", "rename", "mkdir")  # of os: what changes files
 
 Moment = Literal["before", "middle", "after"]

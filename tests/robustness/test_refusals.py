@@ -127,7 +127,10 @@ def test_what_cannot_be_heeded_is_refused_by_the_name_that_was_typed(
         (["--batch-size", HUGE], "--batch-size: found a number of more than 24 digits; expected at most 65536"),
         (["--seed", HUGE], "--seed: found a number of more than 24 digits"),
         (["--steps", "1e3"], "command line: found Error parsing --steps: invalid literal"),
-        (["--stepz", "3"], "command line: found Unrecognized options: --stepz"),
+        (
+            ["--stepz", "3"],
+            "command line: found the unknown option --stepz; expected an option of zo2 train; did you mean --steps",
+        ),
         (["--memory", "8"], "--memory: found 8 bytes; expected at least"),
         (["--memory", "300MB", "--batch-size", "60000"], "with --micro-batch-size, --loss-chunk, --sequence-length"),
         (["--output", "{long}"], "File name too long"),

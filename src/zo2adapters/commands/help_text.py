@@ -17,6 +17,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
+from zo2adapters.commands.parsing import TakesRecipe
+
 
 def reflow_help(options: Any) -> None:
     """Unwrap the docstrings of a dataclass's fields, including fields of its bases and of dataclasses among its fields.
@@ -45,7 +47,8 @@ def short_help(prog: str, options: Any) -> str:
     """
     width = min(shutil.get_terminal_size().columns, 125)
     texts = dict(_help_of(options))
-    lines = [f"usage: {prog} [OPTIONS]", "", *textwrap.wrap(inspect.getdoc(options) or "", width), ""]
+    takes_recipe = "[RECIPE.yaml] " if issubclass(options, TakesRecipe) else ""
+    lines = [f"usage: {prog} {takes_recipe}[OPTIONS]", "", *textwrap.wrap(inspect.getdoc(options) or "", width), ""]
     for name in options.first_options:
         lines.append(f"  --{name.replace('_', '-')}")
         lines += textwrap.wrap(texts[name], width, initial_indent=" " * 6, subsequent_indent=" " * 6)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 
+from zo2adapters.commands.parsing import option_names
 from zo2core import DeviceError, MemoryBudgetError, OutputError, ZO2Error
 from zo2core.errors import reason
 
@@ -94,16 +94,6 @@ def error_line(error: ZO2Error, command: Any) -> str:
     line = f"{where}: found {error.found}; expected {error.expected}. What to do: {remedy}."
     line = _QUOTED.sub(lambda quoted: flags.get(quoted[1], quoted[0]), line)
     return " ".join(line.split())
-
-
-def option_names(command: Any) -> Iterator[str]:
-    """The names of a command's options, including those in nested groups."""
-    for option in fields(command):
-        value = getattr(command, option.name, None)
-        if is_dataclass(value) and not isinstance(value, type):
-            yield from option_names(value)
-        else:
-            yield _FLAGS.get(option.name, option.name)
 
 
 def _flag(option: str) -> str:

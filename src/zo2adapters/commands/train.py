@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
+from zo2adapters.commands.parsing import parse_command, parse_options, recipe_arguments
 from zo2adapters.commands.task_run import BenchmarkRun, require_consistent, run_task
 from zo2adapters.tasks.registry import function_file
 from zo2adapters.trainers.allocator import keep_freed_memory, keeps_memory
 from zo2adapters.trainers.branching import branched_run
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
 from zo2adapters.trainers.provenance import distrust
+from zo2adapters.trainers.recipe import read_recipe
 from zo2adapters.trainers.run_directory import JOURNAL, METRICS, OPTIONS, RunDirectory, header_of
 from zo2adapters.trainers.worker_options import (
     WorkerOptions,
@@ -83,6 +87,17 @@ class Train(RunOptions):
     may have other --steps, --lr and the like. This is how steps are undone."""
     execution: Execution = field(default_factory=Execution)
     worker_options: WorkerOptions = field(default_factory=WorkerOptions)
+
+    @classmethod
+    def with_recipe(cls, arguments: Sequence[str]) -> list[str]:
+        """Replace a recipe at the start of the arguments by the options in it, which later ones override.
+
+        Raises:
+            OptionError: if the recipe cannot be read, or a key or a value of it is not one of this command's.
+        """
+        if not arguments or arguments[0].startswith("-"):
+            return list(arguments)
+        return [*_arguments_of(Path(arguments[0])), *arguments[1:]]
 
     def saved_command(self) -> Train | None:
         """This command with the options of the run to continue; None for a new run.
@@ -259,6 +274,45 @@ class Train(RunOptions):
                 if notice is not None:
                     print(notice, file=sys.stderr)
         print(f"model: {exported}\nmetrics: {options.output / METRICS}\njournal: {options.output / JOURNAL}")
+
+
+def train(
+    recipe: str | os.PathLike[str] | Mapping[str, object], overrides: Mapping[str, object] = MappingProxyType({})
+) -> Path:
+    """Run a recipe, as ``zo2 train recipe.yaml`` does.
+
+    Args:
+        recipe: YAML file, or a mapping, with the value of each option of ``zo2 train``.
+        overrides: Options that replace those of the recipe.
+
+    Returns:
+        The run's directory.
+
+    Raises:
+        ZO2Error: of the kind that fits, as ``zo2 train`` reports it; OptionError for an unknown key.
+    """
+    arguments = [*_arguments_of(recipe), *_arguments_of(overrides)]
+    command: Train = parse_command("train", Train, arguments)
+    command.run()
+    output = command.output or command.resume
+    assert output is not None, "a run without a directory was refused"
+    return output
+
+
+def _arguments_of(recipe: str | os.PathLike[str] | Mapping[str, object]) -> list[str]:
+    """The command line of a recipe, whose keys and values are checked.
+
+    Raises:
+        OptionError: naming the recipe and its key.
+    """
+    where = "recipe" if isinstance(recipe, Mapping) else os.fspath(recipe)
+    values: Mapping[Any, object] = recipe if isinstance(recipe, Mapping) else read_recipe(recipe)
+    arguments = recipe_arguments(values, where=where, options=Train)
+    try:
+        parse_options("train", Train, arguments)
+    except OptionError as error:
+        raise OptionError(where, found=error.found, expected=error.expected, remedy=error.remedy) from error
+    return arguments
 
 
 def _given_paths(names: tuple[str, ...], saved: object, given: object) -> dict[str, Any]:

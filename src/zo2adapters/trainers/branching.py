@@ -75,6 +75,7 @@ def _branch(parent: Path, step: int, options: TrainOptions) -> None:
             )
             record = json.loads(read_regular(parent / OPTIONS))
             record |= {"options": options.to_json(), "checksums": checksums_at(options, record)}
+            record["branch"] = {"resume": str(parent.resolve()), "from_step": step}  # for the run's recipe
             replace_file(partial / OPTIONS, (json.dumps(record, indent=2) + "\n").encode())
     finally:
         journal.close()

@@ -1,6 +1,7 @@
 """A run's directory, from which the run is resumed.
 
 options.json    options of the run, and checksums of its data files and of their tokens
+recipe.yaml     the same options, for zo2 train to repeat the run
 journal.jsonl   every step taken: the run itself
 metrics.jsonl   a row per step and per evaluation, for people and plots
 samples.jsonl   what the model answered to a few prompts before and after training
@@ -27,6 +28,7 @@ from filelock import FileLock, Timeout
 from zo2adapters.tasks.row_source import data_sha256, saved_path
 from zo2adapters.trainers.metrics import Row, align_rows
 from zo2adapters.trainers.options import TrainOptions
+from zo2adapters.trainers.recipe import RECIPE, recipe_text
 from zo2core import BlockModel, DataError, Journal, OptionError, OutputError, ZO2Error
 from zo2core.checkpoint import require_unused
 from zo2core.errors import reason
@@ -40,7 +42,7 @@ SAMPLES = "samples.jsonl"
 JOURNAL = "journal.jsonl"
 MODEL = "model"
 LOCK = "lock"
-_REPLACED = ("options", "metrics", "samples")  # files that are written beside themselves and renamed
+_REPLACED = ("options", "recipe", "metrics", "samples")  # files that are written beside themselves and renamed
 
 
 class RunDirectory:
@@ -92,6 +94,7 @@ class RunDirectory:
             else:
                 self._record = {"options": options.to_json(), "checksums": checksums, "tokens": dict(tokens)}
                 self._write_record()
+                self._write_recipe(options)
             self._checksums = checksums
         except BaseException:
             if resume:
@@ -153,6 +156,7 @@ class RunDirectory:
         """
         before, now = self._record["options"], options.to_json()
         if now == before:
+            self._write_recipe(options)
             return
         model = self.path / MODEL
         changes_model = now["steps"] != before["steps"] or now["keep_best"] != before.get("keep_best", False)
@@ -165,9 +169,20 @@ class RunDirectory:
                 raise _unwritable(model, error) from error
         self._record = {**self._record, "options": now, "checksums": self._checksums}
         self._write_record()
+        self._write_recipe(options)
 
     def _write_record(self) -> None:
         replace_file(self.path / OPTIONS, json.dumps(self._record, indent=2) + "\n")
+
+    def _write_recipe(self, options: TrainOptions) -> None:
+        """Write the run's recipe, unless it has been written: a process may have been killed before it was."""
+        path, text = self.path / RECIPE, recipe_text(options, self._record.get("branch"))
+        try:
+            is_written = not path.is_symlink() and read_regular(path) == text.encode()
+        except OSError:
+            is_written = False
+        if not is_written:
+            replace_file(path, text)
 
     def metrics(self, journal: Journal) -> list[Row]:
         """Repair the metrics from the journal.
@@ -283,7 +298,7 @@ def missing_directories(run: Path) -> list[Path]:
 def remove_files(run: Path, directories: Sequence[Path]) -> None:
     """Remove a run's files, except its model, and those of the directories that are then empty."""
     stores = [f"{name}.{ending}" for name in ("scratch", "factors") for ending in ("bin", "jsonl", "partial")]
-    for name in (OPTIONS, JOURNAL, METRICS, SAMPLES, LOCK, *stores, *(f"{name}.partial" for name in _REPLACED)):
+    for name in (OPTIONS, RECIPE, JOURNAL, METRICS, SAMPLES, LOCK, *stores, *(f"{name}.partial" for name in _REPLACED)):
         with contextlib.suppress(OSError):
             (run / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # a directory has files that are not the run's

@@ -1,0 +1,203 @@
+"""Parsing of command lines and recipes: errors are one typed line, which names the option that was probably meant."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from zo2core import OptionError
+
+_NO_OPTIONS = ("Positional", "Suppress")  # marks in types of fields that are none of the options that --help shows
+_ALIKE = 0.75  # similarity above which a name is a misspelling; below it, a name contained in the unknown one is better
+
+
+class Command(Protocol):
+    """A dataclass whose fields are a subcommand's options."""
+
+    def run(self) -> None:
+        """Run the command."""
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """A command that may continue a run, whose options are then its defaults."""
+
+    def saved_command(self) -> Command | None:
+        """The command with the options of the run to continue; None for a new run."""
+
+
+@runtime_checkable
+class TakesRecipe(Protocol):
+    """A command whose first argument may be a recipe."""
+
+    @classmethod
+    def with_recipe(cls, arguments: Sequence[str]) -> list[str]:
+        """Replace a recipe at the start of the arguments by the options in it."""
+
+
+def parse_command(name: str, options: Any, arguments: Sequence[str]) -> Any:
+    """Fill in a command's options; those of a run to continue are their defaults.
+
+    Args:
+        name: The command's name, such as ``train``.
+        options: The command's dataclass.
+        arguments: Its command line.
+
+    Raises:
+        OptionError: if the command line is not one of this command.
+    """
+    command = parse_options(name, options, arguments)
+    if isinstance(command, Resumable) and (saved := command.saved_command()) is not None:
+        command = parse_options(name, options, arguments, default=saved)
+    return command
+
+
+def parse_options(name: str, options: Any, arguments: Sequence[str], **default: Any) -> Any:
+    """Fill in a command's options.
+
+    Args:
+        name: The command's name.
+        options: The command's dataclass.
+        arguments: Its command line.
+        default: The command with the values of options that are not given, as ``default``.
+
+    Raises:
+        OptionError: if the command line is not one of this command.
+    """
+    import tyro
+
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message):
+            return tyro.cli(
+                options,
+                prog=f"zo2 {name}",
+                args=list(arguments),
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.EnumChoicesFromValues),
+                **default,
+            )
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise _usage_error(name, options, arguments, message.getvalue()) from None
+
+
+def option_names(command: Any) -> list[str]:
+    """The names of a command's options, including those in nested groups, with underscores; no positional arguments.
+
+    Args:
+        command: The command's dataclass, or an instance.
+    """
+    names: list[str] = []
+    for option in fields(command):
+        if any(mark in str(option.type) for mark in _NO_OPTIONS):
+            continue
+        factory: Any = option.default_factory
+        names += [option.name] if factory is MISSING else option_names(factory())
+    return ["run" if name == "run_directory" else name for name in names]  # a command has a method of that name
+
+
+def _usage_error(name: str, options: Any, arguments: Sequence[str], message: str) -> OptionError:
+    """Turn tyro's message, a box of many lines, into an error of one line."""
+    lines = [line.strip("│╭╮╰╯ \t") for line in message.splitlines()[1:]]  # the first one is the box's title
+    lines = list(itertools.dropwhile(lambda line: not line.strip("─-"), lines))
+    first_error = itertools.takewhile(lambda line: line.strip("─-") and line != "Got errors:", filter(None, lines))
+    found = " ".join(first_error).rstrip(".:")
+    known = option_names(options)
+    unknown = next((argument for argument in arguments if _is_unknown(argument, known)), None)
+    if unknown is not None:
+        flag = unknown.partition("=")[0]
+        words = unknown_option(flag.removeprefix("--"), known, f"zo2 {name}", prefix="--")
+        return OptionError("command line", found=f"the unknown option {flag[:80]}", **words)
+    return OptionError("command line", found=found, expected=f"the options of zo2 {name}", remedy=f"see zo2 {name} --help")
+
+
+def recipe_arguments(values: Mapping[Any, object], *, where: str, options: Any) -> list[str]:
+    """Convert a recipe to arguments of the command line of ``zo2 train``, which then checks their values.
+
+    Args:
+        values: Value of each option. A key may have hyphens in place of underscores.
+        where: Name of the recipe, for errors.
+        options: The command's dataclass.
+
+    Raises:
+        OptionError: if a key is not the name of an option or occurs twice, or a value is neither a single one nor a list.
+    """
+    known, arguments, seen = option_names(options), list[str](), set[str]()
+    for key, value in values.items():
+        name, found = str(key).replace("-", "_"), f"the key {str(key)[:80]}"
+        if name not in known:
+            raise OptionError(where, found=found, **unknown_option(name, known, "zo2 train"))
+        if name in seen:
+            raise OptionError(where, found=f"{found} twice", expected="each option once", remedy="remove one of the two")
+        seen.add(name)
+        flag = name.replace("_", "-")
+        items = list(value) if isinstance(value, (list, tuple)) else [value]
+        if not all(item is None or isinstance(item, (str, int, float, Path, Enum)) for item in items):
+            expected = "a single value, or a list of single values"
+            raise OptionError(
+                where, found=f"a {type(value).__name__} as {key}", expected=expected, remedy="see zo2 train --help-all"
+            )
+        texts = [str(item.value if isinstance(item, Enum) else item) for item in items]
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, (list, tuple)):
+            arguments += [f"--{flag}", *texts]
+        else:
+            arguments.append(f"--{flag}={texts[0]}")
+    return arguments
+
+
+def unknown_option(name: str, known: Iterable[str], command: str, *, prefix: str = "") -> dict[str, str]:
+    """What an error about an unknown option expects and advises: the nearest option, or all of them.
+
+    Args:
+        name: The unknown name.
+        known: Names of the command's options.
+        command: Name of the command.
+        prefix: Text before the name of an option, such as ``--``.
+    """
+    names = list(known)
+    nearest = nearest_name(name.replace("-", "_"), names)
+    shown = [prefix + (known_name.replace("_", "-") if prefix else known_name) for known_name in names]
+    if nearest is None:
+        return {"expected": f"an option of {command}: {', '.join(shown)}", "remedy": f"see {command} --help"}
+    suggestion = shown[names.index(nearest)]
+    return {
+        "expected": f"an option of {command}; did you mean {suggestion}",
+        "remedy": f"write {suggestion}, or leave it out",
+    }
+
+
+def nearest_name(name: str, names: Iterable[str]) -> str | None:
+    """The known name that a user who wrote another one most likely meant; None if there is no similar one.
+
+    A name is spelled alike, abbreviates the unknown one (``lr`` for ``learning_rate``), or is the longest contained in it
+    (``batch_size`` in ``per_device_train_batch_size``).
+    """
+    known = list(names)
+    alike = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
+    if alike:
+        return alike[0]
+    words = name.split("_")
+    initials = "".join(word[:1] for word in words)
+    if len(words) > 1 and initials in known:
+        return initials
+    contained = [other for other in known if f"_{other}_" in f"_{name}_"]
+    if contained:
+        return max(contained, key=len)
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+
+
+def _is_unknown(argument: str, names: Sequence[str]) -> bool:
+    """Whether an argument looks like an option and is none of these."""
+    name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+    known = {*names, "help", "run_directory", ""}
+    return argument.startswith("--") and name not in known and name.removeprefix("no_") not in known

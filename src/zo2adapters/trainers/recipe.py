@@ -1,0 +1,82 @@
+"""Recipes: the options of ``zo2 train`` as a YAML file, one line an option."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zo2adapters.trainers.options import TrainOptions
+from zo2core import OptionError
+from zo2core.errors import reason
+from zo2core.io.durable import open_regular
+
+RECIPE = "recipe.yaml"  # name of a run's own recipe in its directory
+
+_FIRST = ("model", "data", "output", "evaluation", "steps", "seed")
+_HEAD = "# All options of this run. To repeat it: zo2 train recipe.yaml --output DIR\n"
+_LARGEST = 1 << 20  # bytes
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which refuses a key that occurs twice instead of taking the last value."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002
+        """See PyYAML."""
+        keys: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key} a second time", key_node.start_mark)
+            keys |= {key} if isinstance(key, Hashable) else set()
+        return super().construct_mapping(node, deep=deep)
+
+
+def recipe_text(options: TrainOptions, branch: Mapping[str, Any] | None = None) -> str:
+    """The recipe that repeats a run.
+
+    Args:
+        options: The run's options.
+        branch: ``resume`` and ``from_step`` of a run that starts with steps of another one; None: it starts from its base.
+    """
+    values: dict[str, Any] = {}
+    for name, value in options.to_json().items():
+        values |= value if isinstance(value, dict) else {name: value}
+    del values["schedule_steps"]  # a lengthened run has a constant rate, which depends on no number of steps
+    values |= {"output": str(options.output.resolve()), **(branch or {})}
+    ordered = {name: values[name] for name in (*_FIRST, *values) if values[name] is not None}
+    return _HEAD + yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def read_recipe(path: str | os.PathLike[str]) -> dict[object, object]:
+    """Read a recipe's keys and values as YAML gives them.
+
+    Args:
+        path: YAML file with one mapping.
+
+    Raises:
+        OptionError: naming file and line, if the file cannot be read or is not such YAML.
+    """
+    expected, remedy = "a YAML file with a line such as steps: 100 for each option", "correct the file"
+    try:
+        with open_regular(path) as file:
+            content = file.read(_LARGEST + 1)
+        if len(content) > _LARGEST:
+            raise OptionError(Path(path), found="more than 1 MiB", expected=expected, remedy="pass another file")
+        values = yaml.load(content, _Loader)  # noqa: S506 - a safe loader
+    except OSError as error:
+        raise OptionError(Path(path), found=reason(error), expected=expected, remedy="check the path") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = Path(path) if mark is None else f"{path}, line {mark.line + 1}"
+        raise OptionError(where, found=error.problem or "no YAML", expected=expected, remedy=remedy) from error
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # such as a date that does not exist
+        found = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise OptionError(Path(path), found=found, expected=expected, remedy=remedy) from error
+    if not isinstance(values, dict):
+        found = "nothing" if values is None else f"a {type(values).__name__}"
+        raise OptionError(Path(path), found=found, expected=expected, remedy=remedy)
+    return values

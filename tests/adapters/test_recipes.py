@@ -1,0 +1,213 @@
+"""Recipes: a YAML file runs as the command line does, and a run's directory has the one that repeats it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command_lines import make_place, refusal, run_here
+
+from zo2adapters import train
+from zo2adapters.commands.parsing import nearest_name, option_names
+from zo2adapters.commands.train import Train
+from zo2core import Journal, OptionError
+
+RECIPE = """\
+# rates need no dot, as on the command line
+model: base
+data: rows.jsonl
+output: run
+steps: 4
+lr: 1e-2
+batch-size: 3
+noise: gaussian
+guard: false
+"""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a base and rows."""
+    return make_place(tmp_path_factory.mktemp("recipes"))
+
+
+@pytest.fixture
+def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it with a recipe, to work in."""
+    folder = tmp_path / "here"
+    shutil.copytree(prepared, folder)
+    monkeypatch.chdir(folder)
+    Path("recipe.yaml").write_text(RECIPE)
+    return folder
+
+
+def done(*arguments: object) -> None:
+    ended = run_here(*arguments)
+    assert ended.status == 0, ended.err
+
+
+def journal_of(run: str) -> bytes:
+    return (Path(run) / "journal.jsonl").read_bytes()
+
+
+def refused_recipe(text: str) -> str:
+    """What is said about a recipe that is refused; nothing of its run is left."""
+    Path("recipe.yaml").write_text(text)
+    line = refusal("train", "recipe.yaml")
+    assert "recipe.yaml" in line
+    assert not Path("run").exists()
+    return line
+
+
+def test_a_recipe_runs_as_the_command_line_with_the_same_options(here: Path) -> None:
+    done("train", "recipe.yaml")
+    same = ["--steps", 4, "--lr", "1e-2", "--batch-size", 3, "--noise", "gaussian", "--no-guard"]
+    done("train", "--model", "base", "--data", "rows.jsonl", "--output", "given", *same)
+    assert journal_of("run") == journal_of("given")
+
+
+def test_options_after_a_recipe_override_it(here: Path) -> None:
+    done("train", "recipe.yaml", "--steps", 2, "--output", "short", "--guard")
+    assert len(Journal(here / "short" / "journal.jsonl").updates) == 2
+    written = yaml.safe_load(Path("short/recipe.yaml").read_text())
+    assert (written["steps"], written["guard"], written["noise"]) == (2, True, "gaussian")
+
+
+def test_python_runs_a_recipe_or_a_mapping_with_overrides(here: Path) -> None:
+    assert train("recipe.yaml") == Path("run")
+    values = {**yaml.safe_load(RECIPE), "data": Path("rows.jsonl"), "output": "mapped"}
+    train(values)
+    train(here / "recipe.yaml", {"output": "overridden", "steps": 2})
+    assert journal_of("mapped") == journal_of("run")
+    assert len(Journal(here / "overridden" / "journal.jsonl").updates) == 2
+    with pytest.raises(OptionError, match="did you mean batch_size"):
+        train({**values, "per_device_train_batch_size": 3})
+
+
+MANY = ["--evaluation", "rows.jsonl", "--evaluate-every", 2, "--decay", "cosine", "--warmup-steps", 1, "--queries", 2]
+
+
+@pytest.mark.parametrize("more", [MANY, ["--rank", 2, "--per-row"], ["--exact-mezo", "--clip-median", 2.5]], ids=str)
+def test_the_recipe_in_a_run_directory_repeats_the_run_to_the_same_journal(here: Path, more: list[object]) -> None:
+    done("train", "--model", "base", "--data", "rows.jsonl", "--output", "run", "--steps", 4, "--batch-size", 3, *more)
+    assert "already started" in refusal("train", "run/recipe.yaml"), "it names the directory that it was written to"
+    done("train", "run/recipe.yaml", "--output", "again")
+    assert journal_of("again") == journal_of("run")
+    first, second = (yaml.safe_load((here / run / "recipe.yaml").read_text()) for run in ("run", "again"))
+    assert {**first, "output": None} == {**second, "output": None}
+
+
+def test_the_recipe_of_a_lengthened_run_has_all_its_steps(here: Path) -> None:
+    done("train", "recipe.yaml")
+    done("train", "--resume", "run", "--steps", 6)
+    done("train", "run/recipe.yaml", "--output", "again")
+    again, run = (Journal(here / name / "journal.jsonl") for name in ("again", "run"))
+    assert again.updates == run.updates
+    assert len(run.updates) == 6
+
+
+def test_the_recipe_of_a_branch_repeats_the_branch(here: Path) -> None:
+    done("train", "recipe.yaml")
+    done("train", "--resume", "run", "--from-step", 2, "--output", "branch", "--lr", 1e-4)
+    done("train", "branch/recipe.yaml", "--output", "again")
+    assert journal_of("again") == journal_of("branch") != journal_of("run")
+
+
+def test_a_run_that_was_killed_before_its_recipe_was_written_gets_it_when_it_is_resumed(here: Path) -> None:
+    done("train", "recipe.yaml")
+    written = Path("run/recipe.yaml").read_bytes()
+    Path("run/recipe.yaml").unlink()
+    done("train", "--resume", "run")
+    assert Path("run/recipe.yaml").read_bytes() == written
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("learning_rate", "lr"),
+        ("learning-rate", "lr"),
+        ("stepz", "steps"),
+        ("max_steps", "steps"),
+        ("per_device_train_batch_size", "batch_size"),
+        ("evaluate_evry", "evaluate_every"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_name(here: Path, key: str, nearest: str) -> None:
+    line = refused_recipe(f"{RECIPE}{key}: 1\n")
+    assert line.startswith(
+        f"zo2: recipe.yaml: found the key {key}; expected an option of zo2 train; did you mean {nearest}."
+    )
+
+
+def test_an_unknown_key_without_a_similar_name_is_refused_with_all_names(here: Path) -> None:
+    line = refused_recipe(f"{RECIPE}qqqq: 1\n")
+    assert all(f" {name}" in line for name in option_names(Train))
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "nearest"),
+    [
+        ("train", "--learning-rate", "--lr"),
+        ("train", "--lrr=3", "--lr"),
+        ("tune", "--learning-rate", "--learning-rates"),
+        ("evaluate", "--eval-batch-size", "--batch-size"),
+        ("generate", "--promt", "--prompt"),
+        ("export", "--ouput", "--output"),
+        ("evaluate", "--rn", "--run"),
+        ("plan", "--momory", "--memory"),
+        ("rows", "--tasks", "--task"),
+    ],
+)
+def test_an_unknown_option_of_any_command_is_refused_with_the_nearest_name(
+    here: Path, command: str, option: str, nearest: str
+) -> None:
+    line = refusal(command, option, "1")
+    flag = option.partition("=")[0]
+    assert line.startswith(f"zo2: command line: found the unknown option {flag}; expected an option of zo2 {command}")
+    assert f"did you mean {nearest}." in line
+
+
+def test_a_known_name_is_its_own_nearest() -> None:
+    names = option_names(Train)
+    assert all(nearest_name(name, names) == name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (f"{RECIPE}optimization:\n  lr: 1\n", "the key optimization"),
+        (f"{RECIPE}lr: 1e-3\n", "the key lr a second time"),
+        (f"{RECIPE}batch_size: 3\n", "the key batch_size twice"),
+        (f"{RECIPE}seed: {{a: 1}}\n", "a dict as seed"),
+        (f"{RECIPE}seed: [[1]]\n", "a list as seed"),
+        (f"{RECIPE}seed: many\n", "Error parsing --seed: invalid literal"),
+        (f"{RECIPE}head: odd\n", "invalid choice 'odd' for argument '--head'"),
+        (f"{RECIPE}seed: 2001-99-99\n", "month must be in 1..12"),
+        ("- steps\n", "a list"),
+        ("steps\n", "a str"),
+        ("", "nothing"),
+        ("steps: !!python/object/apply:os.getcwd []\n", "could not determine a constructor"),
+        ("[" * 5000, "maximum recursion depth"),
+        ("#" * (1 << 20) + "\n", "more than 1 MiB"),
+        ("a: \0\n", "unacceptable character"),
+    ],
+    ids=range(15),
+)
+def test_a_recipe_that_says_nothing_usable_is_refused_in_one_line(here: Path, text: str, found: str) -> None:
+    assert f"found {found}" in refused_recipe(text)
+
+
+def test_an_error_of_yaml_has_file_and_line(here: Path) -> None:
+    assert refused_recipe("model: base\nsteps: [1\nlr: 2\n").startswith("zo2: recipe.yaml, line 3: found ")
+    assert "recipe.yaml: found No such file" in refusal("train", "other/recipe.yaml")
+
+
+def test_paths_of_any_bytes_stand_in_a_recipe(here: Path) -> None:
+    odd: Any = "r\udcffows 'ü': #.jsonl"
+    shutil.copy("rows.jsonl", odd)
+    done("train", "recipe.yaml", "--data", odd)
+    done("train", "run/recipe.yaml", "--output", "again")
+    assert journal_of("again") == journal_of("run")
