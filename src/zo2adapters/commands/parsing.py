@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import io
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from enum import Enum
@@ -15,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 from zo2core import OptionError
 
 _NO_OPTIONS = ("Positional", "Suppress")  # marks in types of fields that are none of the options that --help shows
+_RENAMED = re.compile(r"""arg\(name=["'](\w+)["']""")  # in the type of a field whose option has another name
 _ALIKE = 0.75  # similarity above which a name is a misspelling; below it, a name contained in the unknown one is better
 
 
@@ -100,7 +102,8 @@ def option_names(command: Any) -> list[str]:
         if any(mark in str(option.type) for mark in _NO_OPTIONS):
             continue
         factory: Any = option.default_factory
-        names += [option.name] if factory is MISSING else option_names(factory())
+        renamed = _RENAMED.search(str(option.type))
+        names += [renamed[1] if renamed else option.name] if factory is MISSING else option_names(factory())
     return ["run" if name == "run_directory" else name for name in names]  # a command has a method of that name
 
 
