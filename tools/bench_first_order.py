@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.allocator import keep_freed_memory
+from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.verification import random_batch
 from zo2core import BackpropEngine, HostPlan, MemoryPolicy
 from zo2core.sweep.gradient_memory import GRAPH_FORWARDS
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--output", type=Path, help="write JSON here")
     options = parser.parse_args()
-    keep_freed_memory()
+    keep_freed_memory(SMALL)
     measured: dict[str, Any] = {
         "machine": machine(),
         "directory": options.directory.name,

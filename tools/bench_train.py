@@ -32,7 +32,7 @@ from peft import LoraConfig
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.allocator import keep_freed_memory
+from zo2adapters.trainers.allocator import SMALL, keep_freed_memory
 from zo2adapters.trainers.first_order import METHODS
 from zo2adapters.trainers.first_order_run import gradient_bytes
 from zo2adapters.trainers.optimization import Noise, Optimization
@@ -90,7 +90,7 @@ def first_order_engine(options: argparse.Namespace, model: HFBlockModel) -> Back
 
 def bench_first_order(options: argparse.Namespace, run: Path) -> dict[str, Any]:
     """Plan, open and run first-order steps; return bytes and seconds."""
-    keep_freed_memory()
+    keep_freed_memory(SMALL)
     plan = planned(options, run)
     model = open_checkpoint(options.directory, adapter=Adapter(config=lora(), seed=0))
     with first_order_engine(options, model) as engine:

@@ -43,6 +43,19 @@ for _ in range(5):
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
+LEFT = """
+import sys
+import psutil
+import torch
+from zo2adapters.trainers import allocator
+assert allocator.keep_freed_memory(getattr(allocator, sys.argv[1]))
+torch.ones(2**20)
+before = psutil.Process().memory_info().rss
+block = torch.ones(2**24)
+del block
+print(psutil.Process().memory_info().rss - before)
+"""
+
 
 def host_plan(*, budget: int) -> HostPlan:
     return HostPlan((MemoryPart("blocks", 60 * MIB),), budget * MIB, None, False)
@@ -65,6 +78,15 @@ def test_a_process_that_keeps_freed_memory_has_hardly_any_page_fault() -> None:
         for name in ("keep", "give back")
     }
     assert faults["keep"] * 10 < faults["give back"], faults
+
+
+@glibc
+@pytest.mark.parametrize(("largest", "is_kept"), [("LARGEST", True), ("SMALL", False)])
+def test_blocks_above_the_largest_that_is_kept_return_to_the_system(largest: str, is_kept: bool) -> None:
+    """A block of 64 MiB, as logits are: kept ones have made a first-order run larger than its plan."""
+    left = int(subprocess.run([sys.executable, "-c", LEFT, largest], check=True, stdout=subprocess.PIPE).stdout)
+    assert (left > 48 * MIB) is is_kept
+    assert (left < 16 * MIB) is not is_kept
 
 
 def test_where_there_is_no_glibc_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from zo2adapters.commands.parsing import parse_command, parse_options, recipe_arguments
 from zo2adapters.commands.task_run import BenchmarkRun, require_consistent, run_task
 from zo2adapters.tasks.registry import function_file
-from zo2adapters.trainers.allocator import keep_freed_memory, keeps_memory
+from zo2adapters.trainers.allocator import SMALL, keep_freed_memory, keeps_memory
 from zo2adapters.trainers.branching import branched_run
 from zo2adapters.trainers.options import Execution, RunOptions, TrainOptions
 from zo2adapters.trainers.provenance import distrust
@@ -262,6 +262,8 @@ class Train(RunOptions):
                 print(line, file=sys.stderr)
             if keeps_memory(trainer.host_plan):
                 keep_freed_memory()
+            elif options.first_order.method is not None:
+                keep_freed_memory(SMALL)
             try:
                 if not first:
                     trainer.train()

@@ -19,8 +19,8 @@ from zo2core.planning.memory_plan import MemoryPart
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of malloc.h
 _NEVER = -1  # glibc converts it to the largest size
-_LARGEST = 1 << 30  # bytes of the largest block that is kept; larger blocks are returned to the system
-_LARGEST_BEFORE = 1 << 25  # the largest value that glibc accepts before 2.35
+LARGEST = 1 << 30  # bytes of the largest block that is kept; larger blocks are returned to the system
+SMALL = 1 << 25  # the same where graphs take all spare memory, and the largest value that glibc accepts before 2.35
 
 KEPT = "memory kept by the allocator"
 
@@ -47,8 +47,12 @@ def keeps_memory(plan: HostPlan) -> bool:
     return any(part.name == KEPT and part.nbytes > 0 for part in plan.parts)
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory(largest: int = LARGEST) -> bool:
     """Tell glibc to keep freed memory for this process. Other C libraries are left alone.
+
+    Args:
+        largest: Bytes of the largest block that is kept. Kept blocks of aligned tensors are rarely reused whole, so that the
+            logits of each micro-batch would take new memory: a run whose plan has no room for that passes ``SMALL``.
 
     Returns:
         Whether freed memory is kept.
@@ -59,7 +63,7 @@ def keep_freed_memory() -> bool:
         mallopt = libc.mallopt
     except (OSError, AttributeError, TypeError):
         return False
-    is_set = any(mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in (_LARGEST, _LARGEST_BEFORE))
+    is_set = any(mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in (largest, SMALL))
     return is_set and mallopt(_M_TRIM_THRESHOLD, _NEVER) == 1
 
 

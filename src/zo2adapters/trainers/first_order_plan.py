@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.first_order_run import FORWARDS, gradient_bytes
 from zo2adapters.trainers.run_plan import (
@@ -66,7 +65,7 @@ def plan_first_order_run(
     speeds = MeasuredSpeeds(model.weights)
     spec = plan(request, Machine(), speeds)
     layouts = spec.layouts
-    host_plan = with_kept_memory(spec.host_plan, activations)
+    host_plan = spec.host_plan
     forward = measured_forward_seconds(model, shapes.step, running=micro_rows)
     blocks = sum(not layout.resident for layout in layouts)
     graph = measured_graph_bytes(model, longest)

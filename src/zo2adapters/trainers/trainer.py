@@ -176,8 +176,9 @@ class Trainer:
                 self._run.remove()
             raise
         assert self.engine.host_plan is not None, "the engine has planned its memory"
-        on_host = options.storage.device == "cpu"
-        self.host_plan = with_kept_memory(self.engine.host_plan, activations) if on_host else self.engine.host_plan
+        self.host_plan = self.engine.host_plan
+        if options.storage.device == "cpu" and options.first_order.method is None:  # graphs take what memory is spare
+            self.host_plan = with_kept_memory(self.host_plan, activations)
         if resume:
             try:
                 _require_steps_left(options, self.engine.journal.version)
