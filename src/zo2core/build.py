@@ -161,7 +161,7 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
         ZO2Error: as ``ZOEngine`` says. What was opened is closed then.
     """
     with ExitStack() as opened:
-        opened.callback(model.weights.close)  # last: until then somebody may read
+        opened.callback(model.weights.close)  # last: the parts above may read until they are closed
         run, perturbation = _opened_run(model, estimator, options, opened)
         request = RunRequest(
             layouts=model.layouts,

@@ -50,7 +50,7 @@ def parse_command(name: str, options: Any, arguments: Sequence[str]) -> Any:
     Args:
         name: The command's name, such as ``train``.
         options: The command's dataclass.
-        arguments: Its command line.
+        arguments: Command line, without the name.
 
     Raises:
         OptionError: if the command line is not one of this command.
@@ -67,7 +67,7 @@ def parse_options(name: str, options: Any, arguments: Sequence[str], **default: 
     Args:
         name: The command's name.
         options: The command's dataclass.
-        arguments: Its command line.
+        arguments: Command line, without the name.
         default: The command with the values of options that are not given, as ``default``.
 
     Raises:

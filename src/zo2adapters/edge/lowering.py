@@ -157,7 +157,7 @@ def _require_ranges(model: HFBlockModel, rows: int, tokens: int, seed: int) -> N
     ):
         if type(value) is not int or value < least or (most is not None and value > most):
             expected = f"a whole number of at least {least}" + ("" if most is None else f" and at most {most}")
-            raise OptionError(name, found=repr(value)[:40], expected=expected, remedy="choose such a number")
+            raise OptionError(name, found=repr(value)[:40], expected=expected, remedy="pass a number in this range")
 
 
 def _write(path: Path, program: Any) -> None:

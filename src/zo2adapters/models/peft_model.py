@@ -60,7 +60,9 @@ class Adapter:
     def __post_init__(self) -> None:
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             expected = "a whole number of at least 0 and below 2^63"
-            raise OptionError("adapter.seed", found=repr(self.seed)[:40], expected=expected, remedy="choose such a number")
+            raise OptionError(
+                "adapter.seed", found=repr(self.seed)[:40], expected=expected, remedy="pass a number in this range"
+            )
 
 
 class ChosenConfig(NamedTuple):

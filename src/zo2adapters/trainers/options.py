@@ -190,7 +190,9 @@ class RunOptions:
                 raise _conflict("eval_split", "--evaluation", "one source of rows to evaluate on")
             if not 0 < self.eval_split < 1:
                 expected = "a share between 0 and 1, such as 0.1"
-                raise OptionError("eval_split", found=repr(self.eval_split), expected=expected, remedy="pass such a share")
+                raise OptionError(
+                    "eval_split", found=repr(self.eval_split), expected=expected, remedy="pass a share in this range"
+                )
         require_between("samples", self.samples, 0, MOST_ROWS)
         if self.samples and self.takes_labels:
             raise _conflict("samples", f"--head {self.model_options.head}", "a causal language model")

@@ -1,6 +1,6 @@
 """Write safetensors checkpoints as a stream: headers are known beforehand, tensors come one at a time.
 
-A directory appears whole or not at all: everything is written beside it, into a directory that nobody else may enter, and
+A directory appears whole or not at all: everything is written beside it, into a directory that other users cannot enter, and
 renamed at the end. Files are created and never opened where something stands: a planted link is not followed.
 """
 
@@ -197,7 +197,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
     require_unused(directory)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        # Open to this user alone and of a name that nobody can guess, so that nothing can be planted in it. The directory
+        # Open to this user alone and with a name that cannot be guessed, so that nothing can be planted in it. The directory
         # inside it gets the rights of any new one.
         enclosure = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
         try:

@@ -196,7 +196,7 @@ def replace_file(path: Path, content: bytes) -> None:
         OSError: if the system refuses. The file then has its old content, or the new one if only its name is not durable.
     """
     partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)  # of a process that was killed, or a link that somebody planted
+    partial.unlink(missing_ok=True)  # left by a killed process, or a link that another user placed there
     try:
         with create_file(partial) as file:
             file.write(content)

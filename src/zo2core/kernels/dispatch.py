@@ -124,7 +124,7 @@ def move_each(theta: torch.Tensor, moves: Program, distribution: Distribution, p
 
     Args:
         theta: The whole of a parameter, 1-D, contiguous; only read.
-        moves: Its instructions are the moves, one a row: perturbations, of which a shift of 0 moves nothing.
+        moves: Program with one perturbation for each row of ``out``; a shift of 0 changes nothing.
         distribution: Distribution of z.
         parameter: The parameter's place in registration order.
         out: (moves, elements), contiguous, of any floating-point dtype, to which a row is rounded once.

@@ -50,7 +50,8 @@ def decode(spec: ParameterSpec, stored: torch.Tensor, out: torch.Tensor, helper:
     Args:
         spec: A parameter that is encoded.
         stored: uint8, 1-D, its bytes: the encoding's parts, one after the other.
-        out: Its weights' memory, 1-D or of its shape, contiguous, of any floating-point dtype, on the same device.
+        out: Memory for the decoded weights, 1-D or of their shape, contiguous, of any floating-point dtype, on the same
+            device.
         helper: Runs a part of the work beside the caller, where compiled kernels do it.
     """
     encoding, (rows, columns) = spec.encoding, spec.shape

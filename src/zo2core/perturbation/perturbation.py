@@ -60,7 +60,7 @@ class LowRankPerturbation:
                     f"perturbation.{option}",
                     found=repr(value),
                     expected="a whole number of at least 1",
-                    remedy="choose such a number",
+                    remedy="pass a number in this range",
                 )
 
     @property

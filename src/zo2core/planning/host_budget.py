@@ -35,7 +35,7 @@ def parse_size(size: int | str, *, option: str = "memory") -> int:
             option,
             found=_shortened(repr(size)),
             expected="a size such as 6GiB or 500MB, or 'auto' for memory",
-            remedy="pass such a size",
+            remedy="pass a size of this form",
         )
     return int(nbytes)
 

@@ -37,7 +37,7 @@ def choose_low_bit_transfer(
         OptionError: if nothing would heed ``replay``, or the weights cannot be had so.
     """
     if replay not in ("auto", "host", "device"):
-        raise OptionError("replay", found=repr(replay), expected="'auto', 'host' or 'device'", remedy="choose one of these")
+        raise OptionError("replay", found=repr(replay), expected="'auto', 'host' or 'device'", remedy="pass one of these")
     low_bit = [spec for layout in layouts for spec in layout.parameters if spec.is_low_bit]
     require_drawable(layouts, noise, by_host=replay == "host")
     comes_back = all(spec.transfer_back for spec in low_bit)

@@ -15,7 +15,7 @@ from zo2core.planning.host_plan import HostPlan
 from zo2core.protocols import NoiseGenerator
 from zo2core.types import BlockLayout
 
-ACTIVATIONS = 256 << 20  # bytes reserved for activations where nobody says otherwise
+ACTIVATIONS = 256 << 20  # bytes reserved for activations by default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ class WriteBackPolicy:
                 "write_back.terabytes_per_1000_steps",
                 found=repr(limit),
                 expected="a number above 0, or None for no limit",
-                remedy="choose such a number; every=None writes nothing",
+                remedy="pass a number in this range; every=None writes nothing",
             )
         for option, value in (("every", self.every), ("snapshot_every", self.snapshot_every)):
             if value is None or (option == "every" and value == "auto"):
@@ -175,5 +175,5 @@ class WriteBackPolicy:
                     f"write_back.{option}",
                     found=repr(value),
                     expected="a whole number of at least 1" + (", 'auto' or None" if option == "every" else " or None"),
-                    remedy="choose such a number",
+                    remedy="pass a number in this range",
                 )

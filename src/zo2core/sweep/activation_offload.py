@@ -304,7 +304,7 @@ class ActivationOffload:
         room.last_uses = {Wait.READ: self._device.streams.mark()}
 
     def _host_memory(self, nbytes: int) -> torch.Tensor:
-        """Host memory that nobody else uses in this sweep."""
+        """Host memory that nothing else uses in this sweep."""
         if self._used + nbytes > len(self._host):
             with torch.inference_mode(mode=False):
                 self._host = self._device.host_memory(max(self._host_bytes, 2 * len(self._host), nbytes))
