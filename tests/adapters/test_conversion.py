@@ -288,3 +288,17 @@ def test_a_buffer_that_is_made_of_several_tensors_is_refused(tmp_path: Path, mon
     monkeypatch.setattr(conversion, "get_model_conversion_mapping", lambda model: [*rules, joined])
     with pytest.raises(UnsupportedModelError, match=r"a part of the buffer .*e_score_correction_bias"):
         open_checkpoint(base)
+
+
+def test_a_checkpoint_with_buffers_in_a_shard_larger_than_memory_opens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system refuses to map such a shard privately, as safetensors' reader for torch does."""
+
+    def refuse(path: str, *_: object, **__: object) -> None:
+        raise RuntimeError(f"unable to mmap bytes from file <{path}>: Cannot allocate memory (12)")
+
+    path = saved("deepseek_v3", tmp_path / "base")
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", refuse)
+    model = open_checkpoint(path)
+    model.weights.close()

@@ -523,3 +523,15 @@ def test_a_gpu_decodes_to_the_dequantised_models_bits(method: str, kept: int, tm
     policy = MemoryPolicy(device=DevicePlan((), 1 << 40, kept=kept, activation_bytes=1 << 28))
     expected = trajectory(plain, device="cuda", memory=policy)
     assert trajectory(path, device="cuda", memory=policy) == expected
+
+
+def test_a_checkpoint_of_a_shard_larger_than_memory_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system refuses to map such a shard privately, as safetensors' reader for torch does."""
+
+    def refuse(path: str, *_: object, **__: object) -> None:
+        raise RuntimeError(f"unable to mmap bytes from file <{path}>: Cannot allocate memory (12)")
+
+    path = make(tmp_path, "nf4")
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", refuse)
+    model = open_checkpoint(path)
+    model.weights.close()

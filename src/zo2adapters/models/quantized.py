@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from zo2core import CheckpointError, UnsupportedModelError
 from zo2core.checkpoint import Piece, TensorEntry
@@ -241,11 +240,7 @@ def _read(entry: TensorEntry) -> bytes:
     """The bytes of a small tensor."""
     if entry.nbytes > _MAX_STATE_BYTES or entry.dtype != "U8":
         raise _malformed(entry, f"{entry.dtype} of {entry.nbytes} bytes")
-    try:
-        with safe_open(entry.path, framework="pt") as file:
-            return bytes(file.get_tensor(entry.name).view(-1).tolist())
-    except (OSError, KeyError, SafetensorError) as error:
-        raise _malformed(entry, str(error)) from error
+    return entry.read()
 
 
 def _malformed(entry: TensorEntry, found: str) -> CheckpointError:

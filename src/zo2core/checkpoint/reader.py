@@ -55,6 +55,28 @@ class TensorEntry(NamedTuple):
         """The floating-point dtype, or None if the tensor is not of such a dtype (integers, booleans, 8-bit floats)."""
         return _FLOATS.get(self.dtype)
 
+    def read(self) -> bytes:
+        """Read the tensor's bytes, of a tensor that is small.
+
+        Safetensors' own reader maps the whole shard privately, which the system refuses for a shard larger than its memory.
+
+        Raises:
+            CheckpointError: if the shard cannot be read, or ends before the tensor does.
+        """
+        try:
+            with open_regular(self.path) as file:
+                file.seek(self.start)
+                content = file.read(self.nbytes)
+        except OSError as error:
+            raise self._unreadable(reason(error)) from error
+        if len(content) < self.nbytes:
+            raise self._unreadable(f"{len(content)} bytes")
+        return content
+
+    def _unreadable(self, found: str) -> CheckpointError:
+        expected, remedy = f"the tensor's {self.nbytes} bytes", "get the shard again"
+        return CheckpointError(f"{self.path}: {self.name}", found=found, expected=expected, remedy=remedy)
+
     def as_bytes(self) -> TensorEntry:
         """The same place, of a tensor of bytes."""
         return self._replace(dtype="U8", shape=(self.nbytes,))
