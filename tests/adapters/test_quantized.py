@@ -134,7 +134,7 @@ def test_a_second_thread_changes_no_bit(encoding: Encoding, rows: int, columns: 
     encoding, parts = encode(weights, encoding)
     spec = ParameterSpec("weight", shape, torch.float32, 0, decays=False, encoding=encoding)
     out = torch.full(shape, 7.0)
-    with patch.object(kernels, "_WORTH_HELP", 1), ThreadPoolExecutor(1) as helper:
+    with patch.object(kernels, "_TWO_THREADS", 1), ThreadPoolExecutor(1) as helper:
         kernels.decode(spec, bytes_of(encoding, parts, shape), out, helper)
     assert_same_bits(out, by_hand(encoding, parts, shape))
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from zo2core.journal import Journal
-from zo2core.kernels import apply_drawing, fill, form, move_each
+from zo2core.kernels import apply_drawing, fill, form, perturb_each
 from zo2core.kernels.encoding import decoded
 from zo2core.perturbation.factor_file import FactorFile, sum_elements
 from zo2core.perturbation.perturbation import DensePerturbation, LowRankPerturbation, Perturbation, require_perturbation
@@ -181,7 +181,7 @@ class FactorStore:
         sums = self._sums_of(spec, theta)
         count = len(moves.instructions)
         streams = torch.empty(count, sums.now.numel(), dtype=spec.dtype, device=self._device)
-        move_each(sums.now, moves, self._distribution, spec.index, streams)
+        perturb_each(sums.now, moves, self._distribution, spec.index, streams)
         if len(spec.shape) == 1:
             return streams
         own, shared = streams.view(count, spec.shape[0], -1), self._shared(spec, sums.version)
