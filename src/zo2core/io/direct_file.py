@@ -65,7 +65,7 @@ class RangedFile:
         self._lock = threading.Lock()
         self._buffered = writable
         self._direct: int | None = None
-        self._takes_direct = True
+        self._supports_direct = True
         try:
             self._direct = open_descriptor(path, self._flags | os.O_DIRECT)
             if writable is not None:
@@ -74,7 +74,7 @@ class RangedFile:
             if error.errno != errno.EINVAL:
                 self.close()
                 raise
-            self._takes_direct = False
+            self._supports_direct = False
             self._open_buffered()
 
     def read_into(self, offset: int, out: memoryview) -> None:
@@ -84,13 +84,13 @@ class RangedFile:
             OSError: if the read fails.
             EOFError: if the file ends before ``out`` is full.
         """
-        if self._takes_direct and self._direct is not None:
+        if self._supports_direct and self._direct is not None:
             try:
                 done = _read_direct(self._direct, offset, out)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._takes_direct = False  # some file systems accept the flag and refuse the reads
+                self._supports_direct = False  # some file systems accept the flag and refuse the reads
                 done = 0
             if done >= len(out):
                 return
@@ -105,7 +105,7 @@ class RangedFile:
         Raises:
             OSError: if the write fails.
         """
-        if self._takes_direct and self._direct is not None and _is_aligned(offset, data):
+        if self._supports_direct and self._direct is not None and _is_aligned(offset, data):
             try:
                 done = 0
                 while done < len(data) and done % PAGE == 0:
@@ -113,7 +113,7 @@ class RangedFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._takes_direct = False
+                self._supports_direct = False
                 done = 0
             if done == len(data):
                 return

@@ -1,9 +1,9 @@
 """Safe opening and durable writing of files.
 
 Every file that this project writes is created or opened here. A new file is created only at a free path; a file that is
-written again has one writer, which holds a lock. A symbolic link at the path of a written file is refused, so that its target
-is not overwritten. Files to read may be links, as in the hub's cache. Only regular files are opened: opening a FIFO would
-wait for its other end.
+written again has one writer, which holds a lock. A symbolic link at the path of a written file is refused, so that its
+target is not overwritten. Files to read may be links, as in the hub's cache. Only regular files are opened: opening a FIFO
+would wait for its other end.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 r"""An append-only file of records, one JSON object a line, whose last member is a checksum: ``{...,"crc32":"89abcdef"}\n``.
 
-The checksum is the CRC-32 of all bytes of the line before the comma in front of it. A record counts once its whole line is on
-disk; a torn last line is dropped, damage anywhere else is an error.
+The checksum is the CRC-32 of all bytes of the line before the comma in front of it. A record counts once its whole line is
+on disk; a torn last line is dropped, damage anywhere else is an error.
 
-Files of earlier versions have lines ``CRC32 JSON\n``, with the checksum of the JSON's bytes. They are read as well: the first
-byte of a line tells its format. Records appended to such a file are in the present format.
+Files of earlier versions have lines ``CRC32 JSON\n``, with the checksum of the JSON's bytes. They are read as well: the
+first byte of a line tells its format. Records appended to such a file are in the present format.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class RecordFile:
         self._descriptor: int | None = None
         self._end = 0  # bytes of whole records
         self._size: int | None = 0  # bytes of the file; None after an append that failed
-        self._identity: tuple[int, int] | None = None  # device and inode of the file; None: it was not there
-        self._made = False  # by this object
-        self._failed = False  # an append did, or was interrupted; beyond the end may stand a record, even a whole one
-        self._settled = False  # the file's name is durable, and so is what an earlier process wrote
-        self.loaded: list[Record] = []  # what the file held when it was opened
-        self.torn = b""  # what stood behind the last whole record then
+        self._identity: tuple[int, int] | None = None  # device and inode of the file; None: it did not exist
+        self._created = False  # this object created the file
+        self._failed = False  # an append failed or was interrupted: a record, even a whole one, may follow ``_end``
+        self._settled = False  # the file's name and the records of earlier processes are durable
+        self.loaded: list[Record] = []  # records of the file when it was opened
+        self.torn = b""  # bytes after the last whole record then
         raw = self._read()
         if raw is not None:
             self._load(raw)
@@ -132,7 +132,7 @@ class RecordFile:
         end = self._end if end is None else end
         if end != self._end:
             self._end, self._failed, self._size = end, True, None  # the next append overwrites it in any case
-        if self._descriptor is not None and self._made and end == 0:
+        if self._descriptor is not None and self._created and end == 0:
             self.remove()
         elif self._descriptor is not None and self._failed:
             os.ftruncate(self._descriptor, end)
@@ -188,11 +188,11 @@ class RecordFile:
         """Open the file and lock it: two writers would truncate each other's records."""
         if self._descriptor is None and self._identity is None:
             make_directory(self._path.parent)
-            self._made = True
+            self._created = True
             try:
                 self._descriptor = open_locked(self._path, os.O_CREAT | os.O_EXCL)
             except FileExistsError:
-                self._made = False
+                self._created = False
         if self._descriptor is None:
             try:
                 self._descriptor = open_locked(self._path)

@@ -66,8 +66,8 @@ def descend(
     """``theta = theta - lr * ((g * z) + (weight_decay * theta))``; without the decay term where it is 0.
 
     MeZO's trainer writes the decay term for every decayed parameter, also with a decay of 0. Leaving it out gives the same
-    bits: ``x + 0 * theta`` differs from ``x`` at most in the sign of a zero, which changes ``theta - x`` only if theta is -0.
-    No weight is -0 after MeZO's perturbations, the last two of which have opposite signs.
+    bits: ``x + 0 * theta`` differs from ``x`` at most in the sign of a zero, which matters to ``theta - x`` only if theta is
+    -0. No weight is -0 after MeZO's perturbations, the last two of which have opposite signs.
 
     Args:
         theta: Weights, changed in place.

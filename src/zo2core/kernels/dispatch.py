@@ -30,12 +30,7 @@ def perturb(
     scratch: torch.Tensor,
     rounded: torch.Tensor | None = None,
 ) -> None:
-    """Do what ``arithmetic.perturb`` does.
-
-    Args:
-        out: See ``arithmetic.perturb``, as for the arguments without an entry.
-        rounded: Memory for a second copy of the result, rounded once to its dtype; it overlaps no other tensor.
-    """
+    """Do what ``arithmetic.perturb`` does; ``rounded`` gets a second copy of the result, rounded once to its dtype."""
     if native.takes(theta, z) and native.rounds_to(out, rounded):
         native.perturb(out, theta, z, shift=shift, zo_eps=zo_eps, rounded=rounded)
         return

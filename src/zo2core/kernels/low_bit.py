@@ -1,7 +1,7 @@
 """Low-bit transfer: weights rounded to 16 bits, or to 8 bits with a scale for each output row.
 
 Weights may be sent to a device in fewer bits than they are stored in (ZO2, arXiv 2503.12668, section 5.5). The device then
-computes with the decoded weights. Encoding and decoding are elementwise, in a fixed order: every machine gives the same bits.
+computes with the decoded weights. Encoding and decoding are elementwise, in a fixed order, with the same bits everywhere.
 """
 
 from __future__ import annotations

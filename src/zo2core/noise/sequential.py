@@ -24,9 +24,7 @@ from zo2core.types import BlockLayout, ParameterSpec
 # Note: Drawing in chunks. torch's CPU `normal_` of 16 or more elements fills the tensor with uniforms and transforms them
 # in groups of 16, the last of which overlaps the one before; so chunks whose lengths are multiples of 16, the last at least
 # 16, give the numbers of one call. Below 16 elements it draws one by one and keeps a spare value in the generator's state.
-CHUNK = (
-    1 << 18
-)  # elements: 1 MiB in fp32, which a core's caches hold; passing a chunk to another thread costs tens of microseconds
+CHUNK = 1 << 18  # elements: 1 MiB in fp32, which a core's caches hold; passing it to a thread costs tens of microseconds
 MEMORY = 256 << 20  # bytes by default, enough for 20,000 updates or more
 GENERATOR = 2750  # measured bytes of a CPU generator, torch's or ours; 2496 are the Mersenne twister's
 STREAM = 700  # measured further bytes for each seed

@@ -1,6 +1,7 @@
 """Device memory plan: as many blocks stay on the device as fit beside what every sweep needs.
 
-Activations come first. A block that stays saves one upload and offload a sweep; activations that stay save one at each block.
+Activations come first. A block that stays saves one upload and offload a sweep; activations that stay save them at each
+block.
 """
 
 from __future__ import annotations

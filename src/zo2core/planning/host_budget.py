@@ -57,7 +57,7 @@ def resident_memory() -> int:
 
 
 def _control_groups_free(root: Path) -> Iterator[int]:
-    """Yield the bytes left by each limit on this process; page cache counts as free, since the kernel gives it up first."""
+    """Yield the bytes left by each limit on this process; the kernel frees page cache first, so it counts as free."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -74,7 +74,7 @@ def _control_groups_free(root: Path) -> Iterator[int]:
 
 
 def _group_free(top: Path, path: str, limit_name: str, usage_name: str, cache_names: tuple[str, ...]) -> Iterator[int]:
-    """Yield the bytes left in this group and those above it; in a container that does not see its path, in the top one."""
+    """Yield the bytes left in this group and those above it; in the top one if a container hides the path."""
     group = top / path.lstrip("/")
     groups = [group, *group.parents] if group.is_dir() else [top]
     for nested in groups:

@@ -80,13 +80,15 @@ def plan_host(
         if together:
             resident, in_buckets = -(-resident // sharers), -(-in_buckets // sharers)
         parts = (
-            MemoryPart("this program, as it is", process),
+            MemoryPart("this process at present", process),
             MemoryPart("activations, reserved", activation_bytes),
             MemoryPart(f"embedding and head{together}", resident),
             MemoryPart(f"{blocks if buckets is None else buckets} of {blocks} blocks{together}", in_buckets),
             MemoryPart("work buffer", work),
-            *([MemoryPart("blocks as they are carried", staging)] if staging else []),
-            MemoryPart("noise buffer" if keep_noise else "noise buffer: drawn again instead", noise if keep_noise else 0),
+            *([MemoryPart("blocks in their transfer dtypes", staging)] if staging else []),
+            MemoryPart(
+                "noise buffer" if keep_noise else "noise buffer: none, noise is drawn again", noise if keep_noise else 0
+            ),
             *([MemoryPart("factors of directions", factors)] if factors else []),
             *([MemoryPart("trained parameters, gradients, optimizer", trained)] if trained else []),
             MemoryPart("reading buffers", READERS * STAGING),

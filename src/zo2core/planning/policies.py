@@ -74,11 +74,8 @@ class MemoryPolicy:
     ) -> DevicePlan | None:
         """Plan device memory; None if the device computes in host memory, or transfers do not overlap with compute.
 
-        Args:
-            layouts: Segments in visiting order, as the other arguments without an entry documented at ``plan_device_memory``.
-            in_place: Whether segments are computed on in host memory.
-            free: Returns the free device memory in bytes.
-            overlap: Whether transfers overlap with compute.
+        ``in_place`` says whether segments are computed on in host memory, ``free`` returns the free device memory in bytes,
+        and ``overlap`` says whether transfers overlap with compute. ``plan_device_memory`` documents the other arguments.
 
         Raises:
             OptionError: if a size was given that would have no effect.

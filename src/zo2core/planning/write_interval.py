@@ -135,10 +135,7 @@ def interval_of(
     buckets: int | None,
     kept: int,
 ) -> int | None:
-    """Number of steps after which a segment is written; None: never.
-
-    Args:
-        policy: The caller's policy; None never writes. ``choose_interval`` documents the other arguments.
+    """Number of steps after which a segment is written; None: never. ``choose_interval`` documents the arguments.
 
     Raises:
         OptionError: if the policy's interval writes more than its limit.
