@@ -131,7 +131,7 @@ def test_counter_based_noise_takes_no_memory(room: int, buckets: int | None) -> 
 def test_what_does_not_fit_is_added_up_part_by_part() -> None:
     with pytest.raises(MemoryBudgetError) as info:
         plan_host(layouts(), layouts(), memory=resident_memory() + 20 * MiB, activation_bytes=5 * MiB)
-    for part in ("this program", "activations", "embedding and head 16.8 MB", "1 of 10 blocks", "work buffer 16.8 MB"):
+    for part in ("this process", "activations", "embedding and head 16.8 MB", "1 of 10 blocks", "work buffer 16.8 MB"):
         assert part in info.value.expected
 
 

@@ -86,9 +86,7 @@ def plan_host(
             MemoryPart(f"{blocks if buckets is None else buckets} of {blocks} blocks{together}", in_buckets),
             MemoryPart("work buffer", work),
             *([MemoryPart("blocks in their transfer dtypes", staging)] if staging else []),
-            MemoryPart(
-                "noise buffer" if keep_noise else "noise buffer: none, noise is drawn again", noise if keep_noise else 0
-            ),
+            MemoryPart("noise buffer" if keep_noise else "no noise buffer: z is drawn again", noise if keep_noise else 0),
             *([MemoryPart("factors of directions", factors)] if factors else []),
             *([MemoryPart("trained parameters, gradients, optimizer", trained)] if trained else []),
             MemoryPart("reading buffers", READERS * STAGING),
