@@ -289,7 +289,7 @@ def test_a_damaged_snapshot_is_passed_over_with_a_warning(
     else:
         damage(last, 40 if part == "digest" else size - 1)
     told = done("train", "--resume", "run").err
-    assert "snapshot-4.safetensors: a damaged snapshot: its checksum does not hold. The run goes on from" in told
+    assert "snapshot-4.safetensors: a damaged snapshot: its checksum does not match. The run resumes from" in told
     assert "snapshot of step 2, and repeats the steps since" in told
     assert outcome("run") == undisturbed
     assert sorted(path.name for path in Path("run").glob("snapshot*")) == [

@@ -28,7 +28,7 @@ WRITERS = (
     "io/record_log.py",
     "io/durable.py",
     "sources/scratch.py",
-    "beside/factor_file.py",
+    "perturbation/factor_file.py",
 )
 INTERRUPTED = {str(CORE / name) for name in WRITERS}
 

@@ -132,10 +132,8 @@ def _parse_entries(path: Path, raw: bytes, *, data_start: int, data_size: int) -
     if not isinstance(header, dict):
         raise _malformed(path, f"a header that is a {type(header).__name__}", "a JSON object")
     header.pop("__metadata__", None)
-    entries = sorted(
-        (_parse_entry(path, name, value, data_start) for name, value in header.items()),
-        key=lambda entry: (entry.start, entry.nbytes),
-    )
+    entries = [_parse_entry(path, name, value, data_start) for name, value in header.items()]
+    entries.sort(key=lambda entry: (entry.start, entry.nbytes))
     end = data_start
     for entry in entries:
         if entry.start != end:
