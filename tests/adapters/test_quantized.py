@@ -146,7 +146,7 @@ def test_factors_take_what_plans_count(tmp_path: Path) -> None:
         assert store is not None
         for taken in range(5):
             opened.evaluate([batch])
-            held = [drawn for _, drawn in store._period.values()]
+            held = [drawn for _, drawn in store._right.values()]
             for sums in store._sums.values():
                 held += [sums.now, *(sums.past or ())]
             planned = factor_bytes(settings, open_checkpoint(path).layouts, taken)

@@ -31,6 +31,7 @@ WRITERS = (
     "perturbation/factor_file.py",
 )
 INTERRUPTED = {str(CORE / name) for name in WRITERS}
+assert all(Path(name).exists() for name in INTERRUPTED), "a file that was renamed would not be interrupted"
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,8 @@ class DensePerturbation:
 class LowRankPerturbation:
     """Low-rank directions, ``z = U V^T / sqrt(rank)`` for a matrix, computed beside a layer's activations.
 
-    A linear layer computes ``x W^T + (x V) (A + shift * zo_eps * U)^T``, where V is divided by the root of the rank. W is only
-    read: it is never offloaded or written back. All evaluations of a step run as one batch, stacked along its rows.
+    A linear layer computes ``x W^T + (x V) (A + shift * zo_eps * U)^T``, where V is divided by the root of the rank. W is
+    only read: it is never offloaded or written back. All evaluations of a step run as one batch, stacked along its rows.
     Parameters of one dimension have dense directions, with separate values for each stream.
 
     U is drawn for each direction; V stays for a period, so that a period's updates add up to one factor, A, in float32
@@ -202,7 +202,7 @@ def _require_estimator(estimator: ZOEstimator) -> None:
         raise _refusal(
             "perturb_in_place",
             "True",
-            "False beside the activations, where weights are not perturbed in place",
+            "False beside the activations, where weights stay",
             "pass perturb_in_place=False",
         )
     weight_decay = estimator.options.get("weight_decay")
