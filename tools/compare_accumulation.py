@@ -71,9 +71,9 @@ class Sides:
         """Bring the factors to the current version; return V of the current period, (inputs, rank)."""
         self.store.begin_sweep()
         self.store.advance(self.spec, self.base.view(-1), self.updates, len(self.updates))
-        columns = self.store.learned(self.spec, self.base.view(-1)).columns
-        assert columns is not None, "a matrix has columns"
-        return columns.shared[:, -self.rank :]
+        factors = self.store.learned(self.spec, self.base.view(-1)).factors
+        assert factors is not None, "a matrix has factors"
+        return factors.right[:, -self.rank :]
 
     def take(self, seed: int, grad: float, z: torch.Tensor) -> None:
         """Take one update, with MeZO's arithmetic in the weights."""
@@ -91,13 +91,13 @@ class Sides:
         yield from ((name, weights.double()) for name, weights in self.in_place.items())
         flat = self.base.view(-1)
         learned = self.store.learned(self.spec, flat)
-        assert learned.columns is not None, "a matrix has columns"
-        yield "virtual float32", self.base.double() + learned.columns.own.double() @ learned.columns.shared.double().t()
-        formed, factors = self.base.clone(), self.store.moved(self.spec, flat, self.store.moves([None], ZO_EPS))
+        assert learned.factors is not None, "a matrix has factors"
+        yield "virtual float32", self.base.double() + learned.factors.left.double() @ learned.factors.right.double().t()
+        formed, factors = self.base.clone(), self.store.perturbed(self.spec, flat, self.store.perturbations([None], ZO_EPS))
         if self.store.forms(self.spec):
             self.store.form(self.spec, flat, formed)
         assert isinstance(factors, Factors), "a matrix has factors"
-        yield "the same, as a forward sees it", formed.double() + factors.own[0].double() @ factors.shared.double().t()
+        yield "the same, as a forward sees it", formed.double() + factors.left[0].double() @ factors.right.double().t()
         yield "the same, exported in bfloat16", learned.present().double()
 
     def report(self) -> dict[str, dict[str, float]]:

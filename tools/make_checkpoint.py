@@ -27,7 +27,7 @@ from zo2adapters.models.quantizer import quantize
 from zo2adapters.models.skeleton import build_skeleton
 from zo2core.checkpoint import find_tensors, write_checkpoint
 from zo2core.checkpoint.reader import TensorEntry
-from zo2core.checkpoint.writer import MAX_SHARD, lay_out_checkpoint
+from zo2core.checkpoint.writer import MAX_SHARD, new_checkpoint
 from zo2core.types import ParameterSpec
 
 LARGEST_SCALES = 1 << 18  # bytes: smaller tensors of an encoded layer are written, larger ones are a hole
@@ -132,7 +132,11 @@ def make_checkpoint(
     specs = [spec for layout in layouts for spec in layout.parameters]
     companions = {"config.json": config.to_json_string(use_diff=False).encode()}
     if sparse:
-        lay_out_checkpoint(directory, specs, leave_hole, companions, max_shard=max_shard)
+        with new_checkpoint(directory, specs, companions, max_shard) as locations:
+            for spec in specs:
+                file, start = locations[spec.name]
+                file.seek(start)
+                leave_hole(file, spec)
     else:
         write_checkpoint(directory, specs, random_tensors(specs, seed), companions, max_shard=max_shard)
     return sum(spec.nbytes for spec in specs)

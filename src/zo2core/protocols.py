@@ -238,7 +238,7 @@ class Transfer(NamedTuple):
 
     target: torch.Tensor
     source: torch.Tensor
-    begun: Event
+    started: Event
     done: Event
 
 

@@ -289,8 +289,8 @@ def test_a_damaged_snapshot_is_passed_over_with_a_warning(
     else:
         damage(last, 40 if part == "digest" else size - 1)
     told = done("train", "--resume", "run").err
-    assert "snapshot-4.safetensors: a damaged snapshot: its checksum does not hold. The run goes on from" in told
-    assert "snapshot of step 2, and repeats the steps since" in told
+    assert "snapshot-4.safetensors: a damaged snapshot: its checksum does not match. The run resumes from" in told
+    assert "snapshot of step 2, and repeats the later steps" in told
     assert outcome("run") == undisturbed
     assert sorted(path.name for path in Path("run").glob("snapshot*")) == [
         "snapshot-4.safetensors",
@@ -308,7 +308,7 @@ def test_a_run_all_of_whose_snapshots_are_damaged_is_refused(
     told = refusal("train", "--resume", "run")
     assert "snapshot-4.safetensors: a damaged snapshot" in told
     assert "snapshot-2.safetensors: a damaged snapshot" in told
-    assert "expected a snapshot that is whole" in told
+    assert "expected an undamaged snapshot" in told
     assert Path("run/journal.jsonl").read_bytes() == before
     for path in Path("run").glob("snapshot*"):
         path.unlink()

@@ -134,7 +134,7 @@ def test_a_second_thread_changes_no_bit(encoding: Encoding, rows: int, columns: 
     encoding, parts = encode(weights, encoding)
     spec = ParameterSpec("weight", shape, torch.float32, 0, decays=False, encoding=encoding)
     out = torch.full(shape, 7.0)
-    with patch.object(kernels, "_WORTH_HELP", 1), ThreadPoolExecutor(1) as helper:
+    with patch.object(kernels, "_TWO_THREADS", 1), ThreadPoolExecutor(1) as helper:
         kernels.decode(spec, bytes_of(encoding, parts, shape), out, helper)
     assert_same_bits(out, by_hand(encoding, parts, shape))
 
@@ -146,7 +146,7 @@ def test_factors_take_what_plans_count(tmp_path: Path) -> None:
         assert store is not None
         for taken in range(5):
             opened.evaluate([batch])
-            held = [drawn for _, drawn in store._period.values()]
+            held = [drawn for _, drawn in store._right.values()]
             for sums in store._sums.values():
                 held += [sums.now, *(sums.past or ())]
             planned = factor_bytes(settings, open_checkpoint(path).layouts, taken)

@@ -75,7 +75,7 @@ def test_the_memory_that_is_planned_for_rows_is_what_their_run_reserves(
     main(["train", "--model", options.model, "--output", str(options.output), "--lr", "1e-4", *rows, *given])
     [arranged] = plans
     parts = {part["name"]: part["nbytes"] for part in plan["host_plan"]["parts"]}
-    del parts["this program, as it is"]
+    del parts["this process at present"]
     assert {part.name: part.nbytes for part in arranged.parts[1:]} == parts
 
 

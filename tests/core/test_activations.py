@@ -243,7 +243,7 @@ def test_transfers_and_forwards_overlap() -> None:
     spans = sweeps.timeline.take()
     ups, downs = ([span for span in spans if span.lane is lane] for lane in (Lane.ACTIVATIONS_IN, Lane.ACTIVATIONS_OUT))
     assert any(
-        up.begun.seconds < down.done.seconds and down.begun.seconds < up.done.seconds for up in ups for down in downs
+        up.started.seconds < down.done.seconds and down.started.seconds < up.done.seconds for up in ups for down in downs
     ), "while one stream's activations go out another one's come in"
 
 

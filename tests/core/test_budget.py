@@ -9,13 +9,13 @@ import psutil
 import pytest
 import torch
 
-import zo2core.planning.autotune
+import zo2core.planning.speeds
 from zo2core import BlockLayout, MemoryBudgetError, OptionError, ParameterSpec, PhiloxNoise, SegmentKind
 from zo2core.io.direct_file import STAGING
 from zo2core.kernels import apply_drawing
-from zo2core.planning.autotune import evaluation_seconds
 from zo2core.planning.host_budget import free_memory, parse_size, resident_memory
 from zo2core.planning.host_plan import plan_host
+from zo2core.planning.speeds import evaluation_seconds
 from zo2core.sources.loader import READERS
 from zo2core.types import Program, shown_bytes
 
@@ -131,7 +131,7 @@ def test_counter_based_noise_takes_no_memory(room: int, buckets: int | None) -> 
 def test_what_does_not_fit_is_added_up_part_by_part() -> None:
     with pytest.raises(MemoryBudgetError) as info:
         plan_host(layouts(), layouts(), memory=resident_memory() + 20 * MiB, activation_bytes=5 * MiB)
-    for part in ("this program", "activations", "embedding and head 16.8 MB", "1 of 10 blocks", "work buffer 16.8 MB"):
+    for part in ("this process", "activations", "embedding and head 16.8 MB", "1 of 10 blocks", "work buffer 16.8 MB"):
         assert part in info.value.expected
 
 
@@ -149,7 +149,7 @@ def test_a_first_evaluation_draws_the_updates_direction_and_its_own(monkeypatch:
         passes.add(len({program.seeds[move.direction] for move in moves}))
         apply_drawing(theta, program, *arguments, **options)
 
-    monkeypatch.setattr(zo2core.planning.autotune, "apply_drawing", recorded)
+    monkeypatch.setattr(zo2core.planning.speeds, "apply_drawing", recorded)
     first, other = evaluation_seconds(PhiloxNoise(), layouts())
     assert min(first, other) > 0
     assert passes == {1, 2}

@@ -290,7 +290,7 @@ def test_moves_by_themselves_are_each_one_move(
     with pytest.MonkeyPatch.context() as patch:
         if not compiles:
             patch.setattr(native, "takes", lambda *tensors: False)
-        dispatch.move_each(theta, moves, distribution, 3, out)
+        dispatch.perturb_each(theta, moves, distribution, 3, out)
         assert_same(theta, before)
         for row, place, shift in zip(out, places, shifts, strict=True):
             expected = theta.to(into, copy=True)
@@ -305,8 +305,8 @@ def test_moves_by_themselves_are_the_references() -> None:
     theta = weights(3000, torch.float32, 1)
     moves = Program((5, 6), (Perturb(0, 1.0, 1e-3), Perturb(0, -1.0, 1e-3), Perturb(1, 0.5, 1e-3), Perturb(0, 0.0, 1e-3)))
     ours, theirs = (torch.empty(4, 3000, dtype=torch.bfloat16) for _ in range(2))
-    dispatch.move_each(theta, moves, Distribution.GAUSSIAN, 3, ours)
+    dispatch.perturb_each(theta, moves, Distribution.GAUSSIAN, 3, ours)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "takes", lambda *tensors: False)
-        dispatch.move_each(theta, moves, Distribution.GAUSSIAN, 3, theirs)
+        dispatch.perturb_each(theta, moves, Distribution.GAUSSIAN, 3, theirs)
     assert_same(ours, theirs)

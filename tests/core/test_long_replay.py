@@ -65,7 +65,7 @@ class Watched(SequentialNoise):
 
     def fill(self, *args: Any, **kwargs: Any) -> None:
         super().fill(*args, **kwargs)
-        streams = [*self._streams.values(), *self._passing.values()]
+        streams = [*self._streams.values(), *self._recent.values()]
         self.most_streams = max(self.most_streams, len(streams))
         self.most_generators = max(self.most_generators, sum(1 + len(stream.copies) for stream in streams))
 

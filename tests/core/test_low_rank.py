@@ -59,7 +59,7 @@ from zo2core import (
     ZOEstimator,
 )
 from zo2core.kernels import apply_drawing
-from zo2core.perturbation import Factors, Moved, factor_store
+from zo2core.perturbation import Factors, PerturbedParameter, factor_store
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.types import Lane
 
@@ -566,7 +566,7 @@ def test_rows_in_another_order_are_refused() -> None:
     rows = torch.randn(2, 6, 4)
     modules.set_batch_shape(2, 6)
     expected = layer(rows)
-    moved: dict[str, Moved] = {"linear.weight": Factors(torch.zeros(2, 4, 1), torch.zeros(4, 1))}
+    moved: dict[str, PerturbedParameter] = {"linear.weight": Factors(torch.zeros(2, 4, 1), torch.zeros(4, 1))}
     modules.perturb({**moved, "linear.bias": torch.zeros(2, 4)}, 2)
     with (
         torch.inference_mode(),

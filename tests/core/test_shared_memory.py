@@ -27,7 +27,7 @@ def test_what_a_worker_says_of_its_memory_opens_nothing_else(tmp_path: Path) -> 
     victim = tmp_path / "victim"
     victim.write_bytes(b"kept" * 1024)
     process = os.getpid()
-    with victim.open("r+b") as file, contextlib.closing(SharedMemory.made(4096)) as memory:
+    with victim.open("r+b") as file, contextlib.closing(SharedMemory.create(4096)) as memory:
         other = os.memfd_create("another", os.MFD_CLOEXEC)
         unsealed = os.memfd_create("zo2core", os.MFD_CLOEXEC)
         os.ftruncate(unsealed, 4096)
@@ -44,9 +44,9 @@ def test_what_a_worker_says_of_its_memory_opens_nothing_else(tmp_path: Path) -> 
             ((process, unsealed), "shrink"),
         ]:
             with pytest.raises(OSError, match=complaint):
-                SharedMemory.reached(*said, 4096)
+                SharedMemory.attach(*said, 4096)
         with pytest.raises(OSError, match="4096 bytes of memory in place of 8192"):
-            SharedMemory.reached(process, memory.descriptor, 8192)
+            SharedMemory.attach(process, memory.descriptor, 8192)
         assert opened(tmp_path) == before
         os.close(other)
         os.close(unsealed)
@@ -55,14 +55,14 @@ def test_what_a_worker_says_of_its_memory_opens_nothing_else(tmp_path: Path) -> 
 
 def test_memory_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.geteuid()
-    with contextlib.closing(SharedMemory.made(4096)) as memory, monkeypatch.context() as patch:
+    with contextlib.closing(SharedMemory.create(4096)) as memory, monkeypatch.context() as patch:
         patch.setattr("os.geteuid", lambda: own + 1)
         with pytest.raises(OSError, match=f"another user, number {own}"):
-            SharedMemory.reached(os.getpid(), memory.descriptor, 4096)
+            SharedMemory.attach(os.getpid(), memory.descriptor, 4096)
 
 
 def test_shared_memory_cannot_shrink_under_those_who_use_it() -> None:
-    with contextlib.closing(SharedMemory.made(4096)) as memory:
+    with contextlib.closing(SharedMemory.create(4096)) as memory:
         with pytest.raises(PermissionError):
             os.ftruncate(memory.descriptor, 0)
         assert fcntl.fcntl(memory.descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL

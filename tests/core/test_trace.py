@@ -20,7 +20,7 @@ from zo2core import HostDevice, MemoryPolicy, MeZOSGD, OutputError, StepResult, 
 from zo2core.planning.device_plan import DevicePlan
 from zo2core.planning.host_plan import HostPlan
 from zo2core.profiling.chrome_trace import Sweep
-from zo2core.profiling.timeline import Gathered, Passed, Span, Timeline, lane_uses
+from zo2core.profiling.timeline import Gathered, PastEvent, Span, Timeline, lane_uses
 from zo2core.protocols import Device
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.types import Lane
@@ -108,8 +108,8 @@ def test_every_step_has_its_lanes_in_order(
         for visits in (replays, first, second):
             assert [span.name for span in visits] == SEGMENTS
         for replay, plus, minus in zip(replays, first, second, strict=True):
-            assert replay.done.seconds <= plus.begun.seconds
-            assert plus.done.seconds <= minus.begun.seconds
+            assert replay.done.seconds <= plus.started.seconds
+            assert plus.done.seconds <= minus.started.seconds
     steps = [recording.within(recording.of_step(result.step)) for result in results]
     uploads, offloads = ([of(spans, lane) for spans in steps] for lane in (Lane.UPLOAD, Lane.OFFLOAD))
     if device.in_place:
@@ -161,17 +161,17 @@ def test_no_lane_is_busier_than_the_step_and_the_slowest_is_the_bound(
         assert 0 < compute <= result.bound_seconds <= result.seconds
         assert result.bound_seconds in (compute, *(use.busy_seconds for use in result.lanes.values()))
         sweep = recording.of_step(result.step)
-        assert sweep.done - sweep.begun == pytest.approx(result.seconds, abs=1e-6)
+        assert sweep.done - sweep.started == pytest.approx(result.seconds, abs=1e-6)
 
 
 def span(lane: Lane, begun: float, done: float, nbytes: int = 0, name: str = "block 0", track: int = 0) -> Span:
-    return Span(lane, name, Passed(begun), Passed(done), nbytes, track)
+    return Span(lane, name, PastEvent(begun), PastEvent(done), nbytes, track)
 
 
 def test_work_at_once_counts_once_and_only_within_the_step() -> None:
     spans = [span(Lane.READ, 0, 4, 5), span(Lane.READ, 1, 3, 6), span(Lane.READ, 8, 12, 7), span(Lane.READ, 20, 30, 8)]
     assert lane_uses(spans)[Lane.READ] == (18, 26)
-    assert lane_uses(spans, begun=2, done=10)[Lane.READ] == (4, 26)
+    assert lane_uses(spans, started=2, done=10)[Lane.READ] == (4, 26)
 
 
 def test_what_happened_outside_a_sweep_is_in_the_trace_but_in_no_step(base: Path, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_what_happened_outside_a_sweep_is_in_the_trace_but_in_no_step(base: Path
     assert len([each for each in recording.spans if each.lane is Lane.REPLAY]) == 6 * len(SEGMENTS)
     within = recording.within(recording.of_step(1))
     assert after.lanes[Lane.REPLAY].busy_seconds == pytest.approx(
-        sum(each.done.seconds - each.begun.seconds for each in of(within, Lane.REPLAY)), abs=1e-5
+        sum(each.done.seconds - each.started.seconds for each in of(within, Lane.REPLAY)), abs=1e-5
     )
 
 

@@ -154,7 +154,7 @@ def test_transfers_and_compute_overlap() -> None:
         (up.name, down.name)
         for up in uploads
         for down in offloads
-        if up.begun.seconds < down.done.seconds and down.begun.seconds < up.done.seconds
+        if up.started.seconds < down.done.seconds and down.started.seconds < up.done.seconds
     ]
     assert together, "while a block goes back another one comes in"
     assert source.errors == []

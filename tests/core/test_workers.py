@@ -416,13 +416,13 @@ def test_memory_that_cannot_be_shared_is_refused_and_leaves_nothing_open(monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(name, failing)
             with pytest.raises(OSError, match="no memory"):
-                SharedMemory.made(4096)
+                SharedMemory.create(4096)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
     def run(workers: Workers) -> SharedMemory:
         with monkeypatch.context() as patch:
             if workers.rank == 0:
-                patch.setattr(SharedMemory, "made", failing)
+                patch.setattr(SharedMemory, "create", failing)
             return workers.shared_memory(4096)
 
     for error in attempted(2, run):

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import zo2core.planning.autotune
+import zo2core.planning.speeds
 import zo2core.planning.write_interval
 from zo2core import BlockLayout, OptionError, ParameterSpec, PhiloxNoise, SegmentKind, WriteBackPolicy
 from zo2core.kernels import apply_drawing
-from zo2core.planning.autotune import replay_seconds
+from zo2core.planning.speeds import replay_seconds
 from zo2core.planning.write_interval import (
     choose_interval,
     interval_within,
@@ -133,7 +133,7 @@ def test_replay_is_not_measured_on_denormal_numbers(monkeypatch: pytest.MonkeyPa
         apply_drawing(theta, *arguments, **options)
         smallest.append(theta.abs().min().item())
 
-    monkeypatch.setattr(zo2core.planning.autotune, "apply_drawing", watching)
+    monkeypatch.setattr(zo2core.planning.speeds, "apply_drawing", watching)
     spec = ParameterSpec("p", (1 << 20,), torch.float16, 0, True)
     assert replay_seconds(PhiloxNoise(), [BlockLayout("b", SegmentKind.BLOCK, (spec,))], in_place=False) > 0
     assert min(smallest) > torch.finfo(torch.float16).tiny

@@ -46,8 +46,8 @@ from zo2core import (
     ZO2Error,
     ZOEngine,
 )
-from zo2core.planning.autotune import write_bytes_per_second
 from zo2core.planning.host_plan import HostPlan
+from zo2core.planning.speeds import write_bytes_per_second
 
 STEPS = 4
 SECONDS = 60  # until a run counts as hung; it takes a fraction of one

@@ -28,9 +28,10 @@ WRITERS = (
     "io/record_log.py",
     "io/durable.py",
     "sources/scratch.py",
-    "beside/factor_file.py",
+    "perturbation/factor_file.py",
 )
 INTERRUPTED = {str(CORE / name) for name in WRITERS}
+assert all(Path(name).exists() for name in INTERRUPTED), "a file that was renamed would not be interrupted"
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from transformers import (
 from zo2adapters.models.low_rank import LowRankModules
 from zo2core import Distribution
 from zo2core.kernels import fill
-from zo2core.perturbation import Factors, Moved, factor_store
+from zo2core.perturbation import Factors, PerturbedParameter, factor_store
 
 EPS, LR = 1e-2, 1e-2
 
@@ -70,7 +70,7 @@ class StackedLoop:
             values = values - self.draw(name, seed, len(values)) * grad * lr
         return values
 
-    def moved(self, name: str, evaluations: list[tuple[int, float]]) -> Moved:
+    def moved(self, name: str, evaluations: list[tuple[int, float]]) -> PerturbedParameter:
         theta = self.base[name]
         if theta.dim() == 1:
             vector = self.vector(name)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zo2core.profiling.chrome_trace import Sweep
-from zo2core.profiling.timeline import Passed, Span
+from zo2core.profiling.timeline import PastEvent, Span
 from zo2core.types import Lane
 
 
@@ -23,8 +23,8 @@ class Recording(NamedTuple):
 
     def within(self, sweep: Sweep) -> list[Span]:
         """The spans that a sweep's time has a part of, in order."""
-        spans = [span for span in self.spans if span.begun.seconds < sweep.done and span.done.seconds > sweep.begun]
-        return sorted(spans, key=lambda span: span.begun.seconds)
+        spans = [span for span in self.spans if span.started.seconds < sweep.done and span.done.seconds > sweep.started]
+        return sorted(spans, key=lambda span: span.started.seconds)
 
 
 def read_trace(path: Path) -> Recording:
@@ -39,7 +39,9 @@ def read_trace(path: Path) -> Recording:
             sweeps.append(Sweep(event["name"], begun, done))
         else:
             nbytes = int(event.get("args", {}).get("bytes", 0))
-            spans.append(Span(Lane(event["cat"]), event["name"], Passed(begun), Passed(done), nbytes, event["tid"] % 1000))
+            spans.append(
+                Span(Lane(event["cat"]), event["name"], PastEvent(begun), PastEvent(done), nbytes, event["tid"] % 1000)
+            )
     return Recording(tuple(spans), tuple(sweeps))
 
 

@@ -18,7 +18,7 @@ ARGUMENTS = {
     "instructions": "*i32",
     "scalars": "*fp32",
     "directions": "*i64",
-    "own": "i32",
+    "in_place": "i32",
     "length": "i32",
     "numel": "i32",
     "parameter": "i32",
@@ -31,11 +31,11 @@ ARGUMENTS = {
     "scale": "fp32",
     "rate": "fp32",
     "base": "*{}",
-    "factor": "*fp32",
-    "shared": "*fp32",
+    "left": "*fp32",
+    "right": "*fp32",
     "rows": "i32",
     "columns": "i32",
-    "thin": "i32",
+    "rank": "i32",
     "HIGH": "constexpr",
     "WIDE": "constexpr",
     "GAUSSIAN": "constexpr",
@@ -95,10 +95,10 @@ def compile_to_ptx() -> None:
 
     from zo2core.kernels import triton_kernels
 
-    drawing = product((triton_kernels._apply, triton_kernels._fill), ({"GAUSSIAN": True}, {"GAUSSIAN": False}))
-    one_dimension = [*drawing, (triton_kernels._walk, {}), (triton_kernels._perturb, {})]
+    drawing = product((triton_kernels._apply_drawing, triton_kernels._fill), ({"GAUSSIAN": True}, {"GAUSSIAN": False}))
+    one_dimension = [*drawing, (triton_kernels._apply, {}), (triton_kernels._perturb, {})]
     variants = [(kernel, {**constants, "BLOCK": triton_kernels.BLOCK}) for kernel, constants in one_dimension]
-    variants.append((triton_kernels._form, dict(zip(("HIGH", "WIDE"), triton_kernels.FORMED, strict=True))))
+    variants.append((triton_kernels._form, dict(zip(("HIGH", "WIDE"), triton_kernels.TILE, strict=True))))
     for (kernel, constants), number in product(variants, ("fp32", "bf16", "fp16")):
         source = ASTSource(
             fn=kernel,

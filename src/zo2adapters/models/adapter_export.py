@@ -22,7 +22,7 @@ from zo2adapters.models.peft_kinds.files import FILE_PREFIX, plain_config, write
 from zo2adapters.optional_package import optional_package
 from zo2core import OptionError, Runner
 from zo2core.checkpoint import require_unused
-from zo2core.perturbation import Columns, Learned
+from zo2core.perturbation import Learned, LearnedFactors
 
 _LAYER, _TABLE = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
 
@@ -92,18 +92,18 @@ class _Parts:
         if forward not in (nn.Linear.forward, nn.Embedding.forward, Conv1D.forward):
             self.saved += [] if path in self.saved else [path]
             self.tensors[f"{FILE_PREFIX}{path}.{leaf}"] = value.present().clone()
-        elif value.columns is None:
+        elif value.factors is None:
             self.has_biases = True
             self.tensors[f"{FILE_PREFIX}{path}.base_layer.{leaf}"] = value.present().clone()
         else:
             self.targets.append(path)
             self.is_transposed |= forward is Conv1D.forward
             names = _TABLE if forward is nn.Embedding.forward else _LAYER
-            self._take_columns(path, value.columns, names, is_turned=forward is nn.Linear.forward)
+            self._take_columns(path, value.factors, names, is_turned=forward is nn.Linear.forward)
 
-    def _take_columns(self, path: str, columns: Columns, names: tuple[str, str], *, is_turned: bool) -> None:
+    def _take_columns(self, path: str, factors: LearnedFactors, names: tuple[str, str], *, is_turned: bool) -> None:
         """Of a linear layer the matrix is (outputs, inputs), of the others (inputs, outputs)."""
-        (rows, self.columns), across = columns.own.shape, len(columns.shared)
+        (rows, self.columns), across = factors.left.shape, len(factors.right)
         if self.columns > min(rows, across):
             raise OptionError(
                 "as_adapter",
@@ -111,6 +111,6 @@ class _Parts:
                 expected=f"at most {min(rows, across)}, for {path} of {rows} x {across}",
                 remedy="leave it out: a merged model is smaller",
             )
-        inputs, outputs = (columns.shared, columns.own) if is_turned else columns
+        inputs, outputs = (factors.right, factors.left) if is_turned else factors
         self.tensors[f"{FILE_PREFIX}{path}.{names[0]}"] = inputs.float().cpu().t().contiguous()
         self.tensors[f"{FILE_PREFIX}{path}.{names[1]}"] = outputs.float().cpu().contiguous()

@@ -40,7 +40,7 @@ from zo2adapters.models.prepared_batch import (
 from zo2adapters.models.stacked_loss import stacked_losses, whole_losses
 from zo2adapters.models.stubs import CallRecorder, CutError, Stub
 from zo2core import Batch, TensorReader
-from zo2core.perturbation import Moved
+from zo2core.perturbation import PerturbedParameter
 from zo2core.types import Encoding, SavedForm
 
 
@@ -219,7 +219,7 @@ class HFBlockModel:
         joined = stack_rows(batches)
         return None if joined is None else self._prepared(joined)
 
-    def perturb(self, index: int, perturbations: Mapping[str, Moved], streams: int) -> None:
+    def perturb(self, index: int, perturbations: Mapping[str, PerturbedParameter], streams: int) -> None:
         """Set the perturbations of a segment's modules. See the contract."""
         assert self._low_rank is not None, "require_stackable was not called"
         aliases = {alias: value for name, value in perturbations.items() for alias in self._aliases[name].get(index, ())}

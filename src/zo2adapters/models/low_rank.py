@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from zo2core import UnsupportedModelError
-from zo2core.perturbation import Factors, Moved
+from zo2core.perturbation import Factors, PerturbedParameter
 
 _PROBE_STREAMS, _PROBE_ROWS = 2, 3
 
@@ -50,7 +50,7 @@ class LowRankModules:
         """Set the shape of the batch whose forward begins, by which rows are assigned to streams."""
         self._batch.rows, self._batch.tokens = rows, tokens
 
-    def perturb(self, perturbations: Mapping[str, Moved], streams: int) -> None:
+    def perturb(self, perturbations: Mapping[str, PerturbedParameter], streams: int) -> None:
         """Perturb these parameters, and no others, in the next forwards.
 
         Args:
@@ -59,7 +59,7 @@ class LowRankModules:
         """
         for patch in self._perturbed:
             patch.reset()
-        by_module: dict[str, dict[str, Moved]] = {}
+        by_module: dict[str, dict[str, PerturbedParameter]] = {}
         for name, value in perturbations.items():
             path, _, leaf = name.rpartition(".")
             by_module.setdefault(path, {})[leaf] = value
@@ -88,14 +88,14 @@ class _Patch(ABC):
         self.batch = batch
         self.module = module
         self.original: Callable[..., torch.Tensor] = module.forward
-        self.perturbations: dict[str, Moved] = {}
+        self.perturbations: dict[str, PerturbedParameter] = {}
         self.streams = 1
 
     def install(self) -> None:
         """Replace the module's forward."""
         self.module.forward = self._forward
 
-    def set_perturbations(self, perturbations: dict[str, Moved], streams: int) -> None:
+    def set_perturbations(self, perturbations: dict[str, PerturbedParameter], streams: int) -> None:
         """Perturb the module's parameters in the next forwards."""
         self.perturbations, self.streams = perturbations, streams
 
@@ -145,10 +145,10 @@ class _Patch(ABC):
 class _Linear(_Patch):
     """``x W^T + [x V, 1] [C, b]^T`` with C and b per stream."""
 
-    def set_perturbations(self, perturbations: dict[str, Moved], streams: int) -> None:
+    def set_perturbations(self, perturbations: dict[str, PerturbedParameter], streams: int) -> None:
         """Join factors and bias as rows: one product adds both, and is fastest from rows."""
         super().set_perturbations(perturbations, streams)
-        rows, bias = self._factors().own.transpose(1, 2), self._values("bias")
+        rows, bias = self._factors().left.transpose(1, 2), self._values("bias")
         self._columns = rows.contiguous() if bias is None else torch.cat([rows, bias[:, None]], dim=1)
 
     def reset(self) -> None:
@@ -158,9 +158,9 @@ class _Linear(_Patch):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        module, shared = self.module, self._factors().shared
+        module, right = self.module, self._factors().right
         out = functional.linear(x, module.weight)  # type: ignore[arg-type]
-        thin = self._by_stream(x) @ shared
+        thin = self._by_stream(x) @ right
         if "bias" in self.perturbations:
             thin = functional.pad(thin, (0, 1), value=1.0)
         self._by_stream(out).baddbmm_(thin, self._columns)
@@ -247,10 +247,10 @@ class _Vectors(_Patch):
 class _Embedding(_Patch):
     """``E[i] + C[i] V^T``. The original forward looks up C as well, since it may scale the rows or shift i."""
 
-    def set_perturbations(self, perturbations: dict[str, Moved], streams: int) -> None:
+    def set_perturbations(self, perturbations: dict[str, PerturbedParameter], streams: int) -> None:
         """Join the factors of all streams side by side in one table."""
         super().set_perturbations(perturbations, streams)
-        sums = self._factors().own
+        sums = self._factors().left
         self._table = nn.Parameter(sums.transpose(0, 1).reshape(sums.shape[1], -1), requires_grad=False)
 
     def reset(self) -> None:

@@ -31,8 +31,7 @@ from zo2core import (
 )
 from zo2core.kernels.encoding import decoded
 from zo2core.perturbation import kept_bytes_a_step
-from zo2core.planning.autotune import evaluation_seconds, replay_seconds
-from zo2core.planning.speeds import MeasuredSpeeds
+from zo2core.planning.speeds import MeasuredSpeeds, evaluation_seconds, replay_seconds
 from zo2core.planning.write_interval import streamed_bytes, terabytes_written
 from zo2core.protocols import CounterNoise
 from zo2core.sources.loader import laid_out_as_on_disk

@@ -10,6 +10,6 @@ from zo2core.checkpoint.reader import require_own_file as require_own_file
 from zo2core.checkpoint.reader import same_samples as same_samples
 from zo2core.checkpoint.snapshots import Snapshot as Snapshot
 from zo2core.checkpoint.snapshots import Snapshots as Snapshots
-from zo2core.checkpoint.writer import WrittenOtherwise as WrittenOtherwise
+from zo2core.checkpoint.writer import CustomExport as CustomExport
 from zo2core.checkpoint.writer import require_unused as require_unused
 from zo2core.checkpoint.writer import write_checkpoint as write_checkpoint

@@ -1,10 +1,10 @@
-"""Read safetensors shards: headers first and checked, then byte ranges straight into the caller's memory.
+"""Read safetensors shards: first the headers, which are checked, then byte ranges straight into the caller's memory.
 
 Format (https://github.com/huggingface/safetensors): 8 bytes, little endian, the header's length; the header, a JSON object
 from tensor name to dtype, shape and [begin, end) offsets that count from the header's end; the data. Checkpoints of several
-shards carry ``model.safetensors.index.json``, whose ``weight_map`` says which shard holds a tensor.
+shards have a ``model.safetensors.index.json``, whose ``weight_map`` gives the shard of each tensor.
 
-Trade-off: positioned reads instead of a memory map, so that nothing but the caller's buffer ever holds the weights.
+Trade-off: positioned reads instead of a memory map, so that only the caller's buffer holds weights.
 """
 
 from __future__ import annotations
@@ -32,19 +32,32 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
-_STAGING = 1 << 20  # elements converted at a time where the checkpoint's dtype is not the one asked for
-_SAMPLE = 4096  # bytes, three times of each tensor, that enter the fingerprint
+_STAGING = 1 << 20  # elements converted at a time if the checkpoint has another dtype
+_SAMPLE = 4096  # bytes of each of the three samples of a tensor
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_OTHER_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
-_OTHER_SIZES |= {"I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8}
+DTYPES = _FLOATS | {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}  # by their names in safetensors
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorEntry(NamedTuple):
-    """Where one tensor lies on disk."""
+    """The location of one tensor on disk."""
 
     name: str
-    dtype: str  # safetensors' name: "F32", "BF16", ...
+    dtype: str  # safetensors' name, such as "F32" or "BF16"
     shape: tuple[int, ...]
     path: Path  # of the shard
     start: int  # byte offset in the file
@@ -52,7 +65,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The floating-point dtype, or None if the tensor is not of such a dtype (integers, booleans, 8-bit floats)."""
+        """The floating-point dtype; None for integers, booleans and 8-bit floats."""
         return _FLOATS.get(self.dtype)
 
     def read(self) -> bytes:
@@ -78,25 +91,25 @@ class TensorEntry(NamedTuple):
         return CheckpointError(f"{self.path}: {self.name}", found=found, expected=expected, remedy=remedy)
 
     def as_bytes(self) -> TensorEntry:
-        """The same place, of a tensor of bytes."""
+        """The same location as a tensor of bytes."""
         return self._replace(dtype="U8", shape=(self.nbytes,))
 
 
 class Piece(NamedTuple):
-    """A run of a tensor's elements that is part of a parameter."""
+    """A range of a tensor's elements that is part of a parameter."""
 
     entry: TensorEntry
-    start: int  # its first element in the tensor
+    start: int  # first element in the tensor
     numel: int
 
     @classmethod
     def whole(cls, entry: TensorEntry) -> Piece:
-        """All of a tensor."""
+        """A whole tensor."""
         return cls(entry, 0, math.prod(entry.shape))
 
     @property
     def saved_part(self) -> SavedPart:
-        """The same run, for whoever writes it."""
+        """The same range, as a writer needs it."""
         return SavedPart(self.entry.name, self.entry.shape, self.start, self.numel)
 
 
@@ -107,7 +120,7 @@ def parse_header(path: Path) -> dict[str, TensorEntry]:
         path: A safetensors file.
 
     Returns:
-        Tensor name to its place, in the order of the data.
+        Location of each tensor by name, in the order of the data.
 
     Raises:
         CheckpointError: if the file is missing, truncated or malformed.
@@ -141,7 +154,8 @@ def _parse_entries(path: Path, raw: bytes, *, data_start: int, data_size: int) -
     if not isinstance(header, dict):
         raise _malformed(path, f"a header that is a {type(header).__name__}", "a JSON object")
     header.pop("__metadata__", None)
-    entries = sorted((_parse_entry(path, name, value, data_start) for name, value in header.items()), key=_by_place)
+    entries = [_parse_entry(path, name, value, data_start) for name, value in header.items()]
+    entries.sort(key=lambda entry: (entry.start, entry.nbytes))
     end = data_start
     for entry in entries:
         if entry.start != end:
@@ -154,14 +168,10 @@ def _parse_entries(path: Path, raw: bytes, *, data_start: int, data_size: int) -
     return {entry.name: entry for entry in entries}
 
 
-def _by_place(entry: TensorEntry) -> tuple[int, int]:
-    return entry.start, entry.nbytes
-
-
 def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        raise _malformed(path, "a name that stands twice in the header", "each name once")
+        raise _malformed(path, "a name that occurs twice in the header", "each name once")
     return result
 
 
@@ -170,14 +180,13 @@ def _parse_entry(path: Path, name: str, value: object, data_start: int) -> Tenso
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
         raise _malformed(where, f"{str(value)[:80]!r}", "an object with dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not (isinstance(dtype, str) and (dtype in _FLOATS or dtype in _OTHER_SIZES)):
-        raise _malformed(where, f"dtype {str(dtype)[:40]!r}", f"one of {', '.join([*_FLOATS, *_OTHER_SIZES])}")
+    if not (isinstance(dtype, str) and dtype in DTYPES):
+        raise _malformed(where, f"dtype {str(dtype)[:40]!r}", f"one of {', '.join(DTYPES)}")
     if not _are_sizes(shape):
         raise _malformed(where, f"shape {str(shape)[:80]}", "a list of sizes")
     if not (_are_sizes(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
         raise _malformed(where, f"data_offsets {str(offsets)[:80]}", "two offsets, begin and end")
-    itemsize = _FLOATS[dtype].itemsize if dtype in _FLOATS else _OTHER_SIZES[dtype]
-    nbytes = math.prod(shape) * itemsize
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != nbytes:
         raise _malformed(where, f"{offsets[1] - offsets[0]} bytes", f"{nbytes} bytes for {dtype} of shape {shape}")
     return TensorEntry(name, dtype, tuple(shape), path, data_start + offsets[0], nbytes)
@@ -188,21 +197,21 @@ def _are_sizes(value: object) -> bool:
 
 
 def _malformed(where: object, found: str, expected: str) -> CheckpointError:
-    return CheckpointError(where, found=found, expected=expected, remedy="get the checkpoint's file again")
+    return CheckpointError(where, found=found, expected=expected, remedy="download the file again")
 
 
 def find_tensors(directory: Path) -> dict[str, TensorEntry]:
     """Find every tensor of a checkpoint directory: one file, or several with an index. Only headers are read.
 
     Args:
-        directory: Holds ``model.safetensors``, or shards and ``model.safetensors.index.json``.
+        directory: Directory of ``model.safetensors``, or of shards and ``model.safetensors.index.json``.
 
     Returns:
-        Tensor name to its place.
+        Location of each tensor by name.
 
     Raises:
-        CheckpointError: if there is no such file, a shard or a tensor is missing, a shard is malformed, or a file is named
-            by the index, or reached by a link, that is outside the directory. Links of the hub's cache are followed.
+        CheckpointError: if there is no such file, a shard or a tensor is missing, a shard is malformed, or the index or a
+            link names a file outside the directory. Links of the hub's cache are followed.
     """
     index_path = directory / INDEX_FILE
     if (directory / SINGLE_FILE).exists() and not index_path.exists():
@@ -213,7 +222,7 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
             directory,
             found="no safetensors weights",
             expected=f"{SINGLE_FILE} or {INDEX_FILE}",
-            remedy="name a directory that holds a model in the Hugging Face layout",
+            remedy="pass a directory with a model in the Hugging Face layout",
         )
     require_own_file(index_path, directory)
     weight_map = _parse_index(index_path)
@@ -222,7 +231,7 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
         require_own_file(directory / shard, directory)
         for name, entry in parse_header(directory / shard).items():
             if weight_map.get(name, shard) != shard:
-                continue  # a copy; the index says which one counts
+                continue  # a copy; the index names the shard that counts
             entries[name] = entry
     for name, shard in weight_map.items():
         if name not in entries:
@@ -230,7 +239,7 @@ def find_tensors(directory: Path) -> dict[str, TensorEntry]:
                 directory / shard,
                 found=f"no tensor {name}",
                 expected=f"the tensor, as {INDEX_FILE} says",
-                remedy="get the shard and the index again, from one revision",
+                remedy="download the shard and the index again, from one revision",
             )
     return entries
 
@@ -249,7 +258,7 @@ def _parse_index(path: Path) -> dict[str, str]:
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise _malformed(path, f"no usable index ({error})", "a JSON object with a weight_map") from error
     for name, shard in pairs:
-        # Printable: neither NUL nor half a surrogate pair, with which no file can be opened.
+        # Printable: no NUL and no lone surrogate, with which a file cannot be opened.
         plain = isinstance(shard, str) and shard.isprintable() and shard == os.path.basename(shard)
         if not plain or shard in {"", ".", ".."}:
             raise CheckpointError(
@@ -281,13 +290,14 @@ class SafetensorsReader:
     """The tensors of a checkpoint by parameter name, read on demand. The files are never written.
 
     Args:
-        entries: Parameter name to the tensor's place on disk, or to the pieces of tensors that make up the parameter, in the
-            order of its elements. All of a parameter's tensors have one dtype; those of an encoded one are bytes.
+        entries: Location by parameter name: of its tensor, or of the pieces of tensors that make up the parameter, in the
+            order of its elements. All tensors of a parameter have one dtype; those of an encoded parameter are bytes.
     """
 
     def __init__(self, entries: Mapping[str, TensorEntry | Sequence[Piece]]) -> None:
         self._pieces = {
-            name: (Piece.whole(held),) if isinstance(held, TensorEntry) else tuple(held) for name, held in entries.items()
+            name: (Piece.whole(entry),) if isinstance(entry, TensorEntry) else tuple(entry)
+            for name, entry in entries.items()
         }
         self._ends = {name: list(accumulate(piece.numel for piece in pieces)) for name, pieces in self._pieces.items()}
         self._files: dict[Path, RangedFile] = {}
@@ -295,20 +305,20 @@ class SafetensorsReader:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over names, dtypes, shapes and 4 KiB each of every tensor's beginning, middle and end."""
+        """SHA-256 of names, dtypes, shapes and of 4 KiB each of every tensor's beginning, middle and end."""
         digest = hashlib.sha256()
         for name, pieces in sorted(self._pieces.items()):
             for piece in pieces:
-                place = [] if piece == Piece.whole(piece.entry) else [piece.start, piece.numel]
-                digest.update(json.dumps([name, piece.entry.dtype, piece.entry.shape, *place]).encode())
+                part = [] if piece == Piece.whole(piece.entry) else [piece.start, piece.numel]
+                digest.update(json.dumps([name, piece.entry.dtype, piece.entry.shape, *part]).encode())
                 for sample in self.samples(piece.entry):
                     digest.update(sample)
         return digest.hexdigest()
 
     def page_offset(self, spec: ParameterSpec) -> int | None:
-        """Return how many bytes behind a page's start a parameter begins in its shard.
+        """Offset in bytes of a parameter from the start of a page in its shard.
 
-        None if it is converted as it is read, or does not begin at a multiple of its item size.
+        None if the parameter is converted when it is read, or its offset is not a multiple of its item size.
         """
         entry, start, _ = self._pieces[spec.name][0]
         offset = (entry.start + start * spec.stored_dtype.itemsize) % PAGE
@@ -321,11 +331,11 @@ class SafetensorsReader:
         return entry.nbytes // max(math.prod(entry.shape), 1)
 
     def origin(self, parameter: str) -> str:
-        """The path of a parameter's shard, or of the first one of several."""
+        """Path of a parameter's shard, or of the first of several."""
         return str(self._pieces[parameter][0].entry.path)
 
     def samples(self, entry: TensorEntry) -> list[bytearray]:
-        """Read some bytes of a tensor's beginning, middle and end.
+        """Read 4 KiB each of a tensor's beginning, middle and end.
 
         Raises:
             CheckpointError: if they cannot be read.
@@ -337,21 +347,21 @@ class SafetensorsReader:
         return samples
 
     def read_into(self, parameter: str, out: torch.Tensor, start: int = 0) -> None:
-        """Fill memory with a range of a tensor, converting to its dtype where the file holds another.
+        """Fill memory with a range of a parameter, converted to the memory's dtype.
 
         Args:
-            parameter: Name.
-            out: CPU, 1-D, contiguous.
-            start: Element of the tensor to begin at.
+            parameter: Name of the parameter.
+            out: Host memory, 1-D, contiguous.
+            start: First element of the range.
 
         Raises:
             CheckpointError: if the file cannot be read or ends early.
         """
-        for entry, first, part in self._runs(parameter, out, start):
-            self._read_run(entry, first, part)
+        for entry, first, part in self._ranges(parameter, out, start):
+            self._read_range(entry, first, part)
 
-    def _runs(self, parameter: str, out: torch.Tensor, start: int) -> Iterator[tuple[TensorEntry, int, torch.Tensor]]:
-        """Cut a range of a parameter where its pieces end: tensor, first element there, and the memory it is for."""
+    def _ranges(self, parameter: str, out: torch.Tensor, start: int) -> Iterator[tuple[TensorEntry, int, torch.Tensor]]:
+        """Divide a range of a parameter by its pieces: tensor, first element in it, and memory to fill."""
         pieces, ends, done = self._pieces[parameter], self._ends[parameter], 0
         for index in range(bisect_right(ends, start), len(pieces)):
             if done == out.numel():
@@ -361,22 +371,22 @@ class SafetensorsReader:
             part = out[done : done + numel - skipped]
             yield entry, begin + skipped, part
             done += part.numel()
-        assert done == out.numel(), f"{parameter} ends at element {start + done}"  # else memory would stay as it was
+        assert done == out.numel(), f"{parameter} ends at element {start + done}"  # else memory would stay unfilled
 
-    def _read_run(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
+    def _read_range(self, entry: TensorEntry, start: int, out: torch.Tensor) -> None:
         dtype = torch.uint8 if out.dtype is torch.uint8 and entry.dtype == "U8" else check_float(entry)
         if dtype == out.dtype:
             self._read(entry, start * dtype.itemsize, byte_view(out))
             return
         staging = torch.empty(min(_STAGING, out.numel()), dtype=dtype)
         for first in range(0, out.numel(), _STAGING):
-            piece = out[first : first + _STAGING]
-            part = staging[: piece.numel()]
-            self._read(entry, (start + first) * dtype.itemsize, byte_view(part))
-            piece.copy_(part)
+            chunk = out[first : first + _STAGING]
+            stored = staging[: chunk.numel()]
+            self._read(entry, (start + first) * dtype.itemsize, byte_view(stored))
+            chunk.copy_(stored)
 
     def close(self) -> None:
-        """Close the shards. Whoever reads afterwards opens them again."""
+        """Close the shards. A later read opens them again."""
         with self._lock:
             files, self._files = self._files, {}
         for file in files.values():
@@ -396,7 +406,7 @@ class SafetensorsReader:
                 f"{entry.path}: {entry.name}",
                 found=f"{error}",
                 expected=f"{entry.nbytes} bytes at {entry.start}",
-                remedy="check the disk and get the shard again",
+                remedy="check the disk, and download the shard again",
             ) from error
 
 
@@ -416,11 +426,11 @@ def same_samples(first: TensorEntry, second: TensorEntry) -> bool:
 
 
 def require_own_file(path: Path, directory: Path) -> Path:
-    """Refuse a file of a model's directory that is a link to a file elsewhere; the file need not exist.
+    """Refuse a file of a model's directory that is a link to another directory; the file need not exist.
 
-    A model may come from an untrusted source: a link in its directory could have any file of this machine read, and copied
-    into an export. Links are followed where they stay inside the directory, and where it belongs to the hub's cache, whose
-    files are links to the blobs of the same model. The directory itself may be reached by a link of the user's.
+    A model may come from an untrusted source: a link in its directory could make this program read any file of the machine
+    and copy it into an export. Links inside the directory are followed and, in the hub's cache, links to blobs of the same
+    model. The directory itself may be a link.
 
     Args:
         path: Path of a file in the directory.

@@ -1,10 +1,10 @@
-"""Snapshots of a first-order run: all that its later steps depend on besides the base, one file each.
+"""Snapshots of a first-order run: the state from which it resumes, one file each.
 
-A gradient is no scalar, so a step cannot be replayed from the journal. A run that goes on takes the last snapshot and
-repeats the steps since, to the same bits. A snapshot is a safetensors file, so that other programs can read its tensors.
-What is no tensor stands as JSON in the header's ``__metadata__``, and before it the SHA-256 of the whole file, in which
-these 64 digits count as zeros. A file appears whole and durable under its name, or not at all. It has the journal's
-checksum at its step: a snapshot of another run does not count.
+A gradient is not a scalar, so a step cannot be replayed from the journal. A resumed run loads the last snapshot and repeats
+the later steps, with the same bits. A snapshot is a safetensors file, so that other programs can read its tensors. The rest
+of the state is JSON in the header's ``__metadata__``, after the SHA-256 of the whole file, for which these 64 digits count
+as zeros. A file appears whole and durable under its name, or not at all. It has the journal's checksum at its step, so that
+a snapshot of another run is not used.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zo2core.checkpoint.reader import DTYPE_NAMES, DTYPES
+from zo2core.checkpoint.writer import header_bytes
 from zo2core.errors import CheckpointError, OptionError, OutputError, ZO2Warning, reason
 from zo2core.io.direct_file import byte_view
 from zo2core.io.durable import make_directory, read_regular, replace_file
@@ -28,40 +30,26 @@ from zo2core.io.durable import make_directory, read_regular, replace_file
 FORMAT = 1
 
 _NAME = re.compile(r"snapshot-(0|[1-9]\d{0,17})\.safetensors")
-_BEGIN = b'{"__metadata__":{"sha256":"'  # of the header; the digits follow
-_DIGITS = slice(8 + len(_BEGIN), 8 + len(_BEGIN) + 64)  # of the file
-_TENSOR = "tensor"  # key of an object that stands for a tensor, in the JSON of a state
-_ITEMS = "items"  # key of an object that stands for a mapping: its keys may be numbers
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BEGIN = b'{"__metadata__":{"sha256":"'  # start of the header; the digits follow
+_DIGITS = slice(8 + len(_BEGIN), 8 + len(_BEGIN) + 64)  # offsets of the digits in the file
+_TENSOR = "tensor"  # key of the JSON object for a tensor
+_ITEMS = "items"  # key of the JSON object for a mapping, whose keys may be numbers
 
 
 class Snapshot(NamedTuple):
-    """What a run goes on from."""
+    """The state of a run after a step."""
 
     step: int  # number of steps taken
-    state: Mapping[str, Any]  # of an engine: nested mappings and lists of tensors, numbers, strings and None
+    state: Mapping[str, Any]  # an engine's state: nested mappings and lists of tensors, numbers, strings and None
 
 
 class Snapshots:
     """The snapshots in a run's directory. One engine writes them; others may read meanwhile.
 
     Args:
-        directory: Directory of the run; made with the first snapshot.
-        chain: The checksum of the run's journal at a version, or None if the journal is shorter. Asking makes the journal
-            durable.
-        require_version: Refuses a journal that is shorter than what a file, which is named, knows of.
+        directory: Directory of the run, made with the first snapshot.
+        chain: Returns the journal's checksum at a version, after making the journal durable; None if it is shorter.
+        require_version: Refuses a journal without a version that a named file refers to.
     """
 
     def __init__(
@@ -70,36 +58,36 @@ class Snapshots:
         self._directory = directory
         self._chain = chain
         self._require_version = require_version
-        self._last: int | None = None  # step of the last one that was written or read here
+        self._last: int | None = None  # step of the last snapshot written or read by this object
 
     def path(self, step: int) -> Path:
-        """Where the snapshot of a step is, if there is one."""
+        """Path of a step's snapshot."""
         return self._directory / f"snapshot-{step}.safetensors"
 
     @property
     def last(self) -> int | None:
-        """The step of the last snapshot that was written or read here; None: there was none."""
+        """Step of the last snapshot that this object wrote or read; None if there was none."""
         return self._last
 
     @property
     def steps(self) -> list[int]:
-        """The steps that have a file, ascending; whether it is whole is seen when it is read."""
+        """The steps that have a file, ascending. Files are checked when they are read."""
         try:
             names = [path.name for path in self._directory.iterdir()]
         except OSError:
             return []
-        return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found is not None)
+        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match is not None)
 
     def write(self, snapshot: Snapshot, *, keep: Collection[int] = ()) -> None:
-        """Write a snapshot, durably; of the others only the one before it is kept, to fall back on.
+        """Write a snapshot durably, and remove older ones except the one before it, which serves as a fallback.
 
         Args:
-            snapshot: Snapshot of a step that the journal has.
-            keep: Steps whose snapshots are kept as well.
+            snapshot: Snapshot of a step in the journal.
+            keep: Steps whose snapshots are not removed.
 
         Raises:
             OutputError: if it cannot be written.
-            OptionError: if the state holds something that no snapshot can.
+            OptionError: if the state has a value that a snapshot cannot store.
         """
         step, path = snapshot.step, self.path(snapshot.step)
         chain = self._chain(step)
@@ -112,7 +100,7 @@ class Snapshots:
                 path,
                 found=reason(error),
                 expected="a file that can be written and synced",
-                remedy="free space or mend the disk; the run goes on from the snapshot before",
+                remedy="free space or repair the disk; the run resumes from the snapshot before",
             ) from error
         kept = {step, self._last, *keep}
         self._last = step
@@ -121,10 +109,10 @@ class Snapshots:
                 self.path(other).unlink(missing_ok=True)
 
     def read(self, step: int) -> Snapshot:
-        """The snapshot of a step, checked.
+        """Read and check the snapshot of a step.
 
         Raises:
-            CheckpointError: if there is none, it is damaged, or it is of another run.
+            CheckpointError: if it is missing, damaged, or of another run.
             JournalError: if the journal has lost the step.
         """
         path = self.path(step)
@@ -136,7 +124,7 @@ class Snapshots:
                 path,
                 found=f"no snapshot of step {step} ({reason(error)})",
                 expected=f"one of the steps that have a snapshot: {listed}",
-                remedy="name one of these; other steps of a first-order run are not kept",
+                remedy="pass one of these steps; a first-order run keeps no others",
             ) from error
         snapshot, chain = _from_bytes(path, raw)
         if snapshot.step != step:
@@ -147,14 +135,14 @@ class Snapshots:
         return snapshot
 
     def newest(self) -> Snapshot | None:
-        """The last snapshot that is whole; one that is not is passed over, with a warning.
+        """Read the newest undamaged snapshot, with a warning for each damaged one that is newer.
 
         Returns:
-            It; None if no snapshot was taken yet: the run then goes on from its beginning.
+            The snapshot; None if there are no files: the run then starts from the base.
 
         Raises:
-            CheckpointError: if there are some, and none is whole.
-            JournalError: if the journal has lost the step of one.
+            CheckpointError: if all snapshots are damaged.
+            JournalError: if the journal has lost the step of a snapshot.
         """
         steps = self.steps
         damages = []
@@ -166,8 +154,8 @@ class Snapshots:
                 continue
             for damage in damages:
                 warnings.warn(
-                    f"{damage.where}: {damage.found}. The run goes on from the snapshot of step {step}, and repeats the "
-                    "steps since, with the same bits",
+                    f"{damage.where}: {damage.found}. The run resumes from the snapshot of step {step}, and repeats the "
+                    "later steps with the same bits",
                     ZO2Warning,
                     stacklevel=2,
                 )
@@ -177,13 +165,13 @@ class Snapshots:
             raise CheckpointError(
                 self._directory,
                 found="; ".join(f"{Path(damage.where).name}: {damage.found}" for damage in damages),
-                expected="a snapshot that is whole",
-                remedy="restore one from a copy, or remove these files to repeat the run from its beginning",
+                expected="an undamaged snapshot",
+                remedy="restore one from a backup, or remove these files to repeat the run from its start",
             ) from damages[0]
         return None
 
     def clear_partial(self) -> None:
-        """Remove what processes left that were killed while they wrote."""
+        """Remove partial files of processes that were killed while writing."""
         with contextlib.suppress(OSError):
             for path in self._directory.glob("snapshot-*.partial"):
                 path.unlink(missing_ok=True)
@@ -192,74 +180,63 @@ class Snapshots:
 def _to_bytes(snapshot: Snapshot, chain: int) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
     state = _encoded(snapshot.state, "", tensors)
-    told = {"format": FORMAT, "step": snapshot.step, "chain": f"{chain:08x}", "state": state}
-    header: dict[str, object] = {"__metadata__": {"sha256": "0" * 64, "zo2": json.dumps(told, separators=(",", ":"))}}
-    end, data = 0, []
-    for name, tensor in tensors.items():
-        content = bytes(byte_view(tensor)) if tensor.numel() else b""
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + len(content)],
-        }
-        data.append(content)
-        end += len(content)
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    assert raw.startswith(_BEGIN), "the digits stand at a fixed place"
-    raw += b" " * (-len(raw) % 8)  # the data begins at a multiple of 8, as the format asks of writers
-    whole = bytearray().join([struct.pack("<Q", len(raw)), raw, *data])
+    contents = {"format": FORMAT, "step": snapshot.step, "chain": f"{chain:08x}", "state": state}
+    metadata = {"sha256": "0" * 64, "zo2": json.dumps(contents, separators=(",", ":"))}
+    raw = header_bytes(metadata, [(name, DTYPE_NAMES[t.dtype], t.shape, t.nbytes) for name, t in tensors.items()])
+    assert raw[8:].startswith(_BEGIN), "the digits are at a fixed offset"
+    whole = bytearray().join([raw, *(bytes(byte_view(tensor)) for tensor in tensors.values() if tensor.numel())])
     whole[_DIGITS] = hashlib.sha256(whole).hexdigest().encode()
     return bytes(whole)
 
 
 def _from_bytes(path: Path, raw: bytes) -> tuple[Snapshot, int]:
-    """Undo ``_to_bytes``; the bytes are compared with their checksum before anything in them is believed."""
+    """Parse the bytes of ``_to_bytes``, after comparing their checksum."""
     zeroed = bytearray(raw)
     zeroed[_DIGITS] = b"0" * 64
     if len(raw) < _DIGITS.stop or hashlib.sha256(zeroed).hexdigest().encode() != raw[_DIGITS]:
-        raise _damaged(path, "a damaged snapshot: its checksum does not hold", "the bytes that were written")
+        raise _damaged(path, "a damaged snapshot: its checksum does not match", "the bytes that were written")
     try:
         (length,) = struct.unpack("<Q", raw[:8])
         header = json.loads(raw[8 : 8 + length])
-        told = json.loads(header.pop("__metadata__")["zo2"])
-        if told["format"] != FORMAT:
-            raise _damaged(path, f"a snapshot of format {told['format']}", f"one of format {FORMAT}")
+        contents = json.loads(header.pop("__metadata__")["zo2"])
+        if contents["format"] != FORMAT:
+            raise _damaged(path, f"a snapshot of format {contents['format']}", f"one of format {FORMAT}")
         tensors = {name: _tensor(raw, 8 + length, entry) for name, entry in header.items()}
-        return Snapshot(int(told["step"]), _decoded(told["state"], tensors)), int(told["chain"], 16)
+        return Snapshot(int(contents["step"]), _decoded(contents["state"], tensors)), int(contents["chain"], 16)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError, struct.error) as error:
-        raise _damaged(path, f"no snapshot of this format ({error})", "a file that a run has written") from error
+        raise _damaged(path, f"not a snapshot of this format ({error})", "a file that a run wrote") from error
 
 
 def _tensor(raw: bytes, data_start: int, entry: Mapping[str, Any]) -> torch.Tensor:
     begin, end = entry["data_offsets"]
     content = bytearray(raw[data_start + begin : data_start + end])
-    dtype = _DTYPES[entry["dtype"]]
+    dtype = DTYPES[entry["dtype"]]
     flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
     return flat.view(entry["shape"])
 
 
 def _encoded(value: object, name: str, tensors: dict[str, torch.Tensor]) -> object:
-    """A state as JSON, whose tensors are put aside under names that say where they stand.
+    """Convert a state to JSON, and collect its tensors under names made of their keys.
 
     Raises:
-        OptionError: if it holds something else.
+        OptionError: if it has a value of another type.
     """
-    if isinstance(value, torch.Tensor) and value.dtype in _NAMES:
-        assert name not in tensors, "names say where tensors stand"
+    if isinstance(value, torch.Tensor) and value.dtype in DTYPE_NAMES:
+        assert name not in tensors, "names are unique"
         tensors[name] = value.detach().cpu().contiguous()
         return {_TENSOR: name}
     if isinstance(value, Mapping):
         items = value.items()
         return {_ITEMS: [[key, _encoded(inner, f"{name}.{key}" if name else str(key), tensors)] for key, inner in items]}
     if isinstance(value, list | tuple):
-        return [_encoded(inner, f"{name}.{place}", tensors) for place, inner in enumerate(value)]
+        return [_encoded(inner, f"{name}.{index}", tensors) for index, inner in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise OptionError(
         "optimizer",
         found=f"{name}, a {type(value).__name__}, in its state",
         expected="tensors, numbers, strings and None, in mappings and lists",
-        remedy="use an optimizer whose state a snapshot can hold",
+        remedy="use an optimizer whose state a snapshot can store",
     )
 
 
@@ -274,4 +251,4 @@ def _decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _damaged(path: Path, found: str, expected: str) -> CheckpointError:
-    return CheckpointError(path, found=found, expected=expected, remedy="restore it from a copy")
+    return CheckpointError(path, found=found, expected=expected, remedy="restore it from a backup")

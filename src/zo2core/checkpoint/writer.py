@@ -1,7 +1,7 @@
-"""Write safetensors checkpoints as a stream: headers are known beforehand, tensors come one at a time.
+"""Write safetensors checkpoints as a stream: headers are known beforehand, tensors are written one at a time.
 
-A directory appears whole or not at all: everything is written beside it, into a directory that other users cannot enter, and
-renamed at the end. Files are created and never opened where something stands: a planted link is not followed.
+A directory appears whole or not at all: everything is written to a private directory beside it, which is renamed at the end.
+Only new files are opened for writing: a planted link is not followed.
 """
 
 from __future__ import annotations
@@ -12,42 +12,39 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Protocol, runtime_checkable
 
 import torch
 
-from zo2core.checkpoint.reader import INDEX_FILE, SINGLE_FILE
+from zo2core.checkpoint.reader import DTYPE_NAMES, INDEX_FILE, SINGLE_FILE
 from zo2core.errors import CheckpointError, OutputError, reason
 from zo2core.io.direct_file import byte_view
 from zo2core.io.durable import create_file, open_regular, sync_path
 from zo2core.types import ParameterSpec, SavedForm
 
-MAX_SHARD = 5_000_000_000  # bytes; what the hub's tools expect
+MAX_SHARD = 5_000_000_000  # bytes, as the hub's tools expect
 
 _COPIED = 1 << 20  # bytes, or elements, at a time
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_NAMES |= {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}  # of constants
-_NAMES |= {torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3"}  # of encoded matrices
 
 
 @runtime_checkable
-class WrittenOtherwise(Protocol):
-    """A model that is written in files of its own, and not as a checkpoint of all its parameters."""
+class CustomExport(Protocol):
+    """A model with an export format of its own, such as an adapter, instead of a checkpoint of all parameters."""
 
     @property
-    def written(self) -> Collection[str]:
-        """The parameters that ``write`` needs."""
+    def exported_parameters(self) -> Collection[str]:
+        """Names of the parameters that ``write`` needs."""
 
     def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], files: Mapping[str, Path | bytes]) -> None:
-        """Write a directory, which must not exist or be empty; it appears whole or not at all.
+        """Write the export; its directory appears whole or not at all.
 
         Args:
-            directory: To write.
-            tensors: Names and values of those in ``written``, and others; each is a view until the next is asked for.
-            files: Further files of the directory: name to content, or to the file to copy.
+            directory: Directory that does not exist, or is empty.
+            tensors: Names and values of parameters, among them all ``exported_parameters``; a value is valid until the next.
+            files: Further files: content, or the file to copy, by name.
 
         Raises:
             OutputError: if it cannot be written.
@@ -55,10 +52,10 @@ class WrittenOtherwise(Protocol):
 
 
 def require_unused(directory: Path) -> None:
-    """Refuse an output directory that holds something, or a path that is no directory.
+    """Refuse an output path that exists, unless it is an empty directory.
 
     Raises:
-        OutputError: naming the directory.
+        OutputError: if it is refused.
     """
     if directory.is_dir() and not any(directory.iterdir()):
         return
@@ -81,20 +78,20 @@ def write_checkpoint(
     form: SavedForm | None = None,
     max_shard: int = MAX_SHARD,
 ) -> None:
-    """Write a model directory that ``from_pretrained`` loads. Memory: one tensor at a time, the caller's own.
+    """Write a model directory that ``from_pretrained`` loads. Only the caller's tensors are held in memory, one at a time.
 
     Args:
-        directory: Must not exist, or be empty.
-        parameters: In the order in which ``tensors`` yields them.
+        directory: Directory that does not exist, or is empty.
+        parameters: The parameters, in the order of ``tensors``.
         tensors: Name and CPU tensor, contiguous, of the parameter's dtype and size.
-        companions: Other files: name to content, or to the file to copy.
-        dtype: To which tensors are rounded as they are written; None: they are written as they are.
-        form: In which tensors the checkpoint keeps the parameters, which together fill them, and what else it keeps; None:
-            each is a tensor of its own, and there is nothing else.
-        max_shard: Bytes of data after which a new shard begins; a larger tensor gets a shard of its own.
+        companions: Other files: content, or the file to copy, by name.
+        dtype: Dtype to which tensors are rounded; None: they are written as they are.
+        form: Tensors of the checkpoint in which parameters are stored, which together fill them, and further tensors; None:
+            each parameter is one tensor.
+        max_shard: Most bytes of data in a shard; a larger tensor gets its own shard.
 
     Raises:
-        OutputError: if the directory is in use or cannot be written. What was begun is removed.
+        OutputError: if the directory is in use or cannot be written. Nothing is left behind.
     """
     form = form or SavedForm()
     written = {spec.name: spec if dtype is None else replace(spec, dtype=dtype) for spec in parameters}
@@ -102,81 +99,50 @@ def write_checkpoint(
     saved = {
         run.tensor: replace(written[name], name=run.tensor, shape=run.shape) for name, some in runs.items() for run in some
     }
-    others = [_saved(name, tensor) for name, tensor in form.constants.items()]
-    with _laid_out(directory, [*saved.values(), *others], companions, max_shard) as places:
+    others = [ParameterSpec(name, tuple(t.shape), t.dtype, index=-1, decays=False) for name, t in form.constants.items()]
+    with new_checkpoint(directory, [*saved.values(), *others], companions, max_shard) as locations:
         missing = set(written)
         for name, tensor in tensors:
             missing.remove(name)
             spec, done = written[name], 0
             assert sum(run.numel for run in runs[name]) == tensor.numel() == spec.numel
             for run in runs[name]:
-                file, begin = places[run.tensor]
-                file.seek(begin + run.start * spec.dtype.itemsize)
+                file, start = locations[run.tensor]
+                file.seek(start + run.start * spec.dtype.itemsize)
                 _write(file, tensor.view(-1)[done : done + run.numel], spec.dtype)
                 done += run.numel
-        assert not missing, missing  # in their place would be holes
+        assert not missing, missing  # the file would have holes
         for name, tensor in form.constants.items():
-            file, begin = places[name]
-            file.seek(begin)
+            file, start = locations[name]
+            file.seek(start)
             _write(file, tensor.contiguous().view(-1), tensor.dtype)
-
-
-def _saved(name: str, tensor: torch.Tensor) -> ParameterSpec:
-    return ParameterSpec(name, tuple(tensor.shape), tensor.dtype, index=-1, decays=False)
 
 
 def _write(file: IO[bytes], elements: torch.Tensor, dtype: torch.dtype) -> None:
     step = elements.numel() if elements.dtype is dtype else _COPIED
     for start in range(0, elements.numel(), max(step, 1)):
         part = elements[start : start + step].to(dtype)
-        file.write(byte_view(part))  # a view of its memory, which it does not keep alive
-
-
-def lay_out_checkpoint(
-    directory: Path,
-    parameters: Sequence[ParameterSpec],
-    write_data: Callable[[IO[bytes], ParameterSpec], None],
-    companions: Mapping[str, Path | bytes],
-    *,
-    max_shard: int = MAX_SHARD,
-) -> None:
-    """Write a model directory around data that the caller writes.
-
-    Args:
-        directory: Must not exist, or be empty.
-        parameters: In the order of the data.
-        write_data: Called for each parameter in turn; writes its bytes from where the file stands.
-        companions: Other files: name to content, or to the file to copy.
-        max_shard: Bytes of data after which a new shard begins; a larger tensor gets a shard of its own.
-
-    Raises:
-        OutputError: if the directory is in use or cannot be written. What was begun is removed.
-    """
-    with _laid_out(directory, parameters, companions, max_shard) as places:
-        for spec in parameters:
-            file, begin = places[spec.name]
-            file.seek(begin)
-            write_data(file, spec)
+        file.write(byte_view(part))  # the view does not keep the memory alive
 
 
 @contextlib.contextmanager
-def _laid_out(
+def new_checkpoint(
     directory: Path, tensors: Sequence[ParameterSpec], companions: Mapping[str, Path | bytes], max_shard: int
 ) -> Iterator[dict[str, tuple[IO[bytes], int]]]:
-    """A directory with headers and companions, for the caller to write the data: name to file and first byte."""
+    """Make a directory with headers and companions, and yield the file and offset of each tensor's data by name."""
     shards = _cut(tensors, max_shard)
     names = shard_names(len(shards))
-    places: dict[str, tuple[IO[bytes], int]] = {}
+    locations: dict[str, tuple[IO[bytes], int]] = {}
     with new_directory(directory) as partial:
         write_companions(partial, companions)
         with contextlib.ExitStack() as opened:
             for name, specs in zip(names, shards, strict=True):
                 file = opened.enter_context(create_file(partial / name))
-                begin = _write_header(file, specs)
+                start = _write_header(file, specs)
                 for spec in specs:
-                    places[spec.name] = (file, begin)
-                    begin += spec.nbytes
-            yield places
+                    locations[spec.name] = (file, start)
+                    start += spec.nbytes
+            yield locations
         weight_map = {spec.name: name for name, specs in zip(names, shards, strict=True) for spec in specs}
         write_index(partial, weight_map, total_size=sum(spec.nbytes for spec in tensors))
 
@@ -186,19 +152,19 @@ def new_directory(directory: Path) -> Iterator[Path]:
     """Make a directory that appears whole and durable, or not at all.
 
     Args:
-        directory: Must not exist, or be empty.
+        directory: Directory that does not exist, or is empty.
 
     Yields:
-        A directory to write files into. It becomes ``directory`` at the end, or is removed if the body raises.
+        A directory for the files. It becomes ``directory`` at the end, or is removed if the body raises.
 
     Raises:
-        OutputError: if the directory is in use, or the body or the renaming meets an error of the system.
+        OutputError: if the directory is in use, or the system refuses to write or rename it.
     """
     require_unused(directory)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        # Open to this user alone and with a name that cannot be guessed, so that nothing can be planted in it. The directory
-        # inside it gets the rights of any new one.
+        # Private and with a random name, so that other users can plant nothing in it. The directory inside it gets the
+        # permissions of any new one.
         enclosure = Path(tempfile.mkdtemp(prefix=f".{directory.name}.partial-", dir=directory.parent))
         try:
             partial = enclosure / directory.name
@@ -210,7 +176,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
                 partial.rename(directory)
             except OSError as error:
                 if directory.is_dir() and not any(directory.iterdir()):
-                    raise  # what stands there is not the reason
+                    raise  # an empty directory is not the reason
                 if os.path.lexists(directory):
                     raise OutputError(
                         directory,
@@ -232,21 +198,21 @@ def new_directory(directory: Path) -> Iterator[Path]:
 
 
 def shard_names(count: int) -> list[str]:
-    """File names of a checkpoint of so many shards, as the hub's tools expect them."""
+    """File names of a checkpoint with ``count`` shards, as the hub's tools expect them."""
     return [SINGLE_FILE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], *, total_size: int) -> None:
-    """Write the index of a checkpoint, if it has several shards.
+    """Write the index of a checkpoint if it has several shards.
 
     Args:
         directory: Directory of the shards.
-        weight_map: Tensor name to the name of its shard.
+        weight_map: Name of the shard by tensor name.
         total_size: Bytes of all tensors.
     """
     if not (directory / SINGLE_FILE).exists():
         index = {"metadata": {"total_size": total_size}, "weight_map": dict(weight_map)}
-        write_file(directory / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+        write_companions(directory, {INDEX_FILE: (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()})
 
 
 def write_companions(directory: Path, companions: Mapping[str, Path | bytes]) -> None:
@@ -254,11 +220,11 @@ def write_companions(directory: Path, companions: Mapping[str, Path | bytes]) ->
 
     Args:
         directory: Directory of the weights.
-        companions: Name to content, or to the file to copy.
+        companions: Content, or the file to copy, by name.
 
     Raises:
         CheckpointError: if a file to copy cannot be read.
-        OSError: if something is at a path, or the system refuses.
+        OSError: if a path exists, or the system refuses.
     """
     for name, content in companions.items():
         with create_file(directory / name) as file:
@@ -275,16 +241,6 @@ def write_companions(directory: Path, companions: Mapping[str, Path | bytes]) ->
                 shutil.copyfileobj(source, file, _COPIED)
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a new file.
-
-    Raises:
-        OSError: if something is at the path, or the system refuses.
-    """
-    with create_file(path) as file:
-        file.write(content)
-
-
 def _cut(parameters: Sequence[ParameterSpec], max_shard: int) -> list[list[ParameterSpec]]:
     shards: list[list[ParameterSpec]] = [[]]
     size = 0
@@ -298,16 +254,23 @@ def _cut(parameters: Sequence[ParameterSpec], max_shard: int) -> list[list[Param
 
 
 def _write_header(file: IO[bytes], parameters: Sequence[ParameterSpec]) -> int:
-    """Write a shard's header; return where its data begins."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for spec in parameters:
-        header[spec.name] = {
-            "dtype": _NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, offset + spec.nbytes],
-        }
-        offset += spec.nbytes
+    """Write a shard's header; return the offset of its data."""
+    tensors = ((spec.name, DTYPE_NAMES[spec.dtype], spec.shape, spec.nbytes) for spec in parameters)
+    return file.write(header_bytes({"format": "pt"}, tensors))
+
+
+def header_bytes(metadata: Mapping[str, str], tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """The header of a safetensors file with its length in front; the data follows.
+
+    Args:
+        metadata: Value of ``__metadata__``, the first member.
+        tensors: Name, safetensors' dtype, shape and bytes of each tensor, in the order of the data.
+    """
+    header: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, dtype, shape, nbytes in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
+        end += nbytes
     raw = json.dumps(header, separators=(",", ":")).encode()
-    raw += b" " * (-len(raw) % 8)  # the data begins at a multiple of 8, as the format asks of writers
-    return file.write(struct.pack("<Q", len(raw)) + raw)
+    raw += b" " * (-len(raw) % 8)  # the format asks writers to align the data to 8 bytes
+    return struct.pack("<Q", len(raw)) + raw

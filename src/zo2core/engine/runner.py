@@ -11,7 +11,7 @@ from typing import Self
 import torch
 
 from zo2core.build import Parts
-from zo2core.checkpoint import WrittenOtherwise, require_unused, write_checkpoint
+from zo2core.checkpoint import CustomExport, require_unused, write_checkpoint
 from zo2core.errors import OptionError
 from zo2core.journal import Journal
 from zo2core.kernels.encoding import decoded
@@ -180,9 +180,9 @@ class Runner:
         self._use.require_open()
         files = {} if files is None else files
         require_unused(Path(directory))
-        if isinstance(self._model, WrittenOtherwise):
-            written, layouts = self._model.written, enumerate(self._model.layouts)
-            segments = [i for i, layout in layouts if any(spec.name in written for spec in layout.parameters)]
+        if isinstance(self._model, CustomExport):
+            exported, layouts = self._model.exported_parameters, enumerate(self._model.layouts)
+            segments = [i for i, layout in layouts if any(spec.name in exported for spec in layout.parameters)]
             with closing(self._present(segments)) as tensors:
                 self._model.write(Path(directory), tensors, files)
             return

@@ -1,1 +1,1 @@
-"""Files and host memory, below everything: direct reads, records, durable names, page-aligned memory."""
+"""Files and host memory: direct I/O, record logs, durable writes, shared memory."""

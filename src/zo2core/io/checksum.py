@@ -1,4 +1,4 @@
-"""Checksums of large memory: one per chunk, computed by any thread, and combined in order."""
+"""Checksums of large memory: one for each chunk, on any thread, combined in order."""
 
 from __future__ import annotations
 

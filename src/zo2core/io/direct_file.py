@@ -1,9 +1,9 @@
-"""Byte ranges of files, past the page cache: direct I/O where the file system takes it, else buffered.
+"""Byte ranges of files, read and written past the page cache if the file system supports direct I/O.
 
-A model that is read once a step would push everything else out of the page cache, and inside a memory limit the cache counts
-as the process's own. Direct I/O wants page-aligned offsets, lengths and addresses. Where memory lies as far from a page's
-start as its bytes do in the file, whole pages are read in place; the rest goes through a small buffer of the calling thread.
-Where direct I/O is refused, buffered reads give their pages back.
+A model that is read once a step would evict everything else from the page cache, which also counts towards the process's
+memory limit. Direct I/O requires page-aligned offsets, lengths and addresses. If memory and file offset have the same
+position within a page, whole pages are read in place; the rest goes through a small buffer of the calling thread. If direct
+I/O is refused, buffered reads drop their pages from the cache.
 """
 
 from __future__ import annotations
@@ -23,49 +23,49 @@ import torch
 from zo2core.io.durable import close_locked, open_descriptor, open_locked, require_same_file
 
 PAGE = 4096  # bytes; a multiple of the block size of today's disks
-STAGING = 6 << 20  # bytes of one thread's buffer, in huge pages: a chunk and the pages in which it begins and ends
-IN_PLACE = 1 << 20  # bytes; from this size on it pays to read the two broken pages on their own
+STAGING = 6 << 20  # bytes of a thread's buffer, in huge pages: a chunk and the pages in which it begins and ends
+IN_PLACE = 1 << 20  # bytes from which it pays to read the partial first and last pages separately
 
 _thread = threading.local()
 
 
 class RangedFile:
-    """A file that any thread may read by range, and write if it was opened for writing.
+    """A file whose ranges any thread may read, and write if it was opened for writing.
 
     Args:
         path: The file's path.
-        writable: Open it for writing, too, and lock it until ``close``; it is created if it does not exist. Links are
-            followed only for reading.
+        writable: Whether to open the file for writing as well, locked until ``close``; it is created if it does not exist.
+            Symbolic links are followed only for reading.
 
     Raises:
-        LockedFileError: if another engine writes it.
-        OSError: if it cannot be opened, or is no regular file.
+        LockedFileError: if another engine has it open for writing.
+        OSError: if it cannot be opened, or is not a regular file.
     """
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
-        self._set_up(path, open_locked(path, os.O_CREAT) if writable else None)
+        self._open(path, open_locked(path, os.O_CREAT) if writable else None)
 
     @classmethod
     def unnamed(cls, directory: Path) -> Self:
-        """A new file without a name, to be written and read: it is gone once it is closed, or with the process.
+        """Open a new temporary file without a name, which is deleted when it is closed.
 
         Raises:
-            OSError: if it cannot be made.
+            OSError: if it cannot be created.
         """
         file = cls.__new__(cls)
-        with tempfile.TemporaryFile(dir=directory) as made:
-            descriptor = os.dup(made.fileno())
-        file._set_up(Path(f"/proc/self/fd/{descriptor}"), descriptor)
+        with tempfile.TemporaryFile(dir=directory) as temporary:
+            descriptor = os.dup(temporary.fileno())
+        file._open(Path(f"/proc/self/fd/{descriptor}"), descriptor)
         return file
 
-    def _set_up(self, path: Path, writable: int | None) -> None:
-        """Open the file for direct I/O beside a descriptor that is open for writing, if there is one."""
+    def _open(self, path: Path, writable: int | None) -> None:
+        """Open the file for direct I/O, in addition to a descriptor that is open for writing, if there is one."""
         self._path = path
         self._flags = os.O_RDONLY if writable is None else os.O_RDWR
         self._lock = threading.Lock()
         self._buffered = writable
         self._direct: int | None = None
-        self._takes_direct = True
+        self._supports_direct = True
         try:
             self._direct = open_descriptor(path, self._flags | os.O_DIRECT)
             if writable is not None:
@@ -74,23 +74,23 @@ class RangedFile:
             if error.errno != errno.EINVAL:
                 self.close()
                 raise
-            self._takes_direct = False
+            self._supports_direct = False
             self._open_buffered()
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill memory from a byte offset on.
 
         Raises:
-            OSError: from the system.
-            EOFError: if the file ends first.
+            OSError: if the read fails.
+            EOFError: if the file ends before ``out`` is full.
         """
-        if self._takes_direct and self._direct is not None:
+        if self._supports_direct and self._direct is not None:
             try:
                 done = _read_direct(self._direct, offset, out)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._takes_direct = False  # some file systems take the flag and refuse the reads
+                self._supports_direct = False  # some file systems accept the flag and refuse the reads
                 done = 0
             if done >= len(out):
                 return
@@ -103,9 +103,9 @@ class RangedFile:
         """Write memory at a byte offset; ``sync`` makes it durable.
 
         Raises:
-            OSError: from the system.
+            OSError: if the write fails.
         """
-        if self._takes_direct and self._direct is not None and _is_aligned(offset, data):
+        if self._supports_direct and self._direct is not None and _is_aligned(offset, data):
             try:
                 done = 0
                 while done < len(data) and done % PAGE == 0:
@@ -113,7 +113,7 @@ class RangedFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._takes_direct = False
+                self._supports_direct = False
                 done = 0
             if done == len(data):
                 return
@@ -123,17 +123,17 @@ class RangedFile:
             done += os.pwrite(buffered, data[done:], offset + done)
 
     def sync(self) -> None:
-        """Make what was written durable.
+        """Make all writes durable.
 
         Raises:
-            OSError: from the system.
+            OSError: if they cannot be synced.
         """
         for descriptor in (self._direct, self._buffered):
             if descriptor is not None:
                 os.fdatasync(descriptor)
 
     def close(self) -> None:
-        """Close the file, which ends its lock. It must not be in use any more. May be called twice."""
+        """Close the file, which ends its lock. No other thread may be using it. May be called twice."""
         with self._lock:
             descriptors = [descriptor for descriptor in (self._direct, self._buffered) if descriptor is not None]
             self._direct = self._buffered = None
@@ -153,12 +153,12 @@ def whole_pages(nbytes: int) -> int:
 
 
 def anonymous_memory(nbytes: int) -> mmap.mmap:
-    """Page-aligned zeros, in huge pages where the system has them.
+    """Page-aligned zeros, in huge pages if the system has them.
 
-    Direct I/O pins every page it reads into: with small pages the measured disks reached less than half their rate.
+    Direct I/O pins every page that it reads into: with small pages, measured disks reached less than half their rate.
     """
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):  # a kernel or a system without huge pages
+    with contextlib.suppress(OSError, AttributeError):  # no huge pages here
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
@@ -178,7 +178,7 @@ def _is_aligned(offset: int, view: memoryview) -> bool:
 
 
 def _read_direct(descriptor: int, offset: int, out: memoryview) -> int:
-    """Read whole pages in place if there are enough of them, the rest by way of the buffer; return how far it came."""
+    """Read whole pages in place if there are enough of them, the rest through the buffer; return the bytes read."""
     head = min(-offset % PAGE, len(out))
     body = (len(out) - head) // PAGE * PAGE
     if (_address(out) - offset) % PAGE != 0 or body < IN_PLACE:
@@ -192,7 +192,7 @@ def _read_direct(descriptor: int, offset: int, out: memoryview) -> int:
 
 
 def _read_staged(descriptor: int, offset: int, out: memoryview) -> int:
-    """Read the pages around a range into this thread's buffer, and the range from there; return how far it came."""
+    """Read the pages around a range into this thread's buffer and copy the range; return the bytes read."""
     staging = _staging()
     done = 0
     while done < len(out):
@@ -202,7 +202,7 @@ def _read_staged(descriptor: int, offset: int, out: memoryview) -> int:
         count = _read_pages(descriptor, offset + done - skip, staging[:pages], at_least=skip + wanted)
         if count < skip + wanted:
             break
-        ctypes.memmove(_address(out[done:]), _address(staging) + skip, wanted)  # lets other threads run
+        ctypes.memmove(_address(out[done:]), _address(staging) + skip, wanted)  # releases the GIL
         done += wanted
     return done
 
@@ -215,9 +215,9 @@ def _staging() -> memoryview:
 
 
 def _read_pages(descriptor: int, offset: int, out: memoryview, *, at_least: int) -> int:
-    """Read into page-aligned memory until enough is there, or no more comes; return how far it came.
+    """Read into page-aligned memory until ``at_least`` bytes are read or the file ends; return the bytes read.
 
-    After a short read the next one has to start at a page again; the file's last page may be short.
+    After a short read the next one starts at a page again; the file's last page may be short.
     """
     done = 0
     while done < at_least:
@@ -230,7 +230,7 @@ def _read_pages(descriptor: int, offset: int, out: memoryview, *, at_least: int)
 
 
 def _read_exactly(descriptor: int, offset: int, out: memoryview) -> None:
-    """Read until ``out`` is full; one call of the system may give less."""
+    """Read until ``out`` is full; one system call may read less."""
     done = 0
     while done < len(out):
         count = os.preadv(descriptor, [out[done:]], offset + done)

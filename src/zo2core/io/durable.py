@@ -1,9 +1,9 @@
-"""Files opened with care: what survives a power failure, what stands at a path, and who else writes there.
+"""Safe opening and durable writing of files.
 
-Every file that this project writes is made or opened here. A new file is created where nothing stands; a file that is
-written again has one writer, which holds a lock; a symbolic link at its path is refused, so that the file behind it is not
-overwritten. Files that a user names are read through links, as the hub's cache has them. In all cases only a regular file
-is opened: opening a FIFO would wait for its other end.
+Every file that this project writes is created or opened here. A new file is created only at a free path; a file that is
+written again has one writer, which holds a lock. A symbolic link at the path of a written file is refused, so that its
+target is not overwritten. Files to read may be links, as in the hub's cache. Only regular files are opened: opening a FIFO
+would wait for its other end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import BinaryIO
 
 from filelock import lock_descriptor
 
-_locked: set[int] = set()  # descriptors of this process that hold a lock: descriptors belong to the process as a whole
+_locked: set[int] = set()  # this process's descriptors that hold a lock; global, as descriptors are
 
 
 class LockedFileError(OSError):
@@ -30,14 +30,14 @@ class LockedFileError(OSError):
 
 
 class DisturbedFileError(OSError):
-    """Something else than this process removed, replaced or changed the file while it was in use."""
+    """Another process removed, replaced or changed the file while it was in use."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str = "that the file was removed or replaced while in use") -> None:
         super().__init__(errno.ESTALE, reason)
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory, unless it exists, and those above it that are missing. On return their names are durable.
+    """Make a directory and its missing parents, if it does not exist. On return their names are durable.
 
     Raises:
         OSError: if the system refuses.
@@ -49,7 +49,7 @@ def make_directory(path: Path) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Wait until a file's data, or a directory's names, are on disk.
+    """Sync a file's data, or a directory's entries, to disk.
 
     Raises:
         OSError: if the system refuses.
@@ -72,7 +72,7 @@ def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
         The descriptor, which the caller closes.
 
     Raises:
-        OSError: if it is no regular file, or the system refuses.
+        OSError: if it is not a regular file, or the system refuses.
     """
     descriptor: int | None = None
     try:
@@ -94,10 +94,10 @@ def open_descriptor(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def open_no_follow(path: str | os.PathLike[str], flags: int) -> int:
-    """Open a regular file and no link: the ``opener`` for Python's ``open`` of a file that this project writes again.
+    """Open a regular file, refusing symbolic links. Usable as ``opener`` of Python's ``open``.
 
     Raises:
-        OSError: if it is none, or the system refuses.
+        OSError: if it is a link or not a regular file, or the system refuses.
     """
     return open_descriptor(path, flags | os.O_NOFOLLOW)
 
@@ -105,20 +105,20 @@ def open_no_follow(path: str | os.PathLike[str], flags: int) -> int:
 def open_locked(path: Path, flags: int = 0) -> int:
     """Open a file for reading and writing and lock it until ``close_locked``. Links are not followed.
 
-    The lock is an exclusive ``flock`` on the file itself. It ends with the process, however that ends, and leaves no other
-    file behind. A second opener is refused, in this process as in another one. Whoever only reads needs no lock.
+    The lock is an exclusive ``flock`` on the file itself. It ends with the process, and needs no lock file. A second writer
+    is refused, in this process as in another one. Readers need no lock.
 
     Args:
         path: Path of the file.
-        flags: O_CREAT makes the file if it is missing; with O_EXCL it has to be.
+        flags: O_CREAT creates a missing file; with O_EXCL the file has to be missing.
 
     Returns:
         The descriptor.
 
     Raises:
         LockedFileError: if the file is open for writing elsewhere.
-        DisturbedFileError: if its last writer removed it in this moment.
-        OSError: if it is no regular file, or the system refuses.
+        DisturbedFileError: if its last writer has just removed it.
+        OSError: if it is not a regular file, or the system refuses.
     """
     descriptor: int | None = None
     try:
@@ -130,14 +130,14 @@ def open_locked(path: Path, flags: int = 0) -> int:
         return descriptor
     except BaseException as error:
         if descriptor is not None:
-            if flags & os.O_EXCL and not isinstance(error, LockedFileError):  # else the file is already another engine's
+            if flags & os.O_EXCL and not isinstance(error, LockedFileError):  # else another engine owns the file
                 path.unlink(missing_ok=True)
             close_locked(descriptor)
         raise
 
 
 def close_locked(descriptor: int) -> None:
-    """Close a descriptor of ``open_locked``; on return the lock is free, also if a child is just being forked."""
+    """Close a descriptor of ``open_locked``; on return the lock is free, even if a child is just being forked."""
     if descriptor in _locked:
         _locked.discard(descriptor)
         with contextlib.suppress(OSError):
@@ -146,29 +146,29 @@ def close_locked(descriptor: int) -> None:
 
 
 def require_same_file(descriptor: int, path: str | os.PathLike[str]) -> None:
-    """Refuse a path that does not lead to an open file.
+    """Check that a path still leads to an open file.
 
     Raises:
-        DisturbedFileError: if it leads to none or another one.
+        DisturbedFileError: if it leads to no file or to another one.
     """
     try:
         named: os.stat_result | None = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         named = None
     if named is None or not os.path.samestat(os.fstat(descriptor), named):
-        raise DisturbedFileError("that the file was removed or replaced while in use")
+        raise DisturbedFileError
 
 
 def _release_in_child() -> None:
-    """Give up the parent's locks: a lock is free only once no process has the descriptor open any more.
+    """Give up the parent's locks in a forked child: a lock is held as long as any process has the descriptor open.
 
-    The descriptors stay taken, and lead nowhere: what the child has of the parent's objects cannot write.
+    The descriptors are redirected to the null device, so that the child's copies of objects cannot write to the files.
     """
     if _locked:
-        nowhere = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         for descriptor in _locked:
-            os.dup2(nowhere, descriptor, inheritable=False)
-        os.close(nowhere)
+            os.dup2(null, descriptor, inheritable=False)
+        os.close(null)
         _locked.clear()
 
 
@@ -176,27 +176,27 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def create_file(path: Path) -> BinaryIO:
-    """Open a new file for writing. Whatever stands at the path already, a link above all, is refused and not followed.
+    """Open a new file for writing. An existing path is refused, and a link there is not followed.
 
     Raises:
-        OSError: if something is there, or the system refuses.
+        OSError: if the path exists, or the system refuses.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Give a file another content: on return the new one is durable, before that the old one counts.
+    """Replace a file's content atomically; on return the new content is durable.
 
     Args:
         path: Path of the file, which need not exist. A link there is replaced, not followed.
-        content: All of it.
+        content: The whole new content.
 
     Raises:
         OSError: if the system refuses. The file then has its old content, or the new one if only its name is not durable.
     """
     partial = path.with_suffix(".partial")
-    partial.unlink(missing_ok=True)  # left by a killed process, or a link that another user placed there
+    partial.unlink(missing_ok=True)  # left by a process that was killed, or a planted link
     try:
         with create_file(partial) as file:
             file.write(content)
@@ -210,19 +210,19 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a regular file for reading. A FIFO, on which opening would wait for a writer, a device or a directory is refused.
+    """Open a regular file for reading. FIFOs, devices and directories are refused.
 
     Raises:
-        OSError: if it is none, or the system refuses.
+        OSError: if it is not a regular file, or the system refuses.
     """
     return os.fdopen(open_descriptor(path, os.O_RDONLY), "rb")
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Read a regular file as ``open_regular`` opens it.
+    """Read a regular file.
 
     Raises:
-        OSError: if it is none, or the system refuses.
+        OSError: if it is not a regular file, or the system refuses.
     """
     with open_regular(path) as file:
         return file.read()

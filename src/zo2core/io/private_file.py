@@ -1,4 +1,4 @@
-"""A file by which processes of one user hand a secret to each other, in a directory that other users may write to."""
+"""A file that shares a secret between processes of one user, in a directory that other users can write to."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-_MOST_BYTES = 4096  # that such a file has
+_MOST_BYTES = 4096  # of the file
 
 
 class PrivateFile:
-    """A small file that this user alone may read, in a directory that this user alone may open.
+    """A small file that only this user can read, in a directory that only this user can open.
 
-    Another user may have made the directory, or a link in its place, beforehand: what does not belong to this user alone is
-    refused, and no link is followed.
+    Another user may have made the directory, or a link in its place, beforehand: a file or directory that other users can
+    access is refused, and no link is followed.
 
     Args:
-        directory: Made if it does not exist; the one above it has to exist.
+        directory: Directory of the file, made if it does not exist; its parent has to exist.
         name: Name of the file.
 
     Raises:
@@ -35,7 +35,7 @@ class PrivateFile:
             pass
 
     def write(self, content: bytes) -> None:
-        """Replace the file: a reader sees all of the content or none.
+        """Replace the file atomically.
 
         Raises:
             OSError: if it cannot be written, or the directory is open to others.
@@ -69,7 +69,7 @@ class PrivateFile:
                 return file.read(_MOST_BYTES)
 
     def remove(self) -> None:
-        """Remove the file, if it is there.
+        """Remove the file if it exists.
 
         Raises:
             OSError: if it cannot be removed, or the directory is open to others.
@@ -89,10 +89,10 @@ class PrivateFile:
 
 
 def require_private(descriptor: int) -> None:
-    """Refuse a file or directory that other users may read or change, or that is neither.
+    """Check that other users have no access to a file or directory.
 
     Raises:
-        OSError: saying why.
+        OSError: if they have, or it is neither a regular file nor a directory.
     """
     status = os.fstat(descriptor)
     if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):

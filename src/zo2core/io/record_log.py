@@ -1,10 +1,10 @@
 r"""An append-only file of records, one JSON object a line, whose last member is a checksum: ``{...,"crc32":"89abcdef"}\n``.
 
-The checksum is the CRC-32 of all bytes of the line before the comma that leads to it. A record counts once its line is on
-disk whole; a torn last line is dropped, damage anywhere else is not.
+The checksum is the CRC-32 of all bytes of the line before the comma in front of it. A record counts once its whole line is
+on disk; a torn last line is dropped, damage anywhere else is an error.
 
-Files of earlier versions have lines ``CRC32 JSON\n``, with the checksum of the JSON's bytes. They are read, too: a line
-tells by its first byte which it is. What is appended to such a file is in the present format.
+Files of earlier versions have lines ``CRC32 JSON\n``, with the checksum of the JSON's bytes. They are read as well: the
+first byte of a line tells its format. Records appended to such a file are in the present format.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from zo2core.io.durable import (
 
 Record = Mapping[str, Any]
 
-CHECKSUM = "crc32"  # the member that no record may have of its own
+CHECKSUM = "crc32"  # name of the checksum's member, which records may not use
 _MEMBER = b',"%s":"%%08x"}' % CHECKSUM.encode()
 _MEMBER_BYTES = len(_MEMBER % 0)
 
 
 class DamagedRecordError(ValueError):
-    """A line that is no record, and is not the torn end of the file."""
+    """A line that is not a record, nor the torn end of the file."""
 
     def __init__(self, line: int, reason: str) -> None:
-        self.line = line  # of the file, from 1
+        self.line = line  # line number, from 1
         super().__init__(reason)
 
 
 class RecordFile:
-    """Records on disk. Reading takes no lock; whoever writes holds one from ``lock`` or the first record on.
+    """Records on disk. Reading takes no lock; a writer holds one from ``lock`` or the first record on.
 
     Args:
-        path: File to continue; created with the first record. To read, a link is followed; to write, it is refused.
+        path: Path of the file, which is created with the first record. A link is followed to read, and refused to write.
 
     Raises:
-        OSError: if it is there and cannot be read, or is no regular file.
-        DamagedRecordError: if it is damaged elsewhere than in its last line.
+        OSError: if it exists and cannot be read, or is not a regular file.
+        DamagedRecordError: if a line other than the last one is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,12 +58,12 @@ class RecordFile:
         self._descriptor: int | None = None
         self._end = 0  # bytes of whole records
         self._size: int | None = 0  # bytes of the file; None after an append that failed
-        self._identity: tuple[int, int] | None = None  # device and inode of the file; None: it was not there
-        self._made = False  # by this object
-        self._failed = False  # an append did, or was interrupted; beyond the end may stand a record, even a whole one
-        self._settled = False  # the file's name is durable, and so is what an earlier process wrote
-        self.loaded: list[Record] = []  # what the file held when it was opened
-        self.torn = b""  # what stood behind the last whole record then
+        self._identity: tuple[int, int] | None = None  # device and inode of the file; None: it did not exist
+        self._created = False  # this object created the file
+        self._failed = False  # an append failed or was interrupted: a record, even a whole one, may follow ``_end``
+        self._settled = False  # the file's name and the records of earlier processes are durable
+        self.loaded: list[Record] = []  # records of the file when it was opened
+        self.torn = b""  # bytes after the last whole record then
         raw = self._read()
         if raw is not None:
             self._load(raw)
@@ -74,11 +74,11 @@ class RecordFile:
         return self._end
 
     def lock(self) -> None:
-        """Open the file for writing, if it is there: no other process can from then on until ``close``.
+        """Open the file for writing, if it exists; no other process can until ``close``.
 
         Raises:
-            LockedFileError: if another engine writes it.
-            DisturbedFileError: if it is not as this object read it.
+            LockedFileError: if another engine has it open for writing.
+            DisturbedFileError: if it has changed since this object read it.
             OSError: if it cannot be opened for writing.
         """
         if self._identity is not None:
@@ -88,16 +88,16 @@ class RecordFile:
         """Write a record; on return it is durable.
 
         Raises:
-            LockedFileError: if another engine writes the file.
-            DisturbedFileError: if the file is not as this object left it.
-            OSError: if it failed otherwise. In all cases the file's records stay as they were; the next append takes the
-                torn one's place.
+            LockedFileError: if another engine has the file open for writing.
+            DisturbedFileError: if the file has changed since this object last wrote it.
+            OSError: if the system refuses. In all cases earlier records stay valid, and the next append overwrites a torn
+                one.
         """
         line = to_line(record)
         descriptor = self._open_for_writing()
         self._require_undisturbed(descriptor)
         self._failed, self._size = True, None
-        os.ftruncate(descriptor, self._end)  # drops a torn record of this or an earlier attempt
+        os.ftruncate(descriptor, self._end)  # drops a torn record
         done = 0
         while done < len(line):
             done += os.pwrite(descriptor, line[done:], self._end + done)
@@ -105,15 +105,15 @@ class RecordFile:
         if not self._settled:
             sync_path(self._path.parent)
         self._size = self._end + len(line)
-        self._require_undisturbed(descriptor)  # a record in a file without a name would not outlive the process
+        self._require_undisturbed(descriptor)  # a record in a file without a name would be lost
         self._settled = True
         self._end, self._failed = self._size, False
 
     def settle(self) -> None:
-        """Make the records that were loaded durable: whoever wrote the last one may have been killed before its sync.
+        """Make the loaded records durable: the process that wrote the last one may have been killed before its sync.
 
         Raises:
-            OSError: if that failed.
+            OSError: if the system refuses.
         """
         if not self._settled and self._end > 0:
             sync_path(self._path)
@@ -121,18 +121,18 @@ class RecordFile:
             self._settled = True
 
     def retract(self, end: int | None = None) -> None:
-        """Make sure that a record does not count, not even for whoever reads the file later.
+        """Remove the last record from the file.
 
         Args:
-            end: What ``end`` was before the record; None: the record is one whose append failed.
+            end: Value of ``end`` before the record; None: remove a record whose append failed.
 
         Raises:
-            OSError: if that failed; a later process may count it, this object does not.
+            OSError: if the system refuses: a later process may read the record, this object ignores it.
         """
         end = self._end if end is None else end
         if end != self._end:
-            self._end, self._failed, self._size = end, True, None  # whatever comes, the next append takes its place
-        if self._descriptor is not None and self._made and end == 0:
+            self._end, self._failed, self._size = end, True, None  # the next append overwrites it in any case
+        if self._descriptor is not None and self._created and end == 0:
             self.remove()
         elif self._descriptor is not None and self._failed:
             os.ftruncate(self._descriptor, end)
@@ -140,10 +140,10 @@ class RecordFile:
             self._failed, self._size = False, end
 
     def remove(self) -> None:
-        """Remove the file, unless another one has taken its place; the next record makes it anew.
+        """Remove the file, unless another one is at its path; the next record creates a new one.
 
         Raises:
-            OSError: if that failed.
+            OSError: if the system refuses.
         """
         if self._descriptor is not None:
             self._identity = _identity(os.fstat(self._descriptor))
@@ -152,7 +152,7 @@ class RecordFile:
                 self._path.unlink()
                 sync_path(self._path.parent)
         self._end, self._size, self._identity, self._failed, self._settled = 0, 0, None, False, False
-        self.close()  # only now: the lock holds others off until the name is gone
+        self.close()  # only now: the lock keeps others out until the name is gone
 
     def close(self) -> None:
         """Close the file, which ends its lock. May be called twice."""
@@ -161,7 +161,7 @@ class RecordFile:
             close_locked(descriptor)
 
     def _read(self) -> bytes | None:
-        """The file's bytes; None if it is not there."""
+        """The file's bytes; None if it does not exist."""
         try:
             file = open_regular(self._path)
         except FileNotFoundError:
@@ -173,7 +173,7 @@ class RecordFile:
     def _load(self, raw: bytes) -> None:
         self._size = len(raw)
         lines = raw.split(b"\n")
-        torn = lines.pop()  # empty if the file ends with a whole line
+        torn = lines.pop()  # empty if the last line is whole
         for number, line in enumerate(lines, start=1):
             try:
                 self.loaded.append(from_line(line))
@@ -185,29 +185,29 @@ class RecordFile:
         self.torn = raw[self._end :]
 
     def _open_for_writing(self) -> int:
-        """Open the file and lock it: two writers would cut each other's records off."""
+        """Open the file and lock it: two writers would truncate each other's records."""
         if self._descriptor is None and self._identity is None:
             make_directory(self._path.parent)
-            self._made = True  # if it opens
+            self._created = True
             try:
                 self._descriptor = open_locked(self._path, os.O_CREAT | os.O_EXCL)
             except FileExistsError:
-                self._made = False
+                self._created = False
         if self._descriptor is None:
             try:
                 self._descriptor = open_locked(self._path)
             except FileNotFoundError as error:
-                raise _displaced() from error
+                raise DisturbedFileError from error
         if self._identity is None:
             self._identity = _identity(os.fstat(self._descriptor))
         return self._descriptor
 
     def _require_undisturbed(self, descriptor: int) -> None:
-        """Refuse a file that is not the one under the path, or has not the bytes that this object left it with."""
+        """Raise if the path leads to another file, or the file's size is not the one that this object left."""
         require_same_file(descriptor, self._path)
         status = os.fstat(descriptor)
         if _identity(status) != self._identity:
-            raise _displaced()
+            raise DisturbedFileError
         if self._size is not None and status.st_size != self._size:
             raise DisturbedFileError(f"{status.st_size} bytes, where this process left {self._size}")
 
@@ -219,20 +219,20 @@ def to_json(record: Record) -> bytes:
 
 def to_line(record: Record) -> bytes:
     """A record's bytes in the file."""
-    assert record, "a record has a member"
-    assert CHECKSUM not in record, "the file adds the checksum"
+    assert record, "the checksum follows another member"
+    assert CHECKSUM not in record, "the checksum is added here"
     raw = to_json(record)[:-1]
     return raw + _MEMBER % zlib.crc32(raw) + b"\n"
 
 
 def from_line(line: bytes) -> Record:
-    """Undo ``to_line``.
+    """Parse a line of ``to_line``.
 
     Args:
-        line: Without its newline.
+        line: The line without its newline.
 
     Raises:
-        ValueError, RecursionError: if it is no record, or its checksum does not hold.
+        ValueError, RecursionError: if it is not a record, or its checksum does not match.
     """
     raw = _without_checksum(line)
     if raw is None:
@@ -246,7 +246,7 @@ def from_line(line: bytes) -> Record:
 
 
 def _without_checksum(line: bytes) -> bytes | None:
-    """A line's JSON without the checksum; None if that does not hold."""
+    """A line's JSON without the checksum; None if that does not match."""
     if line.startswith(b"{"):
         raw, member = line[:-_MEMBER_BYTES], line[-_MEMBER_BYTES:]
         return raw + b"}" if member == _MEMBER % zlib.crc32(raw) else None
@@ -255,7 +255,3 @@ def _without_checksum(line: bytes) -> bytes | None:
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
-
-
-def _displaced() -> DisturbedFileError:
-    return DisturbedFileError("that the file was removed or replaced while in use")

@@ -1,4 +1,4 @@
-"""Host memory that several processes have: made by one, reached by the others through its descriptor, gone with the last."""
+"""Host memory shared by processes: one creates it, the others open its descriptor, and it is freed with the last one."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from collections.abc import Iterator
 from typing import Self
 
 _NAME = "zo2core"
-_LINK = f"/memfd:{_NAME} (deleted)"  # what the kernel says of a descriptor of such memory
+_LINK = f"/memfd:{_NAME} (deleted)"  # target of the descriptor's link in /proc
 _FLOCK = struct.Struct("hh4xqqi4x")  # of 64-bit Linux: type, whence, start, length, process
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # to reach beyond memory that shrank ends a process
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # access beyond memory that shrank kills a process
 
 
 class SharedMemory:
-    """Zeros at first, and locks on its bytes.
+    """Memory, zeroed at first, with locks on its bytes.
 
-    A lock is of this object, not of a thread: it does not keep threads that use the same object apart. It ends with the
-    process, however that ends.
+    A lock belongs to this object, not to a thread: it does not exclude threads that use the same object. It ends with the
+    process.
 
     Args:
-        descriptor: Descriptor of the memory; it is this object's from now on, and closed if it cannot be mapped.
+        descriptor: Descriptor of the memory, which this object closes, also if it cannot be mapped.
 
     Raises:
         OSError: if it cannot be mapped.
@@ -40,11 +40,11 @@ class SharedMemory:
             raise
 
     @classmethod
-    def made(cls, nbytes: int) -> Self:
-        """New memory.
+    def create(cls, nbytes: int) -> Self:
+        """Create new memory.
 
         Raises:
-            OSError: if the system has none.
+            OSError: if the system refuses.
         """
         descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -56,17 +56,17 @@ class SharedMemory:
         return cls(descriptor)
 
     @classmethod
-    def reached(cls, process: object, descriptor: object, nbytes: int) -> Self:
-        """Memory that another process of the same user made.
+    def attach(cls, process: object, descriptor: object, nbytes: int) -> Self:
+        """Open memory that another process of the same user created.
 
         Args:
-            process: Process id, as the other process states it. Anything but memory that ``made`` makes is refused before it
-                is opened.
-            descriptor: The memory's in that process, as it says.
-            nbytes: Number of bytes of the memory.
+            process: Process id that the other process reported. A descriptor of anything but memory of ``create`` is refused
+                before it is opened.
+            descriptor: Descriptor of the memory in that process.
+            nbytes: Expected size of the memory.
 
         Raises:
-            OSError: if it cannot be reached, or is something else.
+            OSError: if it cannot be opened, or is not such memory.
         """
         for number in (process, descriptor):
             if type(number) is not int or number < 0:  # a bool or a string could name another path
@@ -75,7 +75,7 @@ class SharedMemory:
         _require_link(path)
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            _require_link(f"/proc/self/fd/{opened}")  # the other process may have put something else in its place
+            _require_link(f"/proc/self/fd/{opened}")  # the other process may have replaced it meanwhile
             status = os.fstat(opened)
             if status.st_uid != os.geteuid():
                 raise _refused(f"memory of another user, number {status.st_uid}")
@@ -90,12 +90,12 @@ class SharedMemory:
 
     @property
     def descriptor(self) -> int:
-        """By which others reach it, as long as this object is open."""
+        """Descriptor with which other processes attach, as long as this object is open."""
         return self._descriptor
 
     @contextlib.contextmanager
     def locked(self, byte: int) -> Iterator[None]:
-        """Hold the lock of a byte; wait until no other object holds it."""
+        """Hold the lock of a byte, waiting until no other object holds it."""
         fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLKW, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
         try:
             yield
@@ -103,7 +103,7 @@ class SharedMemory:
             fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
 
     def close(self) -> None:
-        """Close the descriptor; the memory goes with what was made of ``buffer``. May be called twice."""
+        """Close the descriptor; the memory stays mapped while ``buffer`` is used. May be called twice."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

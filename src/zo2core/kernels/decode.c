@@ -1,5 +1,5 @@
-/* Weights of 8 and 4 bits, decoded: multiplied as floats, rounded once; and encoded, where blocks are carried in 8 bits.
- * encoding.py and carrying.py are the reference, and give the same bits; native.c says what that asks of the compiler. Codes
+/* Weights of 8 and 4 bits, decoded (multiplied as floats, rounded once), and float weights encoded for 8-bit transfer.
+ * encoding.py and low_bit.py are the reference, and give the same bits; native.c says what that asks of the compiler. Codes
  * and scales may lie at any address, as they do in a checkpoint. */
 
 #include "floats.h"
@@ -12,7 +12,7 @@ INLINE float float_at(const void *floats, uint64_t place) {
     return x;
 }
 
-/* The nearest number of e4m3, of two the even one, to one that is not above its largest. */
+/* Round to the nearest e4m3 number, ties to even. x is not above the largest one. */
 INLINE uint8_t to_e4m3(float x) {
     const uint32_t u = bits(x), magnitude = u & 0x7fffffff;
     const uint32_t normal = ((magnitude + 0x7ffff + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
@@ -27,7 +27,7 @@ INLINE float from_e4m3(uint8_t code) {
     return number((magnitude == 0x7f ? 0x7fc00000 : bits(finite)) | (uint32_t)(code & 0x80) << 24);
 }
 
-/* Round floats as they are stored. bfloat16 in one pass: it is what most models compute in. */
+/* Round floats and store them; bfloat16, which most models compute in, takes one pass. */
 CLONES static void put(int dtype, void *out, uint64_t place, float *restrict x, size_t count) {
     uint16_t *restrict halves = (uint16_t *)out + place;
     if (dtype == BFLOAT16) {
@@ -75,8 +75,8 @@ CLONES PUBLIC void zo2core_decode_float8(
         }
 }
 
-/* Numbers that codes of four bits stand for, two codes a byte, the first in its higher bits. The table fits into one register
- * or two, which compilers do not find. Returns how many were looked up. */
+/* Look up the values of 4-bit codes, two codes a byte, the first in the higher bits. The table fits into one register or two,
+ * which compilers do not find. Returns the number of values looked up. */
 
 #ifdef X86
 __attribute__((target("avx512f,avx512bw"))) static size_t look_up_avx512(
@@ -125,25 +125,25 @@ static void look_up(float *x, const uint8_t *codes, const float *table, size_t c
 
 /* The scales of blocks: floats or, where there is a table, codes of floats that have scales themselves, and an offset. */
 struct scales {
-    const void *own, *nested;
+    const void *raw, *nested;
     const float *table;
     uint64_t nested_block;
     float offset;
 };
 
 INLINE float scale_at(const struct scales *scales, uint64_t block) {
-    if (!scales->table) return float_at(scales->own, block);
-    const float coded = scales->table[((const uint8_t *)scales->own)[block]];
+    if (!scales->table) return float_at(scales->raw, block);
+    const float coded = scales->table[((const uint8_t *)scales->raw)[block]];
     return coded * float_at(scales->nested, block / scales->nested_block) + scales->offset;
 }
 
 /* A scale for each block of weights, counted from the matrix's first one on, which is `first` weights before `out`. Blocks
  * are even, and so is `first`: each begins with a byte. */
 CLONES PUBLIC void zo2core_decode_nf4(
-    int dtype, void *out, const uint8_t *codes, const void *own, const void *table, const void *nested,
+    int dtype, void *out, const uint8_t *codes, const void *raw, const void *table, const void *nested,
     const void *nested_table, uint64_t nested_block, float offset, uint64_t block, uint64_t first, uint64_t count) {
     float x[CHUNK] __attribute__((aligned(64))), numbers[16], coded[256];
-    const struct scales scales = {own, nested, nested_table ? coded : NULL, nested_block, offset};
+    const struct scales scales = {raw, nested, nested_table ? coded : NULL, nested_block, offset};
     memcpy(numbers, table, sizeof numbers);
     if (nested_table) memcpy(coded, nested_table, sizeof coded);
     for (uint64_t done = 0; done < count;) {

@@ -1,4 +1,4 @@
-"""Which kernel runs: the compiled one or Triton's where it is installed and takes the tensors, else the reference.
+"""Chooses the kernel: compiled or Triton's if it is installed and supports the tensors, else the reference.
 
 All give the same bits.
 """
@@ -16,8 +16,8 @@ import torch
 from zo2core.kernels import arithmetic, native, philox
 from zo2core.types import Distribution, Perturb, Program
 
-_CHUNK = 32768  # elements for which the reference draws at once on the CPU
-_DEVICE_CHUNK = 1 << 22  # and elsewhere, where launches cost more than memory
+_CHUNK = 32768  # elements that the reference draws at a time on the CPU
+_DEVICE_CHUNK = 1 << 22  # the same on other devices, where launches cost more than memory
 
 
 def perturb(
@@ -30,17 +30,7 @@ def perturb(
     scratch: torch.Tensor,
     rounded: torch.Tensor | None = None,
 ) -> None:
-    """As ``arithmetic.perturb``; scratch memory may be left untouched.
-
-    Args:
-        out: As there; may be of another dtype than the weights, to which the result is rounded once.
-        theta: As there.
-        z: As there.
-        shift: As there.
-        zo_eps: As there.
-        scratch: As there.
-        rounded: Where the result goes as well, rounded once to this memory's dtype; not any of the others.
-    """
+    """Do what ``arithmetic.perturb`` does; ``rounded`` gets a second copy of the result, rounded once to its dtype."""
     if native.takes(theta, z) and native.rounds_to(out, rounded):
         native.perturb(out, theta, z, shift=shift, zo_eps=zo_eps, rounded=rounded)
         return
@@ -60,7 +50,7 @@ def apply(
     scratch: torch.Tensor,
     decay_scratch: torch.Tensor,
 ) -> None:
-    """As ``arithmetic.apply``; scratch memory may be left untouched."""
+    """Do what ``arithmetic.apply`` does."""
     if native.takes(theta, *zs):
         native.apply(theta, program, zs)
     elif (kernels := triton_kernels(theta)) is not None:
@@ -70,14 +60,14 @@ def apply(
 
 
 def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
-    """As ``philox.fill``."""
+    """Do what ``philox.fill`` does."""
     if native.takes(out):
         native.fill(out, distribution, seed, parameter, start)
         return
     if (kernels := triton_kernels(out)) is not None:
         kernels.fill(out, distribution, seed, parameter, start)
         return
-    length = _CHUNK if out.device.type == "cpu" else _DEVICE_CHUNK
+    length = _chunk(out)
     for first in range(0, out.numel(), length):
         philox.fill(out[first : first + length], distribution, seed, parameter, start + first)
 
@@ -92,20 +82,18 @@ def apply_drawing(
     out: torch.Tensor | None = None,
     rounded: torch.Tensor | None = None,
 ) -> None:
-    """Run a program on a range of a parameter, drawing its directions on the way, in one pass over memory.
-
-    May be called from several threads.
+    """Draw a program's directions and run it on a range of a parameter, in one pass over memory. Thread-safe.
 
     Args:
         theta: The range's weights, 1-D, contiguous, changed in place.
-        program: What to do to them.
+        program: Instructions to run.
         distribution: Distribution of z.
-        parameter: The parameter's place in registration order.
+        parameter: Index of the parameter in registration order.
         start: Element of the parameter at which ``theta`` starts.
-        out: Where the perturbed copy goes, for a program that makes one. May be ``theta``, else must not overlap it; may be
-            of another dtype, to which the copy is rounded once.
-        rounded: Where the copy, or for a program that makes none the weights, go as well, rounded once to this memory's
-            dtype; not any of the others.
+        out: Memory for the perturbed copy that ``program.then`` makes: ``theta`` itself, or memory that does not overlap it;
+            if its dtype is another one, the copy is rounded to it once.
+        rounded: Memory for a second copy of the result (``out``, or ``theta`` without it), rounded once to its dtype; it
+            overlaps no other tensor.
     """
     assert (out is None) == (program.then is None)
     if native.takes(theta) and native.rounds_to(out, rounded):
@@ -119,37 +107,44 @@ def apply_drawing(
         rounded.copy_(theta if out is None else out)
 
 
-def move_each(theta: torch.Tensor, moves: Program, distribution: Distribution, parameter: int, out: torch.Tensor) -> None:
-    """Write weights as each of several moves by itself leaves them, drawing directions on the way.
+def perturb_each(
+    theta: torch.Tensor, perturbations: Program, distribution: Distribution, parameter: int, out: torch.Tensor
+) -> None:
+    """Write one perturbed copy of the weights for each instruction, drawing its direction.
 
     Args:
-        theta: The whole of a parameter, 1-D, contiguous; only read.
-        moves: Program with one perturbation for each row of ``out``; a shift of 0 changes nothing.
+        theta: A whole parameter, 1-D, contiguous; only read.
+        perturbations: Program of ``Perturb`` instructions, one a row; a shift of 0 copies the weights.
         distribution: Distribution of z.
-        parameter: The parameter's place in registration order.
-        out: (moves, elements), contiguous, of any floating-point dtype, to which a row is rounded once.
+        parameter: Index of the parameter in registration order.
+        out: (instructions, elements), contiguous, of any floating-point dtype, to which a row is rounded once.
     """
     if native.takes(theta) and native.rounds_to(out):
-        native.move_each(theta, moves, distribution, parameter, out)
+        native.perturb_each(theta, perturbations, distribution, parameter, out)
         return
-    for row, move in zip(out, moves.instructions, strict=True):
-        assert isinstance(move, Perturb), "other moves have no row of their own"
-        if move.shift == 0:
+    for row, perturbation in zip(out, perturbations.instructions, strict=True):
+        assert isinstance(perturbation, Perturb), "only perturbations make copies"
+        if perturbation.shift == 0:
             row.copy_(theta)
         else:
-            alone = Program((moves.seeds[move.direction],), (), then=move._replace(direction=0))
-            apply_drawing(theta, alone, distribution, parameter, out=row)
+            program = Program((perturbations.seeds[perturbation.direction],), (), then=perturbation._replace(direction=0))
+            apply_drawing(theta, program, distribution, parameter, out=row)
+
+
+def _chunk(tensor: torch.Tensor) -> int:
+    """Elements that the reference draws at a time on a tensor's device."""
+    return _CHUNK if tensor.is_cpu else _DEVICE_CHUNK
 
 
 def triton_kernels(tensor: torch.Tensor) -> ModuleType | None:
-    """The Triton kernels, if they take this tensor."""
+    """The Triton kernels, if they support this tensor."""
     kernels = _triton_kernels() if tensor.is_cuda else None
     return kernels if kernels is not None and kernels.takes(tensor) else None
 
 
 @cache
 def _triton_kernels() -> ModuleType | None:
-    """Imported when the first CUDA tensor comes; None without Triton."""
+    """The Triton kernels, imported for the first CUDA tensor; None without Triton."""
     return importlib.import_module("zo2core.kernels.triton_kernels") if find_spec("triton") else None
 
 
@@ -162,8 +157,8 @@ def _apply_drawing(
     *,
     out: torch.Tensor | None,
 ) -> None:
-    """The reference: draw all directions of a chunk, then run the program on it."""
-    length = min(_CHUNK if theta.device.type == "cpu" else _DEVICE_CHUNK, theta.numel())
+    """Draw all directions of a chunk, then run the program on it. This is the reference."""
+    length = min(_chunk(theta), theta.numel())
     memory = [torch.empty(length, dtype=theta.dtype, device=theta.device) for _ in range(2 + len(program.seeds))]
     for first in range(0, theta.numel(), max(length, 1)):
         chunk = theta[first : first + length]

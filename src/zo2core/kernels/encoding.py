@@ -1,13 +1,13 @@
 """Matrices of 8 and 4 bits a weight: decoded into the memory a forward reads, and encoded for a checkpoint.
 
 A weight is decoded by float32 operations, in the order of bitsandbytes and of transformers, and rounded once: a model whose
-weights were decoded beforehand computes the same bits. What is encoded is only read, so that encoding happens once, when a
+weights were decoded beforehand computes the same bits. Encoded weights are never trained: they are encoded once, when a
 checkpoint is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
@@ -18,9 +18,9 @@ import torch
 from zo2core.kernels import native
 from zo2core.types import EncodedPart, Encoding, Float8Blocks, Int8Rows, NF4Blocks, ParameterSpec
 
-_CACHED = 1 << 15  # elements that are encoded at a time: few enough for torch to start no second thread and wait for it
-INT8_UNIT = 7.874015718698502e-3  # of a code at a scale of 1: 1 / 127, as bitsandbytes writes it
-# What a code of four bits stands for: QLoRA's NormalFloat, quantiles of N(0, 1) scaled to [-1, 1] (arXiv 2305.14314, E).
+_ENCODED_AT_ONCE = 1 << 15  # elements; with so few torch uses one thread, and waits for no other
+INT8_UNIT = 7.874015718698502e-3  # value of code 1 at a scale of 1: 1 / 127, as bitsandbytes writes it
+# Values of the 4-bit codes: QLoRA's NormalFloat, quantiles of N(0, 1) scaled to [-1, 1] (arXiv 2305.14314, E).
 NF4_TABLE = (
     -1.0,
     -0.6961928009986877,
@@ -40,40 +40,32 @@ NF4_TABLE = (
     1.0,
 )
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
-_WORTH_HELP = 1 << 18  # weights of a matrix that are worth a second thread
-_AT_ONCE = 1 << 20  # weights that the reference decodes at a time
+_TWO_THREADS = 1 << 18  # weights of a matrix from which a second thread pays
+_DECODED_AT_ONCE = 1 << 20  # weights that the reference decodes at a time
 
 
 def decode(spec: ParameterSpec, stored: torch.Tensor, out: torch.Tensor, helper: Executor | None = None) -> None:
     """Write a matrix's weights, rounded once.
 
     Args:
-        spec: A parameter that is encoded.
-        stored: uint8, 1-D, its bytes: the encoding's parts, one after the other.
-        out: Memory for the decoded weights, 1-D or of their shape, contiguous, of any floating-point dtype, on the same
-            device.
-        helper: Runs a part of the work beside the caller, where compiled kernels do it.
+        spec: An encoded parameter.
+        stored: The parameter's bytes, uint8, 1-D: the encoding's parts, one after the other.
+        out: Memory for the weights, 1-D or of the parameter's shape, contiguous, floating-point, on the same device.
+        helper: Runs half of the work in parallel if compiled kernels do it.
     """
     encoding, (rows, columns) = spec.encoding, spec.shape
-    assert encoding is not None, "what is not encoded is read as it is"
+    assert encoding is not None, "only encoded parameters are decoded"
     parts, matrix = _Parts(encoding.parts(spec.shape), stored), out.view(rows, columns)
     if not native.decodes(stored, out):
         _decode(encoding, parts, matrix)
         return
     run = partial(_run_native, encoding, parts, matrix)
-    cut = rows // 2
-    if helper is None or spec.numel < _WORTH_HELP or (isinstance(encoding, NF4Blocks) and cut * columns % encoding.block):
-        run(0, rows)
-        return
-    rest = helper.submit(run, cut, rows)
-    try:
-        run(0, cut)
-    finally:
-        rest.result()
+    splits_block = isinstance(encoding, NF4Blocks) and rows // 2 * columns % encoding.block
+    native.run_in_halves(run, rows, None if spec.numel < _TWO_THREADS or splits_block else helper)
 
 
 def _run_native(encoding: Encoding, parts: _Parts, matrix: torch.Tensor, first: int, last: int) -> None:
-    """Decode some rows by a compiled kernel. In blocks that run through the matrix, rows begin with one."""
+    """Decode some rows with a compiled kernel. With NF4, whose blocks ignore rows, the first row has to begin a block."""
     out, start, codes = matrix[first:last], first * matrix.shape[1], parts.bytes["codes"]
     if isinstance(encoding, NF4Blocks):
         native.decode_nf4(out, parts.bytes, encoding, start)
@@ -84,22 +76,24 @@ def _run_native(encoding: Encoding, parts: _Parts, matrix: torch.Tensor, first: 
 
 
 def _decode(encoding: Encoding, parts: _Parts, matrix: torch.Tensor) -> None:
-    """The reference."""
+    """Decode a matrix with torch operations: the reference."""
     if isinstance(encoding, NF4Blocks):
         _decode_nf4(encoding, parts, matrix.view(-1))
         return
     scales = parts["scales"].float()
     codes, (rows, columns) = parts["codes"], matrix.shape
-    for first, last in _runs(rows, columns):
+    step = max(1, _DECODED_AT_ONCE // max(columns, 1))
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
         if isinstance(encoding, Int8Rows):
             weights = codes[first:last] * scales[first:last, None] * INT8_UNIT
         else:
-            weights = codes[first:last].float() * _spread(scales, encoding.block, first, last, columns)
+            weights = codes[first:last].float() * _scales_of_rows(scales, encoding.block, first, last, columns)
         matrix[first:last] = weights
 
 
 def decoded(spec: ParameterSpec, stored: torch.Tensor) -> torch.Tensor:
-    """A matrix's weights, as ``decode`` writes them, in its dtype: 1-D, where ``stored`` is."""
+    """A matrix's decoded weights in its dtype: 1-D, on the device of ``stored``."""
     out = torch.empty(spec.numel, dtype=spec.dtype, device=stored.device)
     decode(spec, stored, out)
     return out
@@ -110,10 +104,10 @@ def encode(weights: torch.Tensor, encoding: Encoding) -> tuple[Encoding, Mapping
 
     Args:
         weights: (rows, columns), finite, of a floating-point dtype.
-        encoding: How. An ``NF4Blocks`` that is double quantised gets the offset that fits the matrix.
+        encoding: Encoding to use. The offset of a double-quantised ``NF4Blocks`` is computed from the matrix.
 
     Returns:
-        The encoding, and the tensors of its parts by role.
+        The encoding, and its parts by role.
     """
     exact = weights.float()
     if isinstance(encoding, Int8Rows):
@@ -126,7 +120,7 @@ def encode(weights: torch.Tensor, encoding: Encoding) -> tuple[Encoding, Mapping
 
 
 class _Parts:
-    """The parts of an encoded matrix, in its bytes."""
+    """Views of the parts of an encoded matrix in its bytes."""
 
     def __init__(self, parts: Sequence[EncodedPart], stored: torch.Tensor) -> None:
         self._parts = {part.role: part for part in parts}
@@ -134,7 +128,7 @@ class _Parts:
         self.bytes = {part.role: stored[end - part.nbytes : end] for part, end in zip(parts, ends, strict=True)}
 
     def __getitem__(self, role: str) -> torch.Tensor:
-        """A part in its dtype and shape. What lies at an address that its dtype cannot have is copied: it is small."""
+        """A part in its dtype and shape. A part at an address not aligned to its dtype is copied: it is small."""
         part, raw = self._parts[role], self.bytes[role]
         if raw.data_ptr() % part.dtype.itemsize or raw.storage_offset() % part.dtype.itemsize:
             raw = raw.clone()
@@ -142,7 +136,7 @@ class _Parts:
 
 
 def _block_scales(encoding: NF4Blocks, parts: _Parts) -> torch.Tensor:
-    """A float32 for each block."""
+    """The scale of each block, float32."""
     scales = parts["scales"]
     if encoding.nested_block is None:
         return scales.contiguous()
@@ -152,41 +146,34 @@ def _block_scales(encoding: NF4Blocks, parts: _Parts) -> torch.Tensor:
 
 def _decode_nf4(encoding: NF4Blocks, parts: _Parts, out: torch.Tensor) -> None:
     table, codes, scales = parts["table"], parts["codes"], _block_scales(encoding, parts)
-    length = _AT_ONCE // encoding.block * encoding.block
+    length = _DECODED_AT_ONCE // encoding.block * encoding.block
     for first in range(0, len(out), length):
         memory = out[first : first + length]
         pairs = codes[first // 2 : (first + len(memory) + 1) // 2].int()
         decoded = table[torch.stack([pairs >> 4, pairs & 15], dim=1).view(-1)[: len(memory)]]
-        of_block = scales[first // encoding.block :].repeat_interleave(encoding.block)[: len(memory)]
-        memory.copy_(decoded.mul_(of_block))
+        block_scales = scales[first // encoding.block :].repeat_interleave(encoding.block)[: len(memory)]
+        memory.copy_(decoded.mul_(block_scales))
 
 
-def _spread(scales: torch.Tensor, block: tuple[int, int], first: int, last: int, columns: int) -> torch.Tensor:
-    """Scales of blocks, one for each weight of some rows."""
+def _scales_of_rows(scales: torch.Tensor, block: tuple[int, int], first: int, last: int, columns: int) -> torch.Tensor:
+    """Repeat the scales of blocks for each weight of some rows."""
     rows = torch.arange(first, last, device=scales.device) // block[0]
     return scales[rows].repeat_interleave(block[1], dim=1)[:, :columns]
 
 
-def _runs(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Rows to decode at a time: first, and behind the last."""
-    step = max(1, _AT_ONCE // max(columns, 1))
-    for first in range(0, rows, step):
-        yield first, min(first + step, rows)
-
-
 def _encode_float8(exact: torch.Tensor, encoding: Float8Blocks) -> Mapping[str, torch.Tensor]:
-    """The largest magnitude of a block becomes the largest number of the dtype."""
+    """Scale each block so that its largest magnitude becomes the largest number of the dtype."""
     (rows, columns), (high, wide) = exact.shape, encoding.block
     padded = torch.nn.functional.pad(exact, (0, -columns % wide, 0, -rows % high))
     blocks = padded.view(padded.shape[0] // high, high, padded.shape[1] // wide, wide)
     scales = (blocks.abs().amax(dim=(1, 3)) / _LARGEST_FP8).to(encoding.scale_dtype)
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
-    codes = exact / _spread(scales.float(), encoding.block, 0, rows, columns)
+    codes = exact / _scales_of_rows(scales.float(), encoding.block, 0, rows, columns)
     return {"codes": codes.clamp_(-_LARGEST_FP8, _LARGEST_FP8).to(torch.float8_e4m3fn), "scales": scales}
 
 
 def _encode_nf4(exact: torch.Tensor, encoding: NF4Blocks) -> tuple[NF4Blocks, Mapping[str, torch.Tensor]]:
-    """The nearest of the table's numbers, once a block's largest magnitude is 1."""
+    """Scale each block so that its largest magnitude is 1, and take the nearest numbers of the table."""
     numel, table = len(exact), torch.tensor(NF4_TABLE)
     blocks = torch.nn.functional.pad(exact, (0, -numel % encoding.block)).view(-1, encoding.block)
     scales = blocks.abs().amax(dim=1)
@@ -201,19 +188,19 @@ def _encode_nf4(exact: torch.Tensor, encoding: NF4Blocks) -> tuple[NF4Blocks, Ma
 
 
 def _nearest(numbers: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The place of the nearest entry of an ascending table, uint8; of two that are as near the lower one.
+    """Index of the nearest entry of an ascending table, uint8; of two equally near ones the lower.
 
-    It is how many of the midpoints are below: in a cache, that takes a third of the time of ``torch.bucketize``.
+    The index is the number of midpoints below: counting them in a cache takes a third of the time of ``torch.bucketize``.
     """
-    places = torch.zeros(numbers.numel(), dtype=torch.uint8)
-    for piece, own in zip(torch.split(numbers, _CACHED), torch.split(places, _CACHED), strict=True):
+    nearest = torch.zeros(numbers.numel(), dtype=torch.uint8)
+    for chunk, counts in zip(torch.split(numbers, _ENCODED_AT_ONCE), torch.split(nearest, _ENCODED_AT_ONCE), strict=True):
         for midpoint in ((table[1:] + table[:-1]) / 2).tolist():
-            own += piece > midpoint
-    return places
+            counts += chunk > midpoint
+    return nearest
 
 
 def _encode_scales(around_zero: torch.Tensor, nested_block: int) -> dict[str, torch.Tensor]:
-    """Scales of blocks in 8 bits: evenly spaced numbers between a nested block's largest magnitude and minus that."""
+    """Encode the scales of blocks in 8 bits, evenly spaced between plus and minus a nested block's largest magnitude."""
     padded = torch.nn.functional.pad(around_zero, (0, -len(around_zero) % nested_block)).view(-1, nested_block)
     nested = padded.abs().amax(dim=1)
     relative = padded / torch.where(nested == 0, torch.ones_like(nested), nested)[:, None]

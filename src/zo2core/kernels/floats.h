@@ -1,4 +1,4 @@
-/* What the sources need: which functions are seen, and floats as bits and in 16 of them. */
+/* Common to all sources: visibility of functions, the bits of floats, and conversions of 16-bit floats. */
 
 #ifndef ZO2CORE_FLOATS_H
 #define ZO2CORE_FLOATS_H
@@ -35,7 +35,7 @@ INLINE float number(uint32_t u) {
     return x;
 }
 
-/* ---- 16-bit numbers, computed with as floats that have been rounded ---- */
+/* ---- 16-bit numbers, which are computed with as rounded floats ---- */
 
 INLINE float rounded_to_bfloat(float x) {
     const uint32_t u = bits(x);
@@ -59,7 +59,7 @@ INLINE uint16_t to_half(float x) {
     return (uint16_t)((near >= 0x47800000 ? other : finite) | (u >> 16 & 0x8000)); /* 65536 */
 }
 
-/* ---- Whole runs of them ---- */
+/* ---- Arrays of 16-bit numbers ---- */
 
 /* Compilers do not find the instructions that convert halves, which are spelled out: 16 at a time, or 8, or one by one. */
 

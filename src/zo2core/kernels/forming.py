@@ -1,7 +1,7 @@
-"""Weights formed of a base and thin factors: ``base + own shared^T``, summed in float32 and rounded once.
+"""Weights formed of a base and two low-rank factors: ``base + left right^T``, summed in float32 and rounded once.
 
-Products are added one after the other, so that every machine forms the same weights: a matrix product's order of sums is its
-library's own. ``form`` is what runs, compiled or Triton's; ``_form`` is the reference, and all give the same bits.
+Products are added one after the other, so that every machine forms the same weights: a library's matrix product sums in an
+order of its own choice. ``form`` runs a compiled kernel or Triton's; ``_form`` is the reference, and all give the same bits.
 """
 
 from __future__ import annotations
@@ -14,43 +14,36 @@ import torch
 from zo2core.kernels import native
 from zo2core.kernels.dispatch import triton_kernels
 
-_WORTH_HELP = 1 << 16  # weights of a matrix that are worth a second thread
-_AT_ONCE = 1 << 18  # weights that the reference sums at a time
+_TWO_THREADS = 1 << 16  # weights of a matrix from which a second thread pays
+_FORMED_AT_ONCE = 1 << 18  # weights that the reference sums at a time
 
 
 def form(
-    base: torch.Tensor, own: torch.Tensor, shared: torch.Tensor, out: torch.Tensor, helper: Executor | None = None
+    base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, helper: Executor | None = None
 ) -> None:
-    """Write a matrix of which only a base and what was added to it are kept.
+    """Write ``base + left right^T``.
 
     Args:
         base: (rows, columns), contiguous, of a floating-point dtype.
-        own: (rows, thin), float32.
-        shared: (columns, thin), of a floating-point dtype.
-        out: As ``base``; may be its memory.
-        helper: Runs a part of the work beside the caller, where compiled kernels do it.
+        left: (rows, rank), float32.
+        right: (columns, rank), of a floating-point dtype.
+        out: Memory of the shape and dtype of ``base``; may be ``base``.
+        helper: Runs half of the work in parallel if compiled kernels do it.
     """
-    own = own.contiguous()
+    left = left.contiguous()
     if (kernels := triton_kernels(base)) is not None:
-        kernels.form(base, own, shared.float().t().contiguous(), out)
+        kernels.form(base, left, right.float().t().contiguous(), out)
     elif native.takes(base, out):
-        panels, rows = native.panels(shared), len(base)
-        run = partial(native.form, base, own, panels, out)
-        cut = rows // 2 if helper is not None and base.numel() >= _WORTH_HELP else rows
-        rest = None if helper is None or cut == rows else helper.submit(run, cut, rows)
-        try:
-            run(0, cut)
-        finally:
-            if rest is not None:
-                rest.result()
+        run = partial(native.form, base, left, native.panels(right), out)
+        native.run_in_halves(run, len(base), None if base.numel() < _TWO_THREADS else helper)
     else:
-        _form(base, own, shared, out)
+        _form(base, left, right, out)
 
 
-def _form(base: torch.Tensor, own: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
-    """The reference."""
-    columns, rows = shared.float().t().contiguous(), max(1, _AT_ONCE // max(base.shape[1], 1))
-    for weights, factors, memory in zip(*(torch.split(matrix, rows) for matrix in (base, own, out)), strict=True):
+def _form(base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Form a matrix with torch operations: the reference."""
+    columns, rows = right.float().t().contiguous(), max(1, _FORMED_AT_ONCE // max(base.shape[1], 1))
+    for weights, factors, memory in zip(*(torch.split(matrix, rows) for matrix in (base, left, out)), strict=True):
         sums, product = torch.zeros_like(weights, dtype=torch.float32), torch.empty_like(weights, dtype=torch.float32)
         for k, column in enumerate(columns):
             sums += torch.mul(factors[:, k, None], column, out=product)

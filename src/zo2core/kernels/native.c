@@ -1,6 +1,6 @@
-/* Counter-based noise and MeZO's elementwise arithmetic, one pass over memory: the fast path on CPUs.
+/* Counter-based noise and MeZO's elementwise arithmetic in one pass over memory: the fast path on CPUs.
  *
- * No Python in here: the functions are called through ctypes, which lets other threads run meanwhile. philox.py and
+ * The functions are called through ctypes, which releases the GIL. philox.py and
  * arithmetic.py are the reference, and give the same bits: every float operation below is one IEEE operation that rounds
  * once, as it does in torch. So this must be compiled with -ffp-contract=off, and never with -ffast-math.
  *
@@ -17,9 +17,9 @@
 enum { CHUNK = 1024 };  /* elements, worked on while they are in the first cache; a multiple of both groups of philox.py */
 enum { GAUSSIAN, RADEMACHER };
 enum { PERTURB, PERTURB_FOLDED, DESCEND };
-enum { HELD = 4 };  /* directions whose chunk of z is kept for the next instructions */
+enum { CACHED = 4 };  /* directions whose chunk of z is kept for the next instructions */
 
-/* One move of the weights; the fields are read as arithmetic.py reads its arguments. */
+/* One instruction, whose scalars are the arguments of arithmetic.py. */
 struct instruction {
     int32_t kind;
     int32_t direction;   /* whose z */
@@ -30,7 +30,7 @@ struct instruction {
 
 struct direction {
     uint64_t seed;
-    const void *z;  /* drawn before, in the parameter's dtype, from the range's first element on; NULL: draw from seed */
+    const void *z;  /* already drawn, in the parameter's dtype, from the range's first element on; NULL: draw from seed */
 };
 
 /* ---- Philox4x32-10 (Salmon et al., SC 2011) ---- */
@@ -100,7 +100,7 @@ static void philox(uint32_t *words, size_t count, uint64_t block, uint32_t param
     philox_plain(words, count, block, parameter, seed);
 }
 
-/* ---- Numbers: philox.py says what they are and how far off ---- */
+/* ---- Numbers: philox.py documents them and their error ---- */
 
 INLINE void box_muller(uint32_t radial, uint32_t angular, float *first, float *second) {
     const float u = (float)(int32_t)(radial >> 1) + 0.5f;
@@ -166,9 +166,9 @@ static void draw(int distribution, int dtype, float *z, uint64_t element, uint32
         rademacher(z, element, parameter, seed);
 }
 
-/* ---- Arithmetic, as arithmetic.py ---- */
+/* ---- The arithmetic of arithmetic.py ---- */
 
-INLINE void move_as(
+INLINE void run_instruction(
     int is_bfloat, float *restrict theta, const float *restrict z, struct instruction move, size_t count) {
     const float scale = move.scale, rate = move.rate, weight_decay = move.weight_decay;
 #define ROUNDED(x) (is_bfloat ? rounded_to_bfloat(x) : (x))
@@ -187,7 +187,7 @@ INLINE void move_as(
 }
 
 /* The same for halves: one operation after the other over the whole chunk, since only whole chunks round fast. */
-CLONES static void move_halves(float *restrict theta, const float *restrict z, struct instruction move, size_t count) {
+CLONES static void run_on_halves(float *restrict theta, const float *restrict z, struct instruction move, size_t count) {
     float step[CHUNK] __attribute__((aligned(64)));
     for (size_t i = 0; i < count; i++) step[i] = z[i] * move.scale;
     round_all(FLOAT16, step, count);
@@ -211,16 +211,16 @@ CLONES static void move_halves(float *restrict theta, const float *restrict z, s
 
 CLONES static void apply(int dtype, float *theta, const float *z, const struct instruction *move, size_t count) {
     if (dtype == BFLOAT16)
-        move_as(1, theta, z, *move, count);
+        run_instruction(1, theta, z, *move, count);
     else if (dtype == FLOAT16)
-        move_halves(theta, z, *move, count);
+        run_on_halves(theta, z, *move, count);
     else
-        move_as(0, theta, z, *move, count);
+        run_instruction(0, theta, z, *move, count);
 }
 
-/* ---- What is called ---- */
+/* ---- Exported functions ---- */
 
-/* Changes whenever the functions below or in the other sources, or what they compute, change: the loader compares it. */
+/* Raised whenever an exported function of any source changes its arguments or results; the loader compares it. */
 PUBLIC int zo2core_revision(void) { return 8; }
 
 /* Write z of the elements from start on. */
@@ -237,29 +237,29 @@ PUBLIC void zo2core_fill(
     }
 }
 
-/* Run the first `own` instructions on theta in place, and all the others on a copy of the result that goes to out; what
- * comes of all of them goes to rounded as well, in a dtype of its own.
+/* Run the first `in_place` instructions on theta in place, and all the others on a copy of the result that goes to out; what
+ * comes of all of them goes to rounded as well, in that memory's dtype.
  *
- * theta is only read if own is 0; out is only written if there are others; out and rounded may be NULL. theta and out may be
+ * theta is only read if in_place is 0; out is only written if there are others; out and rounded may be NULL. theta and out may be
  * the same memory, else none of them must overlap. start is the element of the parameter at which theta starts.
  */
 PUBLIC void zo2core_walk(
     int dtype, void *theta, void *out, int rounded_dtype, void *rounded, uint64_t count, const struct instruction *program,
-    size_t own, size_t length, const struct direction *directions, int distribution, uint32_t parameter, uint64_t start) {
+    size_t in_place, size_t length, const struct direction *directions, int distribution, uint32_t parameter, uint64_t start) {
     const size_t size = dtype == FLOAT32 ? 4 : 2, rounded_size = rounded_dtype == FLOAT32 ? 4 : 2;
     float weights[CHUNK] __attribute__((aligned(64)));
-    float zs[HELD][CHUNK] __attribute__((aligned(64)));
+    float zs[CACHED][CHUNK] __attribute__((aligned(64)));
     for (uint64_t done = 0; done < count;) {
         const size_t skip = (start + done) % CHUNK;
         const size_t elements = count - done < CHUNK - skip ? count - done : CHUNK - skip;
-        int32_t held[HELD];
-        for (size_t slot = 0; slot < HELD; slot++) held[slot] = -1;
+        int32_t held[CACHED];
+        for (size_t slot = 0; slot < CACHED; slot++) held[slot] = -1;
         load(dtype, weights, (char *)theta + done * size, elements);
         for (size_t i = 0; i < length; i++) {
             const struct instruction *move = program + i;
             const struct direction *direction = directions + move->direction;
-            const size_t slot = (size_t)move->direction % HELD;
-            if (i == own && own > 0) store(dtype, (char *)theta + done * size, weights, elements);
+            const size_t slot = (size_t)move->direction % CACHED;
+            if (i == in_place && in_place > 0) store(dtype, (char *)theta + done * size, weights, elements);
             if (held[slot] != move->direction) {
                 if (direction->z == NULL)
                     draw(distribution, dtype, zs[slot], start + done - skip, parameter, direction->seed);
@@ -269,8 +269,8 @@ PUBLIC void zo2core_walk(
             }
             apply(dtype, weights, zs[slot] + skip, move, elements);
         }
-        if (own == length && own > 0) store(dtype, (char *)theta + done * size, weights, elements);
-        if (own < length && out != NULL) store(dtype, (char *)out + done * size, weights, elements);
+        if (in_place == length && in_place > 0) store(dtype, (char *)theta + done * size, weights, elements);
+        if (in_place < length && out != NULL) store(dtype, (char *)out + done * size, weights, elements);
         if (rounded != NULL) {
             round_all(rounded_dtype, weights, elements);
             store(rounded_dtype, (char *)rounded + done * rounded_size, weights, elements);

@@ -1,11 +1,11 @@
-"""Counter-based noise: the reference, in torch's own operations, of which every faster kernel gives the same bits.
+"""Counter-based noise in torch operations: the reference, whose bits every faster kernel gives.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a counter and a key into four
-32-bit words, the same on every device. Nothing is kept between numbers, so any range can be drawn by anybody at any time.
+32-bit words, the same on every device. There is no state, so any thread can draw any range at any time.
 
-Note: Which number is which. The key is the seed (low word, high word), the counter (block low, block high, parameter, 0),
-with the parameter's place in registration order. A call gives 4 Gaussian or 128 Rademacher numbers; so that vector units
-write without shuffling, a *group* of calls that follow each other interleaves its numbers:
+Note: Order of the numbers. The key is the seed (low word, high word), the counter (block low, block high, parameter, 0),
+with the parameter's index in registration order. A call gives 4 Gaussian or 128 Rademacher numbers; so that vector units
+write without shuffling, a *group* of consecutive calls interleaves its numbers:
 
     Gaussian     64 calls, 256 elements: element e has group e // 256, word (e % 256) // 64, call e % 64 of the group
     Rademacher   8 calls, 1024 elements: element e has group e // 1024, bit (e % 1024) // 32 of word (e % 32) // 8
@@ -16,9 +16,9 @@ Note: Gaussian numbers. Box and Muller's transform of words (0, 1) and of words 
     u = (word // 2 + 0.5) / 2**31     radius = sqrt(-2 log u)     angle = 2 pi word' / 2**32
 
 The logarithm and the sine are polynomials, and each addition and multiplication rounds by itself (no fused multiply-add),
-so that every device that has IEEE numbers and a correctly rounded square root gives the same bits. A number is within 1e-6
-of what real arithmetic gives, and none is beyond 6.67, where a true Gaussian is once in 4e10 draws. It is then rounded to
-the parameter's dtype.
+so that every device with IEEE numbers and a correctly rounded square root gives the same bits. A number is within 1e-6
+of the exact result, and none is beyond 6.67, which a true Gaussian exceeds once in 4e10 draws. It is then rounded to the
+parameter's dtype.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def words(seed: int, parameter: int, first: int, count: int, device: torch.devic
     c2, c3 = torch.full_like(block, parameter), torch.zeros_like(block)
     k0, k1 = seed & _WORD, seed >> 32
     for _ in range(10):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the product wraps; its 64 bits are right as they are
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # the product wraps, which leaves its 64 bits right
         c0, c1 = (p1 >> 32 & _WORD) ^ c1 ^ k0, p1 & _WORD
         c2, c3 = (p0 >> 32 & _WORD) ^ c3 ^ k1, p0 & _WORD
         k0, k1 = k0 + 0x9E3779B9 & _WORD, k1 + 0xBB67AE85 & _WORD
@@ -56,9 +56,9 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
     Args:
         out: 1-D, contiguous, of any floating dtype, on any device.
         distribution: Distribution of the numbers.
-        seed: 0 to 2**63 - 1.
-        parameter: Place in registration order.
-        start: First element.
+        seed: Seed of the direction, 0 to 2**63 - 1.
+        parameter: Index of the parameter in registration order.
+        start: First element to write.
     """
     group = distribution.group
     first = start // group * group
@@ -75,15 +75,15 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
 
 
 def box_muller(radial: torch.Tensor, angular: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two independent Gaussian numbers for each pair of words: int64 below 2**32 to float32."""
+    """Turn each pair of words, int64 below 2**32, into two independent Gaussian numbers, float32."""
     u = (radial >> 1).float() + 0.5
     bits = u.view(torch.int32)
     exponent = (bits - _SQRT_HALF) >> 23
     f = (bits - (exponent << 23)).view(torch.float32) - 1.0
     squared = _horner(_LOG, f) * f + (exponent - 31).float() * -1.3862944
-    radius = squared.double().sqrt().float()  # correctly rounded, which torch's square root of a float32 is not everywhere
+    radius = squared.double().sqrt().float()  # correctly rounded, unlike torch's float32 square root on some machines
 
-    quarter = (angular + 0x20000000) >> 30 & 3  # the axis that is nearest, counted from 0 degrees
+    quarter = (angular + 0x20000000) >> 30 & 3  # the nearest axis, counted from 0 degrees
     from_axis = (angular << 2 & _WORD).where(angular << 2 & 0x80000000 == 0, (angular << 2 & _WORD) - (1 << 32)) >> 2
     t = from_axis.float() * 2.0**-29  # -1 to 1: 45 degrees to either side
     y = t * t

@@ -1,7 +1,7 @@
-"""A program as compiled kernels read it: two tables, coded once for each device that runs it.
+"""A program in the form that compiled kernels read: two tables, made once for each device.
 
 A row of ``instructions`` is five 32-bit words, native.c's ``struct instruction``: kind, direction, and three float32
-scalars, whose meaning depends on the kind:
+scalars, which depend on the kind:
 
     0  perturb             shift, zo_eps, -
     1  perturb, folded     shift * zo_eps, -, -        see the note on folding in arithmetic.py
@@ -41,22 +41,22 @@ def row(instruction: Perturb | Descend) -> Row:
 
 
 def table(program: Program, device: torch.device) -> Table:
-    """The program in a device's memory, with ``then`` as its last instruction. Coded at the first call."""
-    known = program.tables.get(device)
-    return program.tables.setdefault(device, _coded(program, device)) if known is None else known
+    """The program in a device's memory, with ``then`` as its last instruction. Made at the first call."""
+    cached = program.tables.get(device)
+    return program.tables.setdefault(device, _coded(program, device)) if cached is None else cached
 
 
 def _coded(program: Program, device: torch.device) -> Table:
     """Code a program and copy it to the device. The host does not wait for the copy."""
-    moves = program.instructions if program.then is None else (*program.instructions, program.then)
-    rows = [row(move) for move in moves]
+    program_instructions = program.instructions if program.then is None else (*program.instructions, program.then)
+    rows = [row(instruction) for instruction in program_instructions]
     instructions = torch.empty((len(rows), 5), dtype=torch.int32)
     instructions[:, 0] = torch.tensor([coded.kind for coded in rows], dtype=torch.int32)
-    instructions[:, 1] = torch.tensor([move.direction for move in moves], dtype=torch.int32)
+    instructions[:, 1] = torch.tensor([instruction.direction for instruction in program_instructions], dtype=torch.int32)
     scalars = torch.tensor([coded[1:] for coded in rows], dtype=torch.float64).view(len(rows), 3)
     instructions[:, 2:] = scalars.to(torch.float32).view(torch.int32)  # rounded as C rounds a double
     directions = torch.tensor([(seed, 0) for seed in program.seeds], dtype=torch.int64)
-    # One copy for both. Each begins aligned alike: Triton compiles anew for another alignment.
+    # One copy for both. Both are aligned alike: Triton would compile again for another alignment.
     begin, end = aligned(instructions.nbytes), aligned(instructions.nbytes) + directions.nbytes
     packed = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
     packed[: instructions.nbytes] = instructions.view(-1).view(torch.uint8)

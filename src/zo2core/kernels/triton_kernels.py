@@ -1,7 +1,7 @@
-"""One-pass kernels for CUDA, in Triton: directions are drawn on the way, or given; the bits are the reference's.
+"""One-pass CUDA kernels in Triton, with the bits of the reference. Directions are drawn in the kernel or passed in.
 
-Imported for CUDA tensors only. They must be launched without fusing multiplications and additions, as LAUNCH says. Run under
-Triton's interpreter and compiled to PTX in the tests.
+The module is imported for CUDA tensors only. Kernels are launched without fused multiply-adds (LAUNCH). The tests run them
+under Triton's interpreter, and compile them to PTX.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import triton.language as tl
 from zo2core.kernels.table import row, table
 from zo2core.types import Distribution, Perturb, Program
 
-BLOCK = 1024  # elements of a program instance: a multiple of what is drawn together
-FORMED = 16, 128  # rows and columns that a program instance forms
+BLOCK = 1024  # elements of a program instance: a multiple of Philox's groups
+TILE = 16, 128  # rows and columns that a program instance forms
 LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 
@@ -34,7 +34,7 @@ def _horner3(x, a, b, c, d):
 
 @triton.jit
 def _box_muller(radial, angular):
-    """As ``philox.box_muller``, operation by operation."""
+    """Do what ``philox.box_muller`` does, operation by operation."""
     u = (radial >> 1).to(tl.int32, bitcast=True).to(tl.float32) + 0.5
     bits = u.to(tl.int32, bitcast=True)
     exponent = (bits - 0x3F3504F3) >> 23
@@ -57,7 +57,7 @@ def _box_muller(radial, angular):
 
 @triton.jit
 def _draw(seed, parameter, element, GAUSSIAN: tl.constexpr, BLOCK: tl.constexpr):
-    """Z of BLOCK elements from ``element`` on, a multiple of BLOCK: float32 (BLOCK,). See ``philox`` for the order."""
+    """Draw z of BLOCK elements from ``element`` on, a multiple of BLOCK: float32 (BLOCK,). See ``philox`` for the order."""
     if GAUSSIAN:
         call = element // 4 + tl.arange(0, BLOCK // 4)
     else:  # each call four times: word (i % 32) // 8 of call i % 8 of group i // 32
@@ -79,31 +79,31 @@ def _draw(seed, parameter, element, GAUSSIAN: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _moved(weights, z, kind, scale, rate, weight_decay, number: tl.constexpr):
-    """Weights after one instruction, rounded to their dtype after every operation. See ``table`` for the kinds."""
-    move = (z * scale).to(number).to(tl.float32)
+def _run_instruction(weights, z, kind, scale, rate, weight_decay, number: tl.constexpr):
+    """Run one instruction, rounding to the weights' dtype after every operation. See ``table`` for the kinds."""
+    step = (z * scale).to(number).to(tl.float32)
     if kind == 2:
         if weight_decay != 0:
             decay = (weights * weight_decay).to(number).to(tl.float32)
-            move = (move + decay).to(number).to(tl.float32)
-        moved = weights - (move * rate).to(number).to(tl.float32)
+            step = (step + decay).to(number).to(tl.float32)
+        weights = weights - (step * rate).to(number).to(tl.float32)
     else:
         if kind == 0:
-            move = (move * rate).to(number).to(tl.float32)
-        moved = weights + move
-    return moved.to(number).to(tl.float32)
+            step = (step * rate).to(number).to(tl.float32)
+        weights = weights + step
+    return weights.to(number).to(tl.float32)
 
 
-# Triton would compile anew for an argument that is 1 or a multiple of 16, and hand a 1 over as a constant without a dtype.
-@triton.jit(do_not_specialize=["own", "length", "numel", "parameter", "start"])
-def _apply(
+# Triton would compile again for an argument that is 1 or a multiple of 16, and pass a 1 as a constant without a dtype.
+@triton.jit(do_not_specialize=["in_place", "length", "numel", "parameter", "start"])
+def _apply_drawing(
     theta,
     out,
-    instructions,  # int32, five an instruction: the kind and the direction come first
+    instructions,  # int32, five for each instruction: kind and direction come first
     scalars,  # float32, the same memory: scale, rate and weight decay come last
-    directions,  # int64, two a direction: the seed comes first
-    own,  # how many instructions change theta; the others change the copy that goes to out
-    length,  # of all instructions
+    directions,  # int64, two for each direction: the seed comes first
+    in_place,  # number of instructions that change theta; the others change the copy that is written to out
+    length,  # number of all instructions
     numel,
     parameter,
     start,  # element of the parameter at which theta starts
@@ -116,22 +116,22 @@ def _apply(
     inside = (at >= 0) & (at < numel)
     weights = tl.load(theta + at, mask=inside, other=0.0).to(tl.float32)
     z = weights * 0.0
-    held = -1
+    drawn = -1  # direction in z
     for i in range(length):
-        if (i == own) & (own > 0):
+        if (i == in_place) & (in_place > 0):
             tl.store(theta + at, weights.to(number), mask=inside)
-        place = tl.load(instructions + 5 * i + 1)
-        if place != held:
-            z = _draw(tl.load(directions + 2 * place), parameter, element, GAUSSIAN, BLOCK).to(number).to(tl.float32)
-            held = place
+        direction = tl.load(instructions + 5 * i + 1)
+        if direction != drawn:
+            z = _draw(tl.load(directions + 2 * direction), parameter, element, GAUSSIAN, BLOCK).to(number).to(tl.float32)
+            drawn = direction
         kind = tl.load(instructions + 5 * i)
         scale = tl.load(scalars + 5 * i + 2)
         rate = tl.load(scalars + 5 * i + 3)
         weight_decay = tl.load(scalars + 5 * i + 4)
-        weights = _moved(weights, z, kind, scale, rate, weight_decay, number)
-    if own < length:
+        weights = _run_instruction(weights, z, kind, scale, rate, weight_decay, number)
+    if in_place < length:
         tl.store(out + at, weights.to(out.dtype.element_ty), mask=inside)
-    elif own > 0:
+    elif in_place > 0:
         tl.store(theta + at, weights.to(number), mask=inside)
 
 
@@ -144,7 +144,7 @@ def _fill(out, seed, numel, parameter, start, GAUSSIAN: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit(do_not_specialize=["first", "last", "numel"])
-def _walk(theta, z, instructions, scalars, first, last, numel, BLOCK: tl.constexpr):
+def _apply(theta, z, instructions, scalars, first, last, numel, BLOCK: tl.constexpr):
     number = theta.dtype.element_ty
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
@@ -154,7 +154,7 @@ def _walk(theta, z, instructions, scalars, first, last, numel, BLOCK: tl.constex
         kind = tl.load(instructions + 5 * i)
         scale = tl.load(scalars + 5 * i + 2)
         rate = tl.load(scalars + 5 * i + 3)
-        weights = _moved(weights, direction, kind, scale, rate, tl.load(scalars + 5 * i + 4), number)
+        weights = _run_instruction(weights, direction, kind, scale, rate, tl.load(scalars + 5 * i + 4), number)
     tl.store(theta + at, weights.to(number), mask=inside)
 
 
@@ -165,27 +165,27 @@ def _perturb(out, theta, z, kind, scale, rate, numel, BLOCK: tl.constexpr):
     inside = at < numel
     weights = tl.load(theta + at, mask=inside, other=0.0).to(tl.float32)
     direction = tl.load(z + at, mask=inside, other=0.0).to(tl.float32)
-    weights = _moved(weights, direction, kind, scale, rate, 0.0, number)
+    weights = _run_instruction(weights, direction, kind, scale, rate, 0.0, number)
     tl.store(out + at, weights.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "columns", "thin"])
-def _form(base, out, factor, shared, rows, columns, thin, HIGH: tl.constexpr, WIDE: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "columns", "rank"])
+def _form(base, out, left, right, rows, columns, rank, HIGH: tl.constexpr, WIDE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * HIGH + tl.arange(0, HIGH)
     column = tl.program_id(1).to(tl.int64) * WIDE + tl.arange(0, WIDE)
     at = row[:, None] * columns + column[None, :]
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     weights = tl.load(base + at, mask=inside, other=0.0).to(tl.float32)
     sums = tl.zeros((HIGH, WIDE), tl.float32)
-    for k in range(thin):
-        by_row = tl.load(factor + row * thin + k, mask=row < rows, other=0.0)
-        by_column = tl.load(shared + k * columns.to(tl.int64) + column, mask=column < columns, other=0.0)
+    for k in range(rank):
+        by_row = tl.load(left + row * rank + k, mask=row < rows, other=0.0)
+        by_column = tl.load(right + k * columns.to(tl.int64) + column, mask=column < columns, other=0.0)
         sums += by_row[:, None] * by_column[None, :]
     tl.store(out + at, (weights + sums).to(out.dtype.element_ty), mask=inside)
 
 
 def takes(theta: torch.Tensor) -> bool:
-    """Whether the kernel works on weights of this dtype."""
+    """Whether the kernels support weights of this dtype."""
     return theta.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -198,21 +198,21 @@ def apply_drawing(
     *,
     out: torch.Tensor | None = None,
 ) -> None:
-    """As ``dispatch.apply_drawing``."""
-    own = len(program.instructions)
-    length = own if out is None else own + 1
+    """Do what ``dispatch.apply_drawing`` does."""
+    in_place = len(program.instructions)
+    length = in_place if out is None else in_place + 1
     if theta.numel() == 0 or length == 0:
         return
     coded = table(program, theta.device)
     blocks = triton.cdiv(start % BLOCK + theta.numel(), BLOCK)
     with _current(theta):
-        _apply[(blocks,)](
+        _apply_drawing[(blocks,)](
             theta,
             theta if out is None else out,
             coded.instructions,
             coded.scalars,
             coded.directions,
-            own,
+            in_place,
             length,
             theta.numel(),
             parameter,
@@ -224,7 +224,7 @@ def apply_drawing(
 
 
 def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: int, start: int = 0) -> None:
-    """As ``dispatch.fill``."""
+    """Do what ``dispatch.fill`` does."""
     if out.numel() == 0:
         return
     blocks = triton.cdiv(start % BLOCK + out.numel(), BLOCK)
@@ -235,7 +235,7 @@ def fill(out: torch.Tensor, distribution: Distribution, seed: int, parameter: in
 
 
 def apply(theta: torch.Tensor, program: Program, zs: Sequence[torch.Tensor]) -> None:
-    """As ``dispatch.apply``: a pass for each run of instructions along one direction."""
+    """Do what ``dispatch.apply`` does: one pass for each run of instructions along one direction."""
     if theta.numel() == 0:
         return
     coded, blocks = table(program, theta.device), triton.cdiv(theta.numel(), BLOCK)
@@ -243,14 +243,14 @@ def apply(theta: torch.Tensor, program: Program, zs: Sequence[torch.Tensor]) -> 
         first = 0
         for direction, run in groupby(program.instructions, lambda instruction: instruction.direction):
             last = first + len(list(run))
-            _walk[(blocks,)](
+            _apply[(blocks,)](
                 theta, zs[direction], coded.instructions, coded.scalars, first, last, theta.numel(), BLOCK=BLOCK, **LAUNCH
             )
             first = last
 
 
 def perturb(out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, *, shift: float, zo_eps: float) -> None:
-    """As ``dispatch.perturb``."""
+    """Do what ``dispatch.perturb`` does."""
     if theta.numel() == 0:
         return
     coded = row(Perturb(0, shift, zo_eps))
@@ -260,18 +260,18 @@ def perturb(out: torch.Tensor, theta: torch.Tensor, z: torch.Tensor, *, shift: f
         )
 
 
-def form(base: torch.Tensor, own: torch.Tensor, shared: torch.Tensor, out: torch.Tensor) -> None:
-    """As ``forming.form``, for a ``shared`` of (thin, columns), float32."""
+def form(base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    """Do what ``forming.form`` does, with ``right`` as (rank, columns), float32."""
     rows, columns = base.shape
     if base.numel() == 0:
         return
-    tiles = triton.cdiv(rows, FORMED[0]), triton.cdiv(columns, FORMED[1])
+    tiles = triton.cdiv(rows, TILE[0]), triton.cdiv(columns, TILE[1])
     with _current(base):
-        _form[tiles](base, out, own, shared, rows, columns, len(shared), HIGH=FORMED[0], WIDE=FORMED[1], **LAUNCH)
+        _form[tiles](base, out, left, right, rows, columns, len(right), HIGH=TILE[0], WIDE=TILE[1], **LAUNCH)
 
 
 def _current(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current GPU. Making one current takes as long as a launch, so only another one is."""
+    """Make a tensor's GPU the current one for a launch. That takes as long as a launch: it is done only if needed."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(tensor.device)

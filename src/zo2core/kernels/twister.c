@@ -3,7 +3,7 @@
  * torch draws from a Mersenne twister one word after the other, and turns sixteen uniforms at a time into normal numbers
  * with AVX2, eight pairs side by side. Which of those operations round once and which twice was read off torch's machine
  * code: fmaf below stands where one instruction multiplies and adds, and nothing else may be contracted. Whether a torch
- * computes like that depends on its version and on the machine: generators.py compares before it believes.
+ * computes like that depends on its version and on the machine: generators.py compares both before it uses this one.
  *
  * Numbers below sixteen are drawn one by one in float64, with the machine's libm, as torch draws them.
  */
@@ -187,7 +187,7 @@ static double draw_one(struct twister *t) {
     return radius * cos(angle) + 0.0;
 }
 
-/* ---- What is called ---- */
+/* ---- Exported functions ---- */
 
 PUBLIC size_t zo2core_twister_size(void) { return sizeof(struct twister); }
 
@@ -197,7 +197,7 @@ PUBLIC void zo2core_twister_seed(struct twister *t, uint64_t seed) {
     t->next = WORDS, t->spare_is_there = 0, t->spare = 0;
 }
 
-/* Write what torch's normal_ writes to a contiguous tensor of so many elements. */
+/* Write what torch's normal_ writes to a contiguous tensor of `count` elements. */
 PUBLIC void zo2core_twister_fill(struct twister *t, int dtype, void *out, uint64_t count) {
     const size_t size = dtype == FLOAT32 ? 4 : 2;
     if (count < GROUP) {
@@ -218,7 +218,7 @@ PUBLIC void zo2core_twister_fill(struct twister *t, int dtype, void *out, uint64
     draw_as(t, dtype, (char *)out + (count - GROUP) * size, GROUP); /* over the end of the group before */
 }
 
-/* Leave the generator as filling would. */
+/* Advance the generator as filling would. */
 PUBLIC void zo2core_twister_skip(struct twister *t, int dtype, uint64_t count) {
     if (count < GROUP)
         for (size_t i = 0; i < count; i++) draw_one(t);

@@ -1,4 +1,4 @@
-"""A noise generator by the name that a journal knows it by."""
+"""Choice of a noise generator by the name that a journal records."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from zo2core.types import BlockLayout, Distribution
 def choose_noise(
     name: str | None, layouts: Sequence[BlockLayout], device: torch.device, *, memory: int = MEMORY
 ) -> NoiseGenerator:
-    """The generator of a name; by default MeZO's numbers, as this device draws them.
+    """Return the generator of a name; by default MeZO's numbers as this device draws them.
 
     Args:
-        name: ``NoiseGenerator.name`` of one of this package's, or None.
+        name: Name of a generator of this package (``NoiseGenerator.name``), or None.
         layouts: Segments in visiting order.
         device: The device that computes.
-        memory: Bytes that sequential noise may keep generators in.
+        memory: Bytes for the generators that sequential noise keeps.
 
     Raises:
         OptionError: for a name that no generator of this device has.
@@ -35,5 +35,5 @@ def choose_noise(
         "noise",
         found=repr(name),
         expected=f"one of {', '.join(noise.name for noise in generators)}",
-        remedy="use the device that the run was made on; noise of one's own is passed as noise=",
+        remedy="use the device that the run was made on, or pass a custom generator as noise=",
     )

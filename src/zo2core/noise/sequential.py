@@ -1,10 +1,10 @@
 """MeZO's noise: torch's generator, drawn parameter after parameter in registration order.
 
-Trade-off: the numbers are MeZO's own, bit for bit, but a sequential generator has no random access. One is kept for each
-seed, where it stands, and copies of it wherever a sweep has to jump, because segments are visited in another order than they
-were registered in, and at the start of the segment being visited, which may be drawn again (the RNG state manager of ZO2,
-arXiv 2503.12668, section 5.1). A replay of many updates multiplies that by their number, so it is bounded: generators that
-are beyond the bound start over at every segment.
+Trade-off: the numbers are MeZO's, bit for bit, but a sequential generator has no random access. For each seed the generator
+is kept in its present state, with copies wherever a sweep jumps because segments are visited in another order than they were
+registered in, and one at the start of the segment being visited, which may be drawn again (the RNG state manager of ZO2,
+arXiv 2503.12668, section 5.1). A replay of many updates needs one for each seed, so their memory is limited: generators
+beyond the limit start again at every segment.
 """
 
 from __future__ import annotations
@@ -22,62 +22,62 @@ from zo2core.protocols import SEEDS_IN_TURN
 from zo2core.types import BlockLayout, ParameterSpec
 
 # Note: Drawing in chunks. torch's CPU `normal_` of 16 or more elements fills the tensor with uniforms and transforms them
-# in groups of 16, the last group overlapping; so chunks that are multiples of 16 long, the last at least 16, give the
-# numbers of one call. Under 16 elements it draws one by one and keeps a spare value in the generator's state.
-CHUNK = 1 << 18  # elements: in fp32 a MiB, in reach of a core's caches; handing a chunk over costs tens of microseconds
-MEMORY = 256 << 20  # bytes, by default: of 20,000 updates or more
-GENERATOR = 2750  # bytes of one on the CPU, of which 2496 are the Mersenne twister's; measured, torch's and ours
-STREAM = 700  # bytes of what is around the generators of a seed; measured
+# in groups of 16, the last of which overlaps the one before; so chunks whose lengths are multiples of 16, the last at least
+# 16, give the numbers of one call. Below 16 elements it draws one by one and keeps a spare value in the generator's state.
+CHUNK = 1 << 18  # elements: 1 MiB in fp32, which a core's caches hold; passing it to a thread costs tens of microseconds
+MEMORY = 256 << 20  # bytes by default, enough for 20,000 updates or more
+GENERATOR = 2750  # measured bytes of a CPU generator, torch's or ours; 2496 are the Mersenne twister's
+STREAM = 700  # measured further bytes for each seed
 
 
 class _Stream:
-    """One seed's generator, where it stands, and copies of it to return to."""
+    """One seed's generator, its position, and copies of it to return to."""
 
-    __slots__ = ("_begin", "copies", "generator", "lock", "position", "run")
+    __slots__ = ("_start", "copies", "generator", "lock", "position", "run")
 
-    def __init__(self, begin: Callable[[], Generator]) -> None:
-        self._begin = begin
-        self.generator = begin()
-        self.position = (0, 0)  # place in drawing order, element: what the generator would draw next
-        self.copies: dict[int, Generator] = {}  # place -> the generator as it was before that parameter
-        self.run: int | None = None  # place of the only copy not kept for a jump: where the segment being drawn begins
+    def __init__(self, start: Callable[[], Generator]) -> None:
+        self._start = start
+        self.generator = start()
+        self.position = (0, 0)  # parameter in drawing order, and element, that the generator draws next
+        self.copies: dict[int, Generator] = {}  # parameter -> the generator before it
+        self.run: int | None = None  # parameter of the copy at the start of the segment being drawn; others are for jumps
         self.lock = threading.Lock()
 
-    def keep(self, place: int) -> None:
-        """Keep a copy of the generator, which stands at a place."""
-        if place not in self.copies:
-            self.copies[place] = self.generator.copy()
+    def keep(self, parameter: int) -> None:
+        """Keep a copy of the generator, which is at the start of a parameter."""
+        if parameter not in self.copies:
+            self.copies[parameter] = self.generator.copy()
 
-    def begin_run(self, place: int) -> None:
-        """Keep a copy until the next run begins."""
-        if self.run != place:
+    def begin_run(self, parameter: int) -> None:
+        """Keep a copy until the next segment begins."""
+        if self.run != parameter:
             if self.run is not None:
                 del self.copies[self.run]
-            self.run = place
-            self.keep(place)
+            self.run = parameter
+            self.keep(parameter)
 
-    def nearest(self, place: int) -> int:
-        """The last place up to a given one that the generator can return to."""
-        return max((kept for kept in self.copies if kept <= place), default=0)
+    def nearest(self, parameter: int) -> int:
+        """The last parameter, up to a given one, to whose start the generator can return."""
+        return max((kept for kept in self.copies if kept <= parameter), default=0)
 
-    def return_to(self, place: int) -> None:
-        """Stand at a place there is a copy for, or at the beginning."""
-        if place in self.copies:
-            self.generator = self.copies[place].copy()
+    def return_to(self, parameter: int) -> None:
+        """Return to the start of a parameter that has a copy, or of the first one."""
+        if parameter in self.copies:
+            self.generator = self.copies[parameter].copy()
         else:
-            self.generator = self._begin()
-        self.position = (place, 0)
+            self.generator = self._start()
+        self.position = (parameter, 0)
 
 
 class SequentialNoise:
-    """z as MeZO draws it: ``torch.normal`` from a generator seeded anew for each pass over the parameters.
+    """MeZO's z: ``torch.normal`` from a generator that is seeded again for each pass over the parameters.
 
     No global generator is touched.
 
     Args:
         layouts: Segments in visiting order. Their parameters' indices are the drawing order.
-        device: Whose generator. CPU and CUDA generators give different numbers for one seed.
-        memory: Bytes that generators may take, but for those of the seeds that are drawn from in turn.
+        device: Device of the generator. CPU and CUDA generators give different numbers for one seed.
+        memory: Bytes for generators, without those of the seeds that are being drawn from.
     """
 
     def __init__(self, layouts: Sequence[BlockLayout], device: torch.device | str = "cpu", *, memory: int = MEMORY) -> None:
@@ -97,16 +97,16 @@ class SequentialNoise:
         # Kept by element count: a list for each parameter of OPT-175B would take half a GB.
         self._chunks: dict[int, list[tuple[int, int]]] = {}
         self._streams: dict[int, _Stream] = {}  # streams of the first seeds, as many as memory allows, until ``retain``
-        self._passing: dict[int, _Stream] = {}  # streams of other seeds, used last, the latest at the end
+        self._recent: dict[int, _Stream] = {}  # recently used streams of other seeds, the latest at the end
         self._streams_lock = threading.Lock()
 
     @property
     def name(self) -> str:
-        """What z is: the device's torch generator, in registration order."""
+        """Name of the device's torch generator in registration order."""
         return f"torch-{self._device.type}-sequential"
 
     def chunks(self, parameter: ParameterSpec) -> list[tuple[int, int]]:
-        """Cut a parameter into cache-sized chunks; on other devices than the CPU it is drawn in one."""
+        """Divide a parameter into cache-sized chunks; on other devices than the CPU it is one chunk."""
         numel = parameter.numel
         if numel not in self._chunks:
             starts = list(range(0, max(numel - 15, 1), CHUNK)) if self._device.type == "cpu" else [0]
@@ -114,7 +114,7 @@ class SequentialNoise:
         return self._chunks[numel]
 
     def fill(self, out: torch.Tensor, seed: int, parameter: ParameterSpec, start: int = 0) -> None:
-        """Write a chunk of one parameter's z. See the contract for the chunks that are allowed."""
+        """Write one of the ``chunks`` of a parameter's z."""
         stream = self._stream(seed)
         place = self._places[parameter.index]
         with stream.lock:
@@ -129,19 +129,19 @@ class SequentialNoise:
         """Forget the generators of all other seeds."""
         with self._streams_lock:
             self._streams = {seed: stream for seed, stream in self._streams.items() if seed in seeds}
-            self._passing.clear()
+            self._recent.clear()
 
     def _stream(self, seed: int) -> _Stream:
         with self._streams_lock:
             if seed in self._streams:
                 return self._streams[seed]
-            stream = self._passing.pop(seed, None) or _Stream(partial(seeded, seed, self._device, self._dtypes))
+            stream = self._recent.pop(seed, None) or _Stream(partial(seeded, seed, self._device, self._dtypes))
             if len(self._streams) < self._most:
                 self._streams[seed] = stream
                 return stream
-            self._passing[seed] = stream
-            if len(self._passing) > 2 * SEEDS_IN_TURN:  # of one turn, and of what other threads draw in the meantime
-                del self._passing[next(iter(self._passing))]
+            self._recent[seed] = stream
+            if len(self._recent) > 2 * SEEDS_IN_TURN:  # of one thread's chunk, and of other threads meanwhile
+                del self._recent[next(iter(self._recent))]
             return stream
 
     def _advance(self, stream: _Stream, place: int, element: int) -> None:
@@ -153,14 +153,14 @@ class SequentialNoise:
             stream.keep(place + 1)
 
     def _seek(self, stream: _Stream, place: int, start: int) -> None:
-        """Bring the generator to an element: from where it stands if that is nearest, else from a copy of it."""
+        """Move the generator to an element: from its present position if that is nearest, else from a copy."""
         nearest = stream.nearest(place)
         if not (nearest, 0) <= stream.position <= (place, start):
             stream.return_to(nearest)
         while stream.position < (place, start):
-            at, element = stream.position
-            spec = self._parameters[at]
-            stop = start if at == place else spec.numel
+            current, element = stream.position
+            spec = self._parameters[current]
+            stop = start if current == place else spec.numel
             last = min((last for first, last in self.chunks(spec) if first <= element < last), default=spec.numel)
             stream.generator.skip(min(last, stop) - element, spec.dtype)
-            self._advance(stream, at, min(last, stop))
+            self._advance(stream, current, min(last, stop))

@@ -1,12 +1,12 @@
-"""Factors of ended periods on disk: a run is resumed from them, without drawing thousands of updates again.
+"""Factors of ended periods on disk, from which a run resumes without drawing thousands of updates again.
 
-Nothing depends on these files. Base and journal make the same numbers, bit for bit; they only take longer. Sums of a period
-that has ended never change, so each parameter's are written once, as they end, and stay in memory nowhere else. They count
-with the record that follows those of all parameters, and only if the journal has its checksum at the period's end and the
-bytes have theirs. Whatever is damaged is told, dropped and replayed.
+The files are a cache: replaying the journal on the base gives the same bits, but takes longer. The sums of an ended period
+never change, so those of each parameter are written once. A period counts once the manifest has its record, which follows
+the sums of all parameters, and only if the journal's checksum at its end and the checksums of its bytes match. Damaged
+periods are dropped with a warning and replayed.
 
-Trade-off: what factors take in memory they take on disk as well, a period at a time: float32 numbers, rank times the rows
-of every matrix, and all vectors.
+Trade-off: factors take as much disk as memory: for each period float32 numbers, rank times the rows of every matrix, and all
+vectors.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from zo2core.types import ParameterSpec
 
 DATA = "factors.bin"
 MANIFEST = "factors.jsonl"
-FORMAT = 1  # of the manifest
+FORMAT = 1  # version of the manifest
 
 
 class FactorFile:
-    """The sums of all parameters at the end of each period, as far as they were kept. One thread at a time uses it.
+    """The sums of all parameters at the end of each period on disk. Not thread-safe.
 
-    Its files are locked while they are open for writing: from the beginning if they are there, else from the first period.
+    The files are locked while they are open for writing: from the start if they exist, else from the first period.
 
     Args:
-        directory: Directory of the run; made with the first period that is kept.
-        elements: How many float32 numbers each parameter's sums have, by its name.
+        directory: Directory of the run, made with the first period that is written.
+        elements: Number of float32 sums of each parameter, by name.
         period: Steps of a period.
-        journal: Journal of the run, begun.
-        writes: Whether periods that end are kept.
+        journal: Journal of the run, with its header.
+        writes: Whether periods that end are written.
 
     Raises:
-        ScratchError: if another engine writes the files. If it begins to later, a warning says that nothing is kept here.
-        JournalError: if the journal cannot be made durable, or is shorter than it was when a period was kept.
+        ScratchError: if another engine has the files open for writing. If it opens them later, a warning says that no
+            periods are written here.
+        JournalError: if the journal cannot be made durable, or has lost the end of a period on disk.
     """
 
     def __init__(self, directory: Path, elements: dict[str, int], *, period: int, journal: Journal, writes: bool) -> None:
@@ -58,25 +59,25 @@ class FactorFile:
         self._period = period
         self._journal = journal
         self._writes = writes
-        self._places = {name: at for at, name in enumerate(elements)}
+        self._positions = {name: position for position, name in enumerate(elements)}
         *offsets, self._size = accumulate((4 * count for count in elements.values()), initial=0)
-        self._offsets = dict(zip(elements, offsets, strict=True))  # in a period's bytes
-        self._ended: dict[int, dict[str, str]] = {}  # period -> checksums of the parameters that have ended it
-        self._manifest: RecordFile | None = None  # open once a period is kept
-        self._data: RangedFile | None = None  # open once a parameter has ended a period
+        self._offsets = dict(zip(elements, offsets, strict=True))  # bytes from a period's start
+        self._ended: dict[int, dict[str, str]] = {}  # checksums of written sums by parameter, for periods without a record
+        self._manifest: RecordFile | None = None  # open for writing from the first record on
+        self._data: RangedFile | None = None  # open for writing from the first sums on
         self._reading: RawIOBase | None = None  # open from the first read on
         self._records: list[Record] = []
         try:
             if writes and any(os.path.lexists(self._directory / name) for name in (DATA, MANIFEST)):
-                self._try(self._lock)
-            self._records = self._try(self._read_manifest) or []
+                self._try_or_warn(self._lock)
+            self._records = self._try_or_warn(self._read_manifest) or []
         except BaseException:
             self.close()
             raise
 
     @property
     def periods(self) -> int:
-        """How many are kept: the run's first ones."""
+        """Number of periods on disk, from the run's first one on."""
         return len(self._records)
 
     def read(self, spec: ParameterSpec, period: int) -> torch.Tensor | None:
@@ -84,37 +85,37 @@ class FactorFile:
 
         Args:
             spec: The parameter.
-            period: One of ``periods``.
+            period: Index of the period, below ``periods``.
 
         Returns:
-            Flat, float32, on the CPU; None if they are damaged: then this and all later periods are not kept any more.
+            The sums, flat, float32, on the CPU; None if they are damaged: then this and all later periods are dropped.
         """
         sums = torch.empty(self._elements[spec.name], dtype=torch.float32)
         try:
             self._read(spec, period, sums)
         except (OSError, EOFError) as error:
-            self._tell(reason(error))
-            is_passing = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)  # too many open files, say
-            self._drop(period, on_disk=not is_passing)
+            self._warn(reason(error))
+            is_temporary = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)  # as too many open files
+            self._drop(period, on_disk=not is_temporary)
             return None
         return sums
 
     def keep(self, spec: ParameterSpec, period: int, sums: torch.Tensor) -> None:
-        """Write a parameter's sums at the end of a period, which is kept once all parameters have ended it.
+        """Write a parameter's sums at the end of a period, which gets its record with the sums of the last parameter.
 
         Args:
             spec: The parameter.
-            period: From 0; none of ``periods``.
-            sums: Float32, on any device.
+            period: Index of the period, at least ``periods``.
+            sums: The sums, float32, on any device.
         """
         if not self._writes:
             return
         try:
             self._write(spec.name, period, sums)
             while len(self._ended.get(self.periods, ())) == len(self._elements):
-                self._count_in()
+                self._append_record()
         except OSError as error:
-            self._tell(reason(error))
+            self._warn(reason(error))
             self._writes = False
             self._ended.clear()
 
@@ -126,7 +127,7 @@ class FactorFile:
         self._manifest = self._data = self._reading = None
 
     def _lock(self) -> None:
-        """Open the file of sums for writing. Its lock is that of the manifest, too."""
+        """Open the file of sums for writing. Its lock covers the manifest."""
         try:
             self._data = RangedFile(self._directory / DATA, writable=True)
         except LockedFileError as error:
@@ -138,17 +139,17 @@ class FactorFile:
             ) from error
 
     def _read_manifest(self) -> list[Record]:
-        """The records that count: the first ones, as long as each is of the next period and of this journal."""
+        """Read the valid records: those up to the first that is not of the next period and of this journal."""
         try:
             header, *records = RecordFile(self._directory / MANIFEST).loaded or [{}]
         except DamagedRecordError as error:
-            self._tell(f"line {error.line}: {error}")
+            self._warn(f"line {error.line}: {error}")
             return []
         if header != self._header():
-            return []  # of another run
-        counting: list[Record] = []
+            return []  # the files of another run
+        valid: list[Record] = []
         for record in records:
-            version = (len(counting) + 1) * self._period
+            version = (len(valid) + 1) * self._period
             if record.get("version") != version:
                 break
             chain = self._journal.chain(version)
@@ -157,13 +158,13 @@ class FactorFile:
             checksums = record.get("xxh3")
             if record.get("chain") != chain or not isinstance(checksums, list) or len(checksums) != len(self._elements):
                 break
-            counting.append(record)
-        return counting
+            valid.append(record)
+        return valid
 
     def _read(self, spec: ParameterSpec, period: int, sums: torch.Tensor) -> None:
         if self._reading is None:
-            # Through the page cache, and ahead: small ranges of all periods are wanted, while the disk brings blocks.
-            self._reading = open_regular(self._directory / DATA).detach()  # its buffer would be older than later writes
+            # Through the page cache, and ahead: small ranges of all periods are read while the disk reads blocks.
+            self._reading = open_regular(self._directory / DATA).detach()  # unbuffered: a buffer would miss later writes
             os.posix_fadvise(self._reading.fileno(), 0, self.periods * self._size, os.POSIX_FADV_WILLNEED)
         view = byte_view(sums)
         self._reading.seek(period * self._size + self._offsets[spec.name])
@@ -173,7 +174,7 @@ class FactorFile:
                 raise EOFError(f"{DATA} ends in period {period}")
             done += count
         record = self._records[period]
-        if record["xxh3"][self._places[spec.name]] != self._checksum(spec.name, record["version"], view):
+        if record["xxh3"][self._positions[spec.name]] != self._checksum(spec.name, record["version"], view):
             raise EOFError(f"damaged sums of {spec.name} in period {period}")
 
     def _write(self, name: str, period: int, sums: torch.Tensor) -> None:
@@ -185,16 +186,16 @@ class FactorFile:
         self._data.write(period * self._size + self._offsets[name], view)
         self._ended.setdefault(period, {})[name] = self._checksum(name, (period + 1) * self._period, view)
 
-    def _count_in(self) -> None:
-        """Make the next period durable, and then write the record without which its bytes do not count."""
+    def _append_record(self) -> None:
+        """Make the next period's sums durable, and then append its record."""
         period = self.periods
         version = (period + 1) * self._period
-        if self._manifest is None:  # of the records that count, and no others
+        if self._manifest is None:  # without records that are not valid
             self._replace_manifest()
             self._manifest = RecordFile(self._directory / MANIFEST)
         self._manifest.retract()
-        chain = self._journal.chain(version)  # on return the journal is durable as far
-        assert chain is not None, "a period has ended once its updates are in the journal"
+        chain = self._journal.chain(version)  # makes the journal durable up to there
+        assert chain is not None, "the updates of an ended period are in the journal"
         assert self._data is not None
         self._data.sync()
         checksums, end = self._ended[period], self._manifest.end
@@ -202,7 +203,7 @@ class FactorFile:
         try:
             self._manifest.append(record)
             self._records.append(record)
-        except BaseException:  # also an interrupt: manifest and memory agree on how many periods count
+        except BaseException:  # also an interrupt: manifest and memory agree on the periods
             if self.periods == period:
                 with contextlib.suppress(OSError):
                     self._manifest.retract(end)
@@ -214,33 +215,33 @@ class FactorFile:
         replace_file(self._directory / MANIFEST, b"".join(lines))
 
     def _drop(self, period: int, *, on_disk: bool) -> None:
-        """Forget a period and those after it, and keep no other: parameters that had read them will not end them again."""
+        """Drop a period and those after it, and write no more: parameters that read them already will not end them again."""
         del self._records[period:]
         if self._writes:
             self._writes = False
             self._ended.clear()
             if on_disk and self._data is not None:  # while the lock is held
-                self._try(self._replace_manifest)
+                self._try_or_warn(self._replace_manifest)
             self.close()
 
     def _header(self) -> Record:
         return {"format": FORMAT, "elements": list(self._elements.values()), "chain": self._journal.chain(0)}
 
     def _checksum(self, name: str, version: int, view: memoryview) -> str:
-        """Checksum of a parameter's bytes and of its name."""
-        return combined_checksum([self._places[name], version, chunk_checksum(view)])
+        """Checksum of a parameter's position, version and bytes."""
+        return combined_checksum([self._positions[name], version, chunk_checksum(view)])
 
-    def _try(self, action: Callable[[], Any]) -> Any:
-        """What an action gives; None, after a warning, if the disk does not let it: the run needs none of it."""
+    def _try_or_warn(self, action: Callable[[], Any]) -> Any:
+        """Return an action's result; None, with a warning, if the disk fails: the run does not need the files."""
         try:
             return action()
         except (OSError, EOFError) as error:
-            self._tell(reason(error))
+            self._warn(reason(error))
             return None
 
-    def _tell(self, found: str) -> None:
+    def _warn(self, found: str) -> None:
         warnings.warn(
-            f"{self._directory / MANIFEST}: {found}. What ended periods have learned is replayed from the journal, "
+            f"{self._directory / MANIFEST}: {found}. The updates of ended periods are replayed from the journal, "
             "with the same bits",
             ZO2Warning,
             stacklevel=2,
@@ -248,5 +249,5 @@ class FactorFile:
 
 
 def sum_elements(parameters: Sequence[ParameterSpec], rank: int) -> dict[str, int]:
-    """How many numbers the sums of a period have: of a matrix (m, n) m times the rank, of a vector its own."""
+    """Number of a period's sums by parameter: m times the rank for a matrix (m, n), n for a vector (n,)."""
     return {spec.name: spec.shape[0] * rank if len(spec.shape) == 2 else spec.numel for spec in parameters}

@@ -1,7 +1,7 @@
-"""The thin factors of a run beside the activations: sums of updates in float32, and directions to evaluate.
+"""The low-rank factors of a run: sums of updates in float32, and perturbed factors for evaluations.
 
-Trade-off: a matrix of m x n has m * rank float32 numbers a period and n * rank in its own dtype, whatever it is itself; they
-stay in the device's memory. Replaying an update draws and adds m * rank numbers, where in the weights it is m * n.
+Trade-off: each period adds m * rank float32 numbers and n * rank numbers of the matrix's dtype for each matrix (m, n), which
+stay in device memory. Replaying an update draws and adds m * rank numbers, instead of m * n in the weights.
 """
 
 from __future__ import annotations
@@ -15,55 +15,55 @@ from typing import NamedTuple
 import torch
 
 from zo2core.journal import Journal
-from zo2core.kernels import apply_drawing, fill, form, move_each
+from zo2core.kernels import apply_drawing, fill, form, perturb_each
 from zo2core.kernels.encoding import decoded
 from zo2core.perturbation.factor_file import FactorFile, sum_elements
 from zo2core.perturbation.perturbation import DensePerturbation, LowRankPerturbation, Perturbation, require_perturbation
-from zo2core.perturbation.stacked_model import Factors, Moved
+from zo2core.perturbation.stacked_model import Factors, PerturbedParameter
 from zo2core.protocols import SEEDS_IN_TURN, BlockModel, CounterNoise, NoiseGenerator, ZOEstimator
 from zo2core.types import BlockLayout, Distribution, Evaluation, ParameterSpec, Perturb, Program, Update, trained
 from zo2core.updates import compile_updates, rounds
 
-# Columns of past periods, as a share of a matrix's inputs, up to which they are taken beside the activations at each visit:
-# there they cost about 1.5 times that share of a forward. Forming them costs a forward of as many tokens as columns.
+# Columns of past periods, as a share of a matrix's inputs, up to which their products are computed beside the activations at
+# each visit, for about 1.5 times that share of a forward. Adding them to the weights costs a forward of as many tokens.
 BESIDE_UP_TO = 0.05
 
 
-class Columns(NamedTuple):
-    """Factors of a matrix (m, n), of one period or of several side by side: R columns."""
+class LearnedFactors(NamedTuple):
+    """Factors of the updates of a matrix (m, n), ``left right^T``; those of several periods are side by side."""
 
-    own: torch.Tensor  # A (m, R), float32
-    shared: torch.Tensor  # V (n, R), in the parameter's dtype
+    left: torch.Tensor  # A (m, R), float32
+    right: torch.Tensor  # V (n, R), in the parameter's dtype
 
-    def joined(self, other: Columns) -> Columns:
-        """These columns, and then the other's."""
-        return Columns(*(torch.cat(pair, dim=1) for pair in zip(self, other, strict=True)))
+    def joined(self, other: LearnedFactors) -> LearnedFactors:
+        """These columns followed by the other's."""
+        return LearnedFactors(*(torch.cat(pair, dim=1) for pair in zip(self, other, strict=True)))
 
 
 class Learned(NamedTuple):
     """What a run has learned of a parameter."""
 
-    columns: Columns | None  # of all periods: the matrix is the base's and ``own @ shared^T``; None of a vector
-    present: Callable[[], torch.Tensor]  # makes the present weights, of its shape, rounded once to its dtype
+    factors: LearnedFactors | None  # of all periods, to be added to the base as ``left @ right^T``; None for a vector
+    present: Callable[[], torch.Tensor]  # returns the present weights in the parameter's shape, rounded once to its dtype
 
 
 @dataclass(eq=False)
 class _Sums:
-    """What the updates of a parameter came to."""
+    """Sums of the updates of a parameter."""
 
-    now: torch.Tensor  # float32, flat: A (m, rank) of the present period; of a vector its weights (n,)
-    version: int = 0  # updates 0..version-1 are in it
-    past: Columns | None = None  # of the periods that have ended
+    now: torch.Tensor  # float32, flat: A (m, rank) of the present period, or a vector's weights (n,)
+    version: int = 0  # updates 0..version-1 are included
+    past: LearnedFactors | None = None  # factors of ended periods
 
 
 class FactorStore:
-    """Factors of every parameter, brought to the present version segment by segment.
+    """Factors of every parameter, which are brought to the present version segment by segment.
 
     Args:
         settings: Rank and period.
         distribution: Distribution of U, V and the directions of vectors.
-        run_seed: Periods' seeds follow from it.
-        device: Where factors are.
+        run_seed: Seed of the run, from which periods' seeds are derived.
+        device: Device of the factors.
     """
 
     def __init__(
@@ -74,26 +74,26 @@ class FactorStore:
         self._run_seed = run_seed
         self._device = device
         self._sums: dict[str, _Sums] = {}
-        self._period: dict[str, tuple[int, torch.Tensor]] = {}  # parameter -> the period of its V, and V
-        self._replays: dict[tuple[int, int], Sequence[Program]] = {}  # of this sweep, by the updates' range
-        self._file: FactorFile | None = None  # of the periods that have ended; None keeps none
+        self._right: dict[str, tuple[int, torch.Tensor]] = {}  # period and V by parameter
+        self._replays: dict[tuple[int, int], Sequence[Program]] = {}  # programs of this sweep by range of updates
+        self._file: FactorFile | None = None  # for ended periods; None: they are not written
 
     def keep_periods(
         self, directory: Path, layouts: Sequence[BlockLayout], journal: Journal, bytes_a_step: float | None
     ) -> FactorFile:
-        """Begin with what ended periods have left in a directory, and leave there what will end. Before the first use.
+        """Read ended periods from a directory, and write later ones there. Called before the first use.
 
         Args:
             directory: Directory of the run.
-            layouts: Layouts of the model.
-            journal: Journal of the run, begun.
-            bytes_a_step: Most that may be written on average; None: no limit. Periods that take more are read, not kept.
+            layouts: The model's segments.
+            journal: Journal of the run, with its header.
+            bytes_a_step: Most bytes a step to write on average; None: no limit. Beyond it periods are only read.
 
         Returns:
-            To be closed by the caller.
+            The file of periods, which the caller closes.
 
         Raises:
-            JournalError: as ``FactorFile`` says.
+            ScratchError, JournalError: see ``FactorFile``.
         """
         elements, period = sum_elements(trained(layouts), self._settings.rank), self._settings.period
         writes = kept_bytes_a_step(self._settings, layouts, bytes_a_step) > 0
@@ -102,7 +102,7 @@ class FactorStore:
 
     @property
     def most_streams(self) -> int | None:
-        """Evaluations that run as one batch, at most; None: all of a step."""
+        """Most evaluations that run as one batch; None: all of a step."""
         return self._settings.stack
 
     def begin_sweep(self) -> None:
@@ -114,13 +114,13 @@ class FactorStore:
 
         Args:
             spec: The parameter.
-            theta: The base weights of the parameter as they are stored, flat, on the device; only read.
-            updates: All of the run.
-            version: Number of them to apply.
+            theta: Stored base weights of the parameter, flat, on the device; only read.
+            updates: All updates of the run.
+            version: Number of updates to apply.
         """
         try:
             self._advance(spec, self._sums_of(spec, theta), updates, version)
-        except BaseException:  # sums between two versions: the journal has them all
+        except BaseException:  # the sums are between two versions; replay makes them again
             self._sums.pop(spec.name, None)
             raise
 
@@ -133,7 +133,7 @@ class FactorStore:
             if end % self._settings.period == 0:
                 ended = sums.now
                 if len(spec.shape) == 2:
-                    columns = Columns(ended.view(spec.shape[0], -1), self._shared(spec, sums.version))
+                    columns = LearnedFactors(ended.view(spec.shape[0], -1), self._right_of(spec, sums.version))
                     sums.past = columns if sums.past is None else sums.past.joined(columns)
                     sums.now = torch.zeros_like(ended)
                 if self._file is not None:
@@ -141,149 +141,151 @@ class FactorStore:
             sums.version = end
 
     def forms(self, spec: ParameterSpec) -> bool:
-        """Whether a matrix has so many columns of past periods that they are to be formed into its weights for a visit."""
+        """Whether a matrix has so many columns of past periods that they are added to its weights for each visit."""
         past = self._sums[spec.name].past if spec.name in self._sums else None
-        return past is not None and past.own.shape[1] > BESIDE_UP_TO * spec.shape[1]
+        return past is not None and past.left.shape[1] > BESIDE_UP_TO * spec.shape[1]
 
     def form(self, spec: ParameterSpec, theta: torch.Tensor, out: torch.Tensor, helper: Executor | None = None) -> None:
-        """Write a matrix as it was when the present period began, summed in float32 and rounded once.
+        """Write a matrix as of the start of the present period, summed in float32 and rounded once.
 
         Args:
-            spec: A parameter that ``forms``.
-            theta: The base weights of the parameter in its dtype, flat, on the device; only read.
-            out: Memory for the matrix, of its shape and dtype; may be ``theta``'s.
-            helper: Runs a part of the work beside the caller.
+            spec: A parameter for which ``forms`` is true.
+            theta: Base weights of the parameter in its dtype, flat, on the device; only read.
+            out: Memory for the matrix, of its shape and dtype; may be ``theta``.
+            helper: Runs half of the work in parallel.
         """
         past = self._sums[spec.name].past
-        assert past is not None, "what forms has a past"
-        form(theta.view(spec.shape), past.own, past.shared, out, helper)
+        assert past is not None, "a matrix without past periods is not formed"
+        form(theta.view(spec.shape), past.left, past.right, out, helper)
 
-    def moves(self, evaluations: Sequence[Evaluation | None], zo_eps: float) -> Program:
-        """What ``moved`` does to a parameter, one move a stream.
+    def perturbations(self, evaluations: Sequence[Evaluation | None], zo_eps: float) -> Program:
+        """The program for ``perturbed``: one ``Perturb`` for each stream.
 
         Args:
-            evaluations: Evaluations of the streams; None is the present weights.
+            evaluations: Evaluations of the streams; None stands for the present weights.
             zo_eps: Perturbation scale.
         """
-        moved = [None if evaluation is None or evaluation.shift == 0 else evaluation for evaluation in evaluations]
-        places = {seed: place for place, seed in enumerate(dict.fromkeys(e.seed for e in moved if e is not None))}
-        at = [Perturb(0, 0.0, zo_eps) if e is None else Perturb(places[e.seed], e.shift, zo_eps) for e in moved]
-        return Program(tuple(places), tuple(at))
+        perturbing = [None if evaluation is None or evaluation.shift == 0 else evaluation for evaluation in evaluations]
+        seeds = {seed: index for index, seed in enumerate(dict.fromkeys(e.seed for e in perturbing if e is not None))}
+        instructions = [
+            Perturb(0, 0.0, zo_eps) if e is None else Perturb(seeds[e.seed], e.shift, zo_eps) for e in perturbing
+        ]
+        return Program(tuple(seeds), tuple(instructions))
 
-    def moved(self, spec: ParameterSpec, theta: torch.Tensor, moves: Program) -> Moved:
-        """A parameter at evaluations, one a stream. Of what ``forms``, beside what is formed.
+    def perturbed(self, spec: ParameterSpec, theta: torch.Tensor, perturbations: Program) -> PerturbedParameter:
+        """A parameter's factors or values at each stream's evaluation. If ``forms``, without the past periods.
 
         Args:
             spec: A parameter that ``advance`` brought to the present version.
-            theta: As there.
-            moves: What ``moves`` returned.
+            theta: Stored base weights of the parameter, flat, on the device.
+            perturbations: Result of ``perturbations``.
         """
         sums = self._sums_of(spec, theta)
-        count = len(moves.instructions)
+        count = len(perturbations.instructions)
         streams = torch.empty(count, sums.now.numel(), dtype=spec.dtype, device=self._device)
-        move_each(sums.now, moves, self._distribution, spec.index, streams)
+        perturb_each(sums.now, perturbations, self._distribution, spec.index, streams)
         if len(spec.shape) == 1:
             return streams
-        own, shared = streams.view(count, spec.shape[0], -1), self._shared(spec, sums.version)
+        left, right = streams.view(count, spec.shape[0], -1), self._right_of(spec, sums.version)
         if sums.past is not None and not self.forms(spec):
-            past = sums.past.own.to(spec.dtype).expand(count, -1, -1)
-            own, shared = torch.cat([past, own], dim=2), torch.cat([sums.past.shared, shared], dim=1)
-        return Factors(own, shared)
+            past = sums.past.left.to(spec.dtype).expand(count, -1, -1)
+            left, right = torch.cat([past, left], dim=2), torch.cat([sums.past.right, right], dim=1)
+        return Factors(left, right)
 
     def present(self, spec: ParameterSpec, theta: torch.Tensor) -> torch.Tensor:
-        """A parameter's weights at the version of its factors, rounded once to their dtype: flat, where ``theta`` is.
+        """A parameter's present weights, rounded once to its dtype: flat, on the device of ``theta``.
 
         Args:
-            spec: As of ``moved``.
-            theta: The base weights of the parameter in its dtype, flat, on any device; only read.
+            spec: A parameter that ``advance`` brought to the present version.
+            theta: Base weights of the parameter in its dtype, flat, on any device; only read.
         """
         sums = self._sums_of(spec, theta)
         if sums.version == 0:
             return theta
         if len(spec.shape) == 1:
             return sums.now.to(theta)
-        own, shared = self._columns(spec, sums)
+        left, right = self._factors(spec, sums)
         whole = theta.view(spec.shape).to(self._device, copy=True)
-        form(whole, own, shared, whole)
+        form(whole, left, right, whole)
         return whole.to(theta.device).view(-1)
 
     def learned(self, spec: ParameterSpec, theta: torch.Tensor) -> Learned:
-        """What a parameter has learned by the version of its factors.
+        """What a run has learned of a parameter.
 
         Args:
-            spec: As of ``moved``.
-            theta: As of ``present``, or encoded.
+            spec: A parameter that ``advance`` brought to the present version.
+            theta: Stored base weights of the parameter, flat, on any device.
         """
 
         def present() -> torch.Tensor:
             return self.present(spec, theta if spec.encoding is None else decoded(spec, theta)).view(spec.shape)
 
-        return Learned(self._columns(spec, self._sums_of(spec, theta)) if len(spec.shape) == 2 else None, present)
+        return Learned(self._factors(spec, self._sums_of(spec, theta)) if len(spec.shape) == 2 else None, present)
 
-    def _columns(self, spec: ParameterSpec, sums: _Sums) -> Columns:
-        """Factors of all periods; those of the present period come last."""
-        now = Columns(sums.now.view(spec.shape[0], -1), self._shared(spec, sums.version))
+    def _factors(self, spec: ParameterSpec, sums: _Sums) -> LearnedFactors:
+        """Factors of all periods, the present one last."""
+        now = LearnedFactors(sums.now.view(spec.shape[0], -1), self._right_of(spec, sums.version))
         return now if sums.past is None else sums.past.joined(now)
 
     def _sums_of(self, spec: ParameterSpec, theta: torch.Tensor) -> _Sums:
         if spec.name not in self._sums:
-            make = self._vector_sums if len(spec.shape) == 1 else self._matrix_sums
-            self._sums[spec.name] = make(spec, theta)
+            is_vector = len(spec.shape) == 1
+            self._sums[spec.name] = self._vector_sums(spec, theta) if is_vector else self._matrix_sums(spec)
         return self._sums[spec.name]
 
     def _vector_sums(self, spec: ParameterSpec, theta: torch.Tensor) -> _Sums:
-        """A vector's weights at the end of the last period that was kept, else the base's."""
+        """A vector's weights at the end of the last period on disk, else the base's."""
         while self._file is not None and self._file.periods > 0:
             period = self._file.periods - 1
             if (kept := self._file.read(spec, period)) is not None:
                 return _Sums(kept.to(self._device), (period + 1) * self._settings.period)
         return _Sums(theta.to(self._device, torch.float32, copy=True))
 
-    def _matrix_sums(self, spec: ParameterSpec, _: torch.Tensor) -> _Sums:
-        """A matrix's factors of the periods that were kept, and nothing yet of the next one."""
+    def _matrix_sums(self, spec: ParameterSpec) -> _Sums:
+        """A matrix's factors of the periods on disk, and zeros for the next one."""
         (rows, columns), rank, done = spec.shape, self._settings.rank, 0
         count = 0 if self._file is None else self._file.periods
-        own = torch.empty(rows, count * rank, dtype=torch.float32, device=self._device)
-        shared = torch.empty(columns, count * rank, dtype=spec.dtype, device=self._device)
+        left = torch.empty(rows, count * rank, dtype=torch.float32, device=self._device)
+        right = torch.empty(columns, count * rank, dtype=spec.dtype, device=self._device)
         for period in range(count):
             assert self._file is not None
             if (kept := self._file.read(spec, period)) is None:
                 break
-            own[:, done : done + rank] = kept.view(rows, rank)
-            shared[:, done : done + rank] = self._drawn_shared(spec, period * self._settings.period)
+            left[:, done : done + rank] = kept.view(rows, rank)
+            right[:, done : done + rank] = self._drawn_right(spec, period * self._settings.period)
             done += rank
-        past = Columns(own[:, :done].contiguous(), shared[:, :done].contiguous()) if done else None
+        past = LearnedFactors(left[:, :done].contiguous(), right[:, :done].contiguous()) if done else None
         now = torch.zeros(rows * rank, dtype=torch.float32, device=self._device)
         return _Sums(now, done // rank * self._settings.period, past)
 
-    def _shared(self, spec: ParameterSpec, step: int) -> torch.Tensor:
+    def _right_of(self, spec: ParameterSpec, step: int) -> torch.Tensor:
         """V in the period of a step, divided by the root of the rank: (n, rank) in the parameter's dtype."""
         period = step // self._settings.period
-        if self._period.get(spec.name, (None, None))[0] != period:
-            self._period[spec.name] = period, self._drawn_shared(spec, step)
-        return self._period[spec.name][1]
+        if self._right.get(spec.name, (None, None))[0] != period:
+            self._right[spec.name] = period, self._drawn_right(spec, step)
+        return self._right[spec.name][1]
 
-    def _drawn_shared(self, spec: ParameterSpec, step: int) -> torch.Tensor:
+    def _drawn_right(self, spec: ParameterSpec, step: int) -> torch.Tensor:
         rank, seed = self._settings.rank, self._settings.period_seed(self._run_seed, step)
         drawn = torch.empty(spec.shape[1] * rank, dtype=torch.float32, device=self._device)
         fill(drawn, self._distribution, seed, spec.index)
         return drawn.div_(rank**0.5).to(spec.dtype).view(spec.shape[1], rank)
 
     def _programs(self, updates: Sequence[Update], start: int, end: int) -> Sequence[Program]:
-        """Updates, compiled, with at most so many directions each as kernels draw in turn."""
+        """Compile updates to programs of at most ``SEEDS_IN_TURN`` directions."""
         if (start, end) not in self._replays:
-            missing = rounds(updates[start:end], SEEDS_IN_TURN)
-            self._replays[start, end] = [compile_updates(part)[False] for part in missing]
+            parts = rounds(updates[start:end], SEEDS_IN_TURN)
+            self._replays[start, end] = [compile_updates(part)[False] for part in parts]
         return self._replays[start, end]
 
 
 def factor_bytes(perturbation: Perturbation, layouts: Sequence[BlockLayout], updates: int = 0) -> int:
-    """Bytes of a run's factors: of the periods that have ended, and of the present one.
+    """Bytes of a run's factors in memory, of ended periods and of the present one.
 
     Args:
-        perturbation: The run's; directions in the weights have no factors.
-        layouts: Layouts of the model.
-        updates: Steps that were taken.
+        perturbation: Perturbation of the run; a dense one has no factors.
+        layouts: The model's segments.
+        updates: Number of steps taken.
     """
     if isinstance(perturbation, DensePerturbation):
         return 0
@@ -295,12 +297,12 @@ def factor_bytes(perturbation: Perturbation, layouts: Sequence[BlockLayout], upd
 
 
 def kept_bytes_a_step(perturbation: Perturbation, layouts: Sequence[BlockLayout], most: float | None = None) -> float:
-    """Bytes that a run beside the activations writes a step, on average, to keep what its periods came to.
+    """Average bytes a step that a low-rank run writes for its ended periods.
 
     Args:
-        perturbation: The run's; directions in the weights have no factors.
-        layouts: Layouts of the model.
-        most: Number of bytes that it may write; None: no limit. A run whose periods take more keeps none of them.
+        perturbation: Perturbation of the run; a dense one has no factors.
+        layouts: The model's segments.
+        most: Limit of bytes a step; None: no limit. A run above the limit writes nothing.
     """
     if isinstance(perturbation, DensePerturbation):
         return 0.0
@@ -321,22 +323,22 @@ def open_factors(
     write_back_every: object,
     snapshot_every: object,
 ) -> FactorStore | None:
-    """The factors of a run; None where directions are in the weights.
+    """Check a run's perturbation and open its factors; None for a dense one.
 
     Args:
-        perturbation: The run's.
-        model: Whose parameters have factors.
-        estimator: None for a run that takes no steps: then the journal's seed counts.
-        noise: What draws U, V and the directions of vectors.
+        perturbation: Perturbation of the run.
+        model: The model to perturb.
+        estimator: Estimator of the steps; None for a run that takes none, which uses the journal's seed.
+        noise: Draws U, V and the directions of vectors.
         journal: Journal of the run.
         seed: Seed of the run.
-        device: Where factors are.
-        replay: Who was asked to replay.
-        write_back_every: How often it was asked to write back.
-        snapshot_every: How often at least.
+        device: Device of the factors.
+        replay: The caller's ``replay`` option.
+        write_back_every: The caller's ``WriteBackPolicy.every``.
+        snapshot_every: The caller's ``WriteBackPolicy.snapshot_every``.
 
     Raises:
-        OptionError, UnsupportedModelError: as ``require_perturbation`` says.
+        OptionError, UnsupportedModelError: see ``require_perturbation``.
     """
     require_perturbation(
         perturbation,

@@ -1,4 +1,4 @@
-"""Where a direction lives while its losses are measured: in the weights, or beside the activations."""
+"""How weights are perturbed: dense directions in the weights, or low-rank ones beside the activations."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from zo2core.protocols import BlockModel, CounterNoise, NoiseGenerator, ZOEstima
 from zo2core.types import trained
 
 _KIND = "beside-activations"
-_FIRST_PERIOD_SEED = 1 << 62  # seeds of directions are below it, those of periods are not
+_FIRST_PERIOD_SEED = 1 << 62  # seeds of periods start here; seeds of directions are below
 
 
 @dataclass(frozen=True)
 class DensePerturbation:
-    """Weights are written at every evaluation: a direction has any form, and each layer its own forward. Exact MeZO's."""
+    """Exact MeZO: perturbed weights are written for every evaluation, whatever their shape and the layers' forwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankPerturbation:
-    """Directions of low rank, ``z = U V^T / sqrt(rank)`` for a matrix, taken beside what a layer computes.
+    """Low-rank directions, ``z = U V^T / sqrt(rank)`` for a matrix, computed beside a layer's activations.
 
-    A linear layer gives ``x W^T + (x V) (A + shift * zo_eps * U)^T``, where V is divided by the root of the rank. W is only
-    read: nothing is written, sent back or written back. All evaluations of a step run as one batch, stacked along its rows.
-    Parameters of one dimension have dense directions, one value a stream.
+    A linear layer computes ``x W^T + (x V) (A + shift * zo_eps * U)^T``, where V is divided by the root of the rank. W is
+    only read: it is never offloaded or written back. All evaluations of a step run as one batch, stacked along its rows.
+    Parameters of one dimension have dense directions, with separate values for each stream.
 
-    U is drawn anew for each direction; V stays for a period, so that a period's updates add up to one factor, A, in float32
-    (LOZO, arXiv 2410.07698, with the scale of z that dense directions have: a LOZO ``zo_eps`` is this one's divided by the
-    root of the rank, and learning rates are the same). The weights of a step are the base's plus ``A V^T`` of each period,
-    as if they were kept in float32, whatever the base is in. Both factors follow from the journal and the run's seed.
+    U is drawn for each direction; V stays for a period, so that a period's updates add up to one factor, A, in float32
+    (LOZO, arXiv 2410.07698, with z scaled as dense directions are: LOZO's ``zo_eps`` is this one divided by the root of the
+    rank, and learning rates are the same). The weights of a step are the base plus ``A V^T`` of each period, with float32
+    precision whatever the base's dtype. Both factors follow from the journal and the run's seed.
 
     Args:
         rank: Columns of U and V.
         period: Steps for which V stays.
-        stack: Most evaluations of a step that run as one batch; None: all of them. Losses depend on it, by the order in
-            which floats are summed, and so it is part of the run.
+        stack: Most evaluations of a step that run as one batch; None: all of them. It is recorded with the run, since it
+            changes the order in which floats are summed, and so the losses.
 
     Raises:
-        OptionError: if one of them is no whole number of at least 1.
+        OptionError: if a value is not an integer of at least 1.
     """
 
     rank: int
@@ -60,17 +60,17 @@ class LowRankPerturbation:
                     f"perturbation.{option}",
                     found=repr(value),
                     expected="a whole number of at least 1",
-                    remedy="pass a number in this range",
+                    remedy="pass a number of at least 1",
                 )
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """What decides the result, as JSON values, for the journal."""
+        """The options that change the result, as JSON values for the journal."""
         return {"kind": _KIND, "rank": self.rank, "period": self.period, "stack": self.stack}
 
     def period_seed(self, run_seed: int, step: int) -> int:
-        """The seed of V in the period of a step: from the run's seed and the period alone, and no direction's."""
-        rng = random.Random(f"{run_seed}/period/{step // self.period}")  # noqa: S311 - no secret
+        """Seed of V in the period of a step, derived from the run's seed and the period; no direction has it."""
+        rng = random.Random(f"{run_seed}/period/{step // self.period}")  # noqa: S311 - not a secret
         return _FIRST_PERIOD_SEED + rng.randrange(_FIRST_PERIOD_SEED)
 
 
@@ -78,23 +78,23 @@ Perturbation: TypeAlias = DensePerturbation | LowRankPerturbation
 
 
 def choose_perturbation(perturbation: Perturbation | None, journal: Journal) -> Perturbation:
-    """What was asked for; without, what the journal was begun with; without a journal, directions in the weights.
+    """Choose the caller's perturbation, else the journal's, else a dense one.
 
     Raises:
-        JournalError: if the journal was begun with another one, or with one that this version does not know.
+        JournalError: if the journal records another perturbation, or one that this version does not know.
     """
     if journal.header is None:
         return DensePerturbation() if perturbation is None else perturbation
     options = journal.header.get("perturbation")
     recorded: Perturbation = DensePerturbation()
     if options is not None:
-        known = {"kind", "rank", "period", "stack"}
-        if not isinstance(options, dict) or options.get("kind") != _KIND or set(options) != known:
+        keys = {"kind", "rank", "period", "stack"}
+        if not isinstance(options, dict) or options.get("kind") != _KIND or set(options) != keys:
             raise JournalError(
                 journal.name,
                 found=f"perturbation {str(options)[:80]}",
                 expected=f"none, or {_KIND} with rank, period and stack",
-                remedy="use the version that the journal was made with",
+                remedy="use the version that wrote the journal",
             )
         recorded = LowRankPerturbation(rank=options["rank"], period=options["period"], stack=options["stack"])
     if perturbation is not None and perturbation != recorded:
@@ -102,7 +102,7 @@ def choose_perturbation(perturbation: Perturbation | None, journal: Journal) -> 
             journal.name,
             found=f"perturbation {recorded}",
             expected=str(perturbation),
-            remedy="continue with the perturbation that the journal was begun with, or begin a new one",
+            remedy="continue with the journal's perturbation, or start a new journal",
         )
     return recorded
 
@@ -117,20 +117,20 @@ def require_perturbation(
     write_back_every: object = None,
     snapshot_every: object = None,
 ) -> None:
-    """Refuse what directions cannot do where they live, before anything is read.
+    """Check that a perturbation fits the model and the other options, before anything is read.
 
     Args:
-        perturbation: Where they live.
-        model: Whose parameters they move.
-        estimator: None for a run that takes no steps.
-        noise: What draws them.
-        replay: Who was asked to replay.
-        write_back_every: How often it was asked to write back.
-        snapshot_every: How often at least.
+        perturbation: Perturbation of the run.
+        model: The model to perturb.
+        estimator: Estimator of the steps; None for a run that takes none.
+        noise: Draws the directions.
+        replay: The caller's ``replay`` option.
+        write_back_every: The caller's ``WriteBackPolicy.every``.
+        snapshot_every: The caller's ``WriteBackPolicy.snapshot_every``.
 
     Raises:
-        OptionError: naming what does not go together.
-        UnsupportedModelError: if the model cannot take directions so.
+        OptionError: naming the option that does not fit.
+        UnsupportedModelError: if the model cannot be perturbed so.
     """
     if isinstance(perturbation, DensePerturbation):
         _require_dense(model, estimator)
@@ -145,43 +145,43 @@ def require_perturbation(
 
 
 def _require_dense(model: BlockModel, estimator: ZOEstimator | None) -> None:
-    """Refuse to perturb weights that are only read."""
+    """Refuse dense perturbations of encoded weights."""
     specs = [spec for spec in trained(model.layouts) if spec.encoding is not None]
     if estimator is not None and specs:
         assert specs[0].encoding is not None
         raise _refusal(
             "perturbation",
-            f"directions in the weights, of which {specs[0].name} is stored in {specs[0].encoding.name}",
-            "directions beside the activations: quantised weights are only read",
+            f"dense directions, for {specs[0].name}, which is stored in {specs[0].encoding.name}",
+            "directions beside the activations, since quantised weights cannot be written",
             "pass perturbation=LowRankPerturbation(rank=8), or --rank 8; or train an adapter",
         )
 
 
 def _require_unwritten(what: str, *, replay: str, write_back_every: object, snapshot_every: object) -> None:
-    """Refuse what would send back or write back segments that are only read."""
-    for option, asked, is_asked in (
+    """Refuse options to offload or write back segments that are only read."""
+    for option, value, is_set in (
         ("replay", replay, replay == "host"),
         ("write_back.every", str(write_back_every), isinstance(write_back_every, int)),
         ("write_back.snapshot_every", str(snapshot_every), snapshot_every is not None),
     ):
-        if is_asked:
-            raise _refusal(option, asked, f"no such choice {what}", "leave it out")
+        if is_set:
+            raise _refusal(option, value, f"no value {what}", "leave it out")
 
 
 def _require_low_rank(model: BlockModel, estimator: ZOEstimator | None, noise: NoiseGenerator) -> None:
-    """Refuse what directions beside the activations cannot do."""
+    """Check the model, noise and estimator of a low-rank run."""
     if not isinstance(model, StackedModel):
         raise _refusal("perturbation", f"a {type(model).__name__}", "a model that stacks streams", "use DensePerturbation()")
     if not isinstance(noise, CounterNoise):
         raise _refusal(
             "noise", noise.name, "counter-based noise beside the activations", "pass PhiloxNoise(Distribution.GAUSSIAN)"
         )
-    # A parameter may be rounded in some of the segments that use it, and not in the one that owns it.
+    # A parameter may be rounded in a segment that borrows it, and not in the one that owns it.
     for spec in (spec for layout in model.layouts for spec in layout.used if not spec.frozen):
         if spec.is_rounded or spec.is_low_bit:
             raise _refusal(
                 "precision",
-                f"{spec.name} stored in {spec.dtype} and computed with or carried in another dtype",
+                f"{spec.name}, stored in {spec.dtype} and rounded to another dtype in forwards or transfers",
                 "exact precision beside the activations, whose factors are float32 anyway",
                 'open the model with precision="exact"',
             )
@@ -190,7 +190,7 @@ def _require_low_rank(model: BlockModel, estimator: ZOEstimator | None, noise: N
                 spec.name,
                 found=f"a parameter of shape {list(spec.shape)}",
                 expected="matrices and vectors, for directions beside the activations",
-                remedy="leave --rank out, or use DensePerturbation(): directions in the weights have any form",
+                remedy="leave --rank out, or use DensePerturbation(), which takes parameters of any shape",
             )
     if estimator is not None:
         _require_estimator(estimator)
@@ -200,7 +200,10 @@ def _require_low_rank(model: BlockModel, estimator: ZOEstimator | None, noise: N
 def _require_estimator(estimator: ZOEstimator) -> None:
     if estimator.perturb_in_place:
         raise _refusal(
-            "perturb_in_place", "True", "False beside the activations, where no weight walks", "pass perturb_in_place=False"
+            "perturb_in_place",
+            "True",
+            "False beside the activations, where weights stay",
+            "pass perturb_in_place=False",
         )
     weight_decay = estimator.options.get("weight_decay")
     if weight_decay:
@@ -214,7 +217,7 @@ def _require_estimator(estimator: ZOEstimator) -> None:
         raise _refusal(
             "estimator",
             f"{estimator.options.get('name')}, which needs {estimator.distribution.value} directions",
-            "one that takes directions of any distribution: products of factors have another one",
+            "an estimator for directions of any distribution, since products of factors have another one",
             "choose another estimator, or DensePerturbation()",
         )
 

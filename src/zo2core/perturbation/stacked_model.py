@@ -1,4 +1,4 @@
-"""What directions beside the activations ask of a model."""
+"""The contract of a model that takes low-rank perturbations."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from zo2core.types import Batch
 
 
 class Factors(NamedTuple):
-    """What is added to a matrix W (m, n): ``own[s] @ shared^T`` for stream s."""
+    """Factors of the change of a matrix W (m, n): ``left[s] @ right^T`` for stream s."""
 
-    own: torch.Tensor  # (streams, m, R), in W's dtype
-    shared: torch.Tensor  # (n, R), in W's dtype
+    left: torch.Tensor  # (streams, m, R), in W's dtype
+    right: torch.Tensor  # (n, R), in W's dtype
 
 
-Moved: TypeAlias = Factors | torch.Tensor  # of a matrix; of a vector its perturbed values, (streams, n)
+PerturbedParameter: TypeAlias = Factors | torch.Tensor  # factors for a matrix; (streams, n) values for a vector
 
 
 @runtime_checkable
 class StackedModel(BlockModel, Protocol):
-    """A model whose forwards run several streams as one batch, each with its own direction.
+    """A model whose forwards run several streams as one batch, each with another perturbation.
 
-    A stack has the rows of its first stream, then those of the second, and so on: as many each.
+    A stack has the rows of its first stream, then those of the second, and so on, with equal numbers of rows.
     """
 
     def require_stackable(self) -> None:
-        """Make ready for ``move``. Called before anything is read.
+        """Prepare for ``perturb``. Called before anything is read.
 
         Raises:
-            UnsupportedModelError: naming what cannot take a direction beside its activations.
+            UnsupportedModelError: naming the module that does not support low-rank perturbations.
         """
 
     def stacked(self, batches: Sequence[Batch]) -> Batch | None:
-        """Join prepared batches, one a stream; None if they cannot be joined. What one returns ``prepared`` is prepared."""
+        """Join prepared batches, one for each stream, to a prepared batch; None if they cannot be joined."""
 
-    def perturb(self, index: int, moved: Mapping[str, Moved], streams: int) -> None:
-        """Run a segment's next forwards with these parameters moved, and no other segment's.
+    def perturb(self, index: int, perturbations: Mapping[str, PerturbedParameter], streams: int) -> None:
+        """Perturb a segment's next forwards, and stop perturbing every other segment's.
 
         Args:
             index: The segment's position in visiting order.
-            moved: By the name of each parameter that the segment owns or borrows.
-            streams: In the stack; 1 is a batch by itself, in any forward that the model's modules run in.
+            perturbations: Perturbation of each parameter that the segment owns or borrows, by name.
+            streams: Number of streams in the stack; with 1, any forward through the model's modules is perturbed.
         """
 
     def heads(self, batches: Sequence[Batch], activations: Activations) -> list[torch.Tensor]:
-        """Run what comes after the blocks on a stack; the loss of each stream, 0-d.
+        """Run the layers after the blocks on a stack; return the loss of each stream, 0-d.
 
         Args:
-            batches: The batches that were stacked.
+            batches: The stacked batches.
             activations: Activations of the stack.
         """

@@ -1,4 +1,4 @@
-"""Sizes and speeds: what a run takes in host and device memory, and how often it pays to write back."""
+"""Plans of a run: its host and device memory, and how often segments are written back."""
 
 from zo2core.planning.device_plan import DevicePlan as DevicePlan
 from zo2core.planning.host_plan import HostPlan as HostPlan

@@ -1,6 +1,7 @@
-"""Which blocks stay on the device: as many as its memory holds beside what every sweep needs.
+"""Device memory plan: as many blocks stay on the device as fit beside what every sweep needs.
 
-Activations come first. A block that stays saves one way there and back a sweep; activations save that at every block.
+Activations come first. A block that stays saves one upload and offload a sweep; activations that stay save them at each
+block.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from zo2core.protocols import CounterNoise, NoiseGenerator
 from zo2core.schedulers.overlapped import SLOTS
 from zo2core.types import BlockLayout, unrounded_bytes, work_bytes
 
-AUTO_SHARE = 0.95  # of the free memory; the rest is the allocator's
-_SCRATCHES = 3  # replay, decay, move
+AUTO_SHARE = 0.95  # of the free memory; the rest is left to the allocator
+_SCRATCHES = 3  # buffers: replay, weight decay, perturbation
 
 
 @dataclass(frozen=True)
 class DevicePlan(MemoryPlan):
-    """A way to use a device's memory."""
+    """How a run uses a device's memory."""
 
     kept: int  # blocks that stay; the others pass through two slots
-    activation_bytes: int  # for forwards and activations; what does not fit waits in host memory
+    activation_bytes: int  # for forwards and activations; activations that do not fit wait in host memory
 
 
 def plan_device_memory(
@@ -46,33 +47,34 @@ def plan_device_memory(
 
     Args:
         layouts: Segments in visiting order.
-        noise: Says how much of z is drawn at a time.
-        memory: Bytes of the device that may be used, or a size ("8GiB"); "auto" takes what is free.
-        free: Bytes of the device that are free.
-        activation_bytes: Bytes that activations and logits take; reserved if they fit.
-        least_activation_bytes: Bytes that they take if all but the streams at work wait in host memory; None: they cannot.
-        perturbs_in_place: Whether evaluations walk from one to the next, which takes memory where the forward's weights
-            are rounded.
-        probes: Directions of an update: their z are held together while it is replayed.
-        is_low_bit: Whether blocks that pass through are in the slots as they are carried, and not as they are stored.
-        factors: Bytes of the factors of directions beside the activations.
+        noise: Noise generator, whose chunks are drawn in device memory.
+        memory: Bytes of device memory to use, or a size ("8GiB"); "auto" uses the free memory.
+        free: Free device memory in bytes.
+        activation_bytes: Bytes of activations and logits, reserved if they fit.
+        least_activation_bytes: Bytes of activations if those of all streams but the running ones wait in host memory; None:
+            they have to stay on the device.
+        perturbs_in_place: Whether weights are perturbed in place from one evaluation to the next, which takes memory if the
+            forward's weights are rounded.
+        probes: Directions of an update, whose z are in memory together while it is replayed.
+        is_low_bit: Whether slots hold blocks in their transfer dtypes, not as they are stored.
+        factors: Bytes of the factors of low-rank perturbations.
         trained: Bytes of trained parameters, their gradients and their optimizer's state.
 
     Raises:
-        MemoryBudgetError: if the device is too small for any plan; it adds up what the smallest needs.
-        OptionError: if ``memory`` is no size.
+        MemoryBudgetError: if the device is too small for any plan; the error lists the parts of the smallest one.
+        OptionError: if ``memory`` is not a size.
     """
     budget = int(AUTO_SHARE * free) if memory == "auto" else parse_size(memory, option="device_memory")
     blocks = [layout.nbytes for layout in layouts if not layout.resident]
     largest = max(blocks, default=0)
-    passing = [low_bit_layout(layout) if is_low_bit else layout for layout in layouts if not layout.resident]
-    slot = max((layout.nbytes for layout in passing), default=0)
+    transferred = [low_bit_layout(layout) if is_low_bit else layout for layout in layouts if not layout.resident]
+    slot = max((layout.nbytes for layout in transferred), default=0)
     drawn = 0 if isinstance(noise, CounterNoise) else drawn_bytes(layouts, noise)
     itemsize = max(spec.dtype.itemsize for layout in layouts for spec in layout.parameters)
     scratch = 0 if isinstance(noise, CounterNoise) else _SCRATCHES * min(SCRATCH * itemsize, drawn)
     least = activation_bytes if least_activation_bytes is None else min(least_activation_bytes, activation_bytes)
 
-    def counted(kept: int, activations: int) -> DevicePlan:
+    def plan_with(kept: int, activations: int) -> DevicePlan:
         moving = len(blocks) - kept
         slots = min(SLOTS, moving)
         parts = (
@@ -91,9 +93,9 @@ def plan_device_memory(
         return DevicePlan(parts, budget, kept, activations)
 
     for kept in range(len(blocks), -1, -1):
-        if (plan := counted(kept, activation_bytes)).nbytes <= budget:
+        if (plan := plan_with(kept, activation_bytes)).nbytes <= budget:
             return plan
-    smallest = counted(0, least)
+    smallest = plan_with(0, least)
     if smallest.nbytes <= budget:
-        return counted(0, least + budget - smallest.nbytes)
+        return plan_with(0, least + budget - smallest.nbytes)
     raise smallest.too_large("device_memory", "use a larger device, smaller batches, a loss in chunks, or a 16-bit dtype")

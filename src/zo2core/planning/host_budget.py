@@ -1,8 +1,9 @@
-"""How much host memory there is: from the system, and from the control group where that is tighter."""
+"""Free host memory, from the system and from the control groups that limit this process."""
 
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,53 +14,50 @@ from zo2core.errors import OptionError
 _UNITS = {"": 1, "B": 1} | {f"{prefix}{unit}": base ** (i + 1) for i, prefix in enumerate("KMGT") for unit, base in (
     ("B", 1000), ("iB", 1024), ("", 1024)
 )}  # fmt: skip
-
-
-_MOST = float(2**63)  # bytes: no address lies beyond
+_MOST = float(2**63)  # bytes, the size of the address space
 
 
 def parse_size(size: int | str, *, option: str = "memory") -> int:
-    """Bytes of a size such as ``6GiB``, ``500MB``, ``1.5 GiB`` or a number of bytes.
+    """Parse a size such as ``6GiB``, ``500MB``, ``1.5 GiB`` or a number of bytes.
 
     Args:
-        size: To read.
+        size: Text or number to parse.
         option: Name of the option, for errors.
 
+    Returns:
+        The size in bytes.
+
     Raises:
-        OptionError: if it is no size above 0.
+        OptionError: if it is not a size above 0.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)", str(size).strip())
     nbytes = float(match[1]) * _UNITS[match[2]] if match and match[2] in _UNITS else 0.0
     if not 1 <= nbytes < _MOST:
         raise OptionError(
             option,
-            found=_shortened(repr(size)),
+            found=reprlib.repr(size),
             expected="a size such as 6GiB or 500MB, or 'auto' for memory",
-            remedy="pass a size of this form",
+            remedy="pass a number of bytes, or one with a unit such as GiB",
         )
     return int(nbytes)
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= 40 else f"{text[:20]}... and {len(text) - 20} characters more"
-
-
 def free_memory(*, root: Path = Path("/")) -> int:
-    """Bytes of host memory that this process could still take without being killed or swapped.
+    """Bytes of host memory that this process can still allocate without being killed or swapped.
 
     Args:
-        root: Where ``proc`` and ``sys`` are.
+        root: Directory of ``proc`` and ``sys``.
     """
-    return min([psutil.virtual_memory().available, *_control_group_rooms(root)])
+    return min([psutil.virtual_memory().available, *_control_groups_free(root)])
 
 
 def resident_memory() -> int:
-    """Bytes of host memory that this process has now."""
+    """Resident bytes of this process."""
     return int(psutil.Process().memory_info().rss)
 
 
-def _control_group_rooms(root: Path) -> Iterator[int]:
-    """What each limit over this process leaves; page cache counts as free, since the kernel gives it up first."""
+def _control_groups_free(root: Path) -> Iterator[int]:
+    """Yield the bytes left by each limit on this process; the kernel frees page cache first, so it counts as free."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -67,14 +65,16 @@ def _control_group_rooms(root: Path) -> Iterator[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":  # version 2
-            yield from _rooms(root / "sys/fs/cgroup", path, "memory.max", "memory.current", ("inactive_file", "active_file"))
+            yield from _group_free(
+                root / "sys/fs/cgroup", path, "memory.max", "memory.current", ("inactive_file", "active_file")
+            )
         elif "memory" in controllers.split(","):
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            yield from _rooms(root / "sys/fs/cgroup/memory", path, *names, ("total_inactive_file", "total_active_file"))
+            yield from _group_free(root / "sys/fs/cgroup/memory", path, *names, ("total_inactive_file", "total_active_file"))
 
 
-def _rooms(top: Path, path: str, limit_name: str, usage_name: str, cache_names: tuple[str, ...]) -> Iterator[int]:
-    """Yield the bytes that each limit leaves, from this group to the root; of a container that sees no path, the top's."""
+def _group_free(top: Path, path: str, limit_name: str, usage_name: str, cache_names: tuple[str, ...]) -> Iterator[int]:
+    """Yield the bytes left in this group and those above it; in the top one if a container hides the path."""
     group = top / path.lstrip("/")
     groups = [group, *group.parents] if group.is_dir() else [top]
     for nested in groups:

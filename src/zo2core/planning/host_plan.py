@@ -1,4 +1,4 @@
-"""Which parts of a run stand in host memory, and what they take: decided before anything is allocated."""
+"""Host memory plan: the parts of a run in host memory and their sizes, decided before anything is allocated."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from zo2core.sources.loader import READERS
 from zo2core.sources.reading_order import READ_AHEAD
 from zo2core.types import BlockLayout, unrounded_bytes, work_bytes
 
-# Note: Headroom. The allocators of Python and torch keep memory beside what is counted here, and other programs may take
-# some in the meantime.
+# Note: Headroom. The allocators of Python and torch keep more memory than is counted here, and other programs may allocate
+# some meanwhile.
 AUTO_SHARE = 0.9  # of the free memory
 
-MOST_USEFUL_BUCKETS = 1 + READ_AHEAD  # more only keep blocks from sweep to sweep
+MOST_USEFUL_BUCKETS = 1 + READ_AHEAD  # further buckets only keep blocks from sweep to sweep
 
 
 @dataclass(frozen=True)
 class HostPlan(MemoryPlan):
-    """A way to hold a run in host memory; the sum of its parts is the expected peak of the process's resident bytes."""
+    """How a run uses host memory; the sum of its parts is the expected peak of the process's resident bytes."""
 
-    buckets: int | None  # of a StreamedSource; None: every block is resident, in a PinnedSource
-    keep_noise: bool  # z is held from one evaluation to the next
+    buckets: int | None  # number of buckets of a StreamedSource; None: every block is resident, in a PinnedSource
+    keep_noise: bool  # z stays in memory from one evaluation to the next
 
 
 def plan_host(
@@ -44,26 +44,26 @@ def plan_host(
     neighbours: int = 1,
     sharers: int = 1,
 ) -> HostPlan:
-    """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; noise is kept if it fits.
+    """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; z stays in memory if it fits.
 
     Args:
-        layouts: Segments in visiting order, as they lie in a ``PinnedSource`` and in the work buffer.
-        streamed: The same segments as they lie in the buckets of a ``StreamedSource``: ``laid_out_as_on_disk``.
-        memory: Bytes the process may have in all, or a size ("6GiB"); "auto" takes what is free.
+        layouts: Segments in visiting order, laid out as in a ``PinnedSource`` and in the work buffer.
+        streamed: The same segments, laid out as in the buckets of a ``StreamedSource`` (``laid_out_as_on_disk``).
+        memory: Total bytes that the process may use, or a size ("6GiB"); "auto" uses the free memory.
         activation_bytes: Bytes reserved for activations and logits.
-        compute_on_host: Whether work and noise buffer are host memory, too.
-        may_keep_noise: Whether there is a use for a noise buffer; counter-based noise has none.
-        perturbs_in_place: Whether evaluations walk from one to the next, which takes memory where the forward's weights
-            are rounded.
-        staging: Bytes for blocks as they are carried to a device.
-        factors: Bytes of the factors of directions beside the activations.
+        compute_on_host: Whether work and noise buffers are in host memory.
+        may_keep_noise: Whether a noise buffer is of use; with counter-based noise it is not.
+        perturbs_in_place: Whether weights are perturbed in place from one evaluation to the next, which takes memory if the
+            forward's weights are rounded.
+        staging: Bytes for blocks in their transfer dtypes.
+        factors: Bytes of the factors of low-rank perturbations.
         trained: Bytes of trained parameters, their gradients and their optimizer's state.
-        neighbours: Workers on this host: what is free is theirs together.
+        neighbours: Number of workers on this host, which divide the free memory.
         sharers: Number of workers that share resident blocks; each counts its part.
 
     Raises:
-        MemoryBudgetError: if not even the smallest plan fits; it adds up what that needs.
-        OptionError: if ``memory`` is no size.
+        MemoryBudgetError: if not even the smallest plan fits; the error lists its parts.
+        OptionError: if ``memory`` is not a size.
     """
     process = resident_memory()
     budget = process + int(AUTO_SHARE * free_memory() / neighbours) if memory == "auto" else parse_size(memory)
@@ -71,22 +71,22 @@ def plan_host(
     work, noise = (work_bytes(layouts), noise_bytes(layouts)) if compute_on_host else (0, 0)
     work += unrounded_bytes(layouts, perturbs_in_place=perturbs_in_place) + low_bit_bytes(layouts) if compute_on_host else 0
 
-    def counted(buckets: int | None, *, keep_noise: bool) -> HostPlan:
+    def plan_with(buckets: int | None, *, keep_noise: bool) -> HostPlan:
         used = layouts if buckets is None else streamed
         sizes = [whole_pages(layout.nbytes) for layout in used if not layout.resident]
         resident = sum(whole_pages(layout.nbytes) for layout in used if layout.resident)
-        held = sum(sizes) if buckets is None else buckets * max(sizes, default=0)
+        in_buckets = sum(sizes) if buckets is None else buckets * max(sizes, default=0)
         together = f", 1/{sharers} of what {sharers} workers share" if buckets is None and sharers > 1 else ""
         if together:
-            resident, held = -(-resident // sharers), -(-held // sharers)
+            resident, in_buckets = -(-resident // sharers), -(-in_buckets // sharers)
         parts = (
-            MemoryPart("this program, as it is", process),
+            MemoryPart("this process at present", process),
             MemoryPart("activations, reserved", activation_bytes),
             MemoryPart(f"embedding and head{together}", resident),
-            MemoryPart(f"{blocks if buckets is None else buckets} of {blocks} blocks{together}", held),
+            MemoryPart(f"{blocks if buckets is None else buckets} of {blocks} blocks{together}", in_buckets),
             MemoryPart("work buffer", work),
-            *([MemoryPart("blocks as they are carried", staging)] if staging else []),
-            MemoryPart("noise buffer" if keep_noise else "noise buffer: drawn again instead", noise if keep_noise else 0),
+            *([MemoryPart("blocks in their transfer dtypes", staging)] if staging else []),
+            MemoryPart("noise buffer" if keep_noise else "no noise buffer: z is drawn again", noise if keep_noise else 0),
             *([MemoryPart("factors of directions", factors)] if factors else []),
             *([MemoryPart("trained parameters, gradients, optimizer", trained)] if trained else []),
             MemoryPart("reading buffers", READERS * STAGING),
@@ -99,7 +99,7 @@ def plan_host(
     if not may_keep_noise:
         choices = [(buckets, False) for buckets in (None, *range(blocks - 1, 0, -1))]
     for buckets, keep_noise in choices:
-        plan = counted(buckets, keep_noise=keep_noise)
+        plan = plan_with(buckets, keep_noise=keep_noise)
         if plan.nbytes <= budget:
             return plan
     raise plan.too_large("memory", "free memory, allow more, or take smaller batches or a 16-bit dtype")

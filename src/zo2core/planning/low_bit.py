@@ -1,4 +1,4 @@
-"""Whether the host or the device replays, and so what travels between them."""
+"""Choice of low-bit transfer: whether the host or the device replays, and which bytes are copied between them."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ Replay: TypeAlias = Literal["auto", "host", "device"]
 
 
 class LowBitTransfer(NamedTuple):
-    """How blocks travel other than as they are stored, there and back."""
+    """How blocks are copied if not as they are stored."""
 
-    comes_back: bool  # the device replays, and gives back what is carried; else the host replays, and nothing comes back
+    comes_back: bool  # True: the device replays, and blocks are copied back; False: the host replays, and nothing is
 
 
 def choose_low_bit_transfer(
     replay: Replay, layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, in_place: bool
 ) -> LowBitTransfer | None:
-    """Choose who replays.
+    """Choose whether the host or the device replays.
 
     Args:
-        replay: What was asked for; "auto" leaves it to the device wherever that gives the same weights: the ways there and
-            back run side by side, so that nothing is gained by leaving the one back idle.
+        replay: The caller's choice; "auto" chooses the device wherever that gives the same weights: uploads and offloads
+            overlap, so that a host that replays saves no time.
         layouts: Segments in visiting order.
         noise: Draws z; the host can draw it for a device if it is counter-based.
         in_place: Whether segments are computed on in host memory.
 
     Returns:
-        None if blocks travel as they are stored, and the device replays.
+        None if blocks are copied as they are stored, and the device replays.
 
     Raises:
-        OptionError: if nothing would heed ``replay``, or the weights cannot be had so.
+        OptionError: if ``replay`` would have no effect, or does not go together with the precision or the noise.
     """
     if replay not in ("auto", "host", "device"):
-        raise OptionError("replay", found=repr(replay), expected="'auto', 'host' or 'device'", remedy="pass one of these")
+        raise OptionError(
+            "replay", found=repr(replay), expected="'auto', 'host' or 'device'", remedy="pass one of the three"
+        )
     low_bit = [spec for layout in layouts for spec in layout.parameters if spec.is_low_bit]
     require_drawable(layouts, noise, by_host=replay == "host")
     comes_back = all(spec.transfer_back for spec in low_bit)
@@ -46,15 +48,15 @@ def choose_low_bit_transfer(
             raise OptionError(
                 "replay",
                 found=f"{replay!r} on a device that computes in host memory",
-                expected="a device with memory of its own, where it is given",
+                expected="a device with its own memory, such as a GPU, for this option",
                 remedy="leave it out",
             )
         return None
     if replay == "device" and not comes_back:
         raise OptionError(
             "replay",
-            found="'device', to which float32 weights are carried in fewer bits",
-            expected="'host', or weights that are rounded to what comes back (Precision(transfer_back=True))",
+            found="'device', to which weights are copied in fewer bits than they are stored in",
+            expected="'host', or weights rounded to the transfer dtype (Precision(transfer_back=True))",
             remedy="leave it out",
         )
     if replay == "host" or not comes_back:
@@ -63,7 +65,7 @@ def choose_low_bit_transfer(
 
 
 def require_drawable(layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, by_host: bool = False) -> None:
-    """Refuse noise that is not counter-based where weights are rounded as they are carried, or the host replays.
+    """Refuse noise that is not counter-based if weights are rounded for transfer, or the host replays.
 
     Raises:
         OptionError: naming the noise.
@@ -72,7 +74,7 @@ def require_drawable(layouts: Sequence[BlockLayout], noise: NoiseGenerator, *, b
     if (low_bit or by_host) and not isinstance(noise, CounterNoise):
         raise OptionError(
             "noise",
-            found=f"{noise.name}, whose numbers only the device draws that computes",
-            expected="counter-based noise, where weights are rounded as they are carried or the host replays",
-            remedy="pass noise=PhiloxNoise(), or carry the weights as they are stored and replay on the device",
+            found=f"{noise.name}, which only the computing device can draw",
+            expected="counter-based noise, since weights are rounded for transfer or the host replays",
+            remedy="pass noise=PhiloxNoise(), or copy the weights as they are stored and replay on the device",
         )

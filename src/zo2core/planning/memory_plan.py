@@ -1,4 +1,4 @@
-"""A memory plan: parts in bytes, and the budget that they have to fit into."""
+"""A memory plan: its parts in bytes and its budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MemoryPart:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Parts of a memory and the budget that they have to fit into."""
+    """Parts of a run in a memory, and the budget that they have to fit into."""
 
     parts: tuple[MemoryPart, ...]
     budget: int  # bytes
@@ -30,17 +30,17 @@ class MemoryPlan:
 
     @property
     def spare(self) -> int:
-        """Bytes of the budget that no part takes."""
+        """Unused bytes of the budget."""
         return self.budget - self.nbytes
 
     def table(self) -> str:
-        """The parts, one a line, and their sum."""
+        """The parts, one a line, their sum and the budget."""
         rows = [*self.parts, MemoryPart("together", self.nbytes), MemoryPart("allowed", self.budget)]
         width = max(len(row.name) for row in rows)
         return "\n".join(f"{row.name:{width}s} {shown_bytes(row.nbytes):>10s}" for row in rows)
 
     def too_large(self, option: str, remedy: str) -> MemoryBudgetError:
-        """The error that says that even this plan, the smallest, does not fit."""
+        """The error for a smallest plan that does not fit."""
         parts = ", ".join(f"{part.name} {shown_bytes(part.nbytes)}" for part in self.parts)
         return MemoryBudgetError(
             option,

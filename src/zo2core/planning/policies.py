@@ -1,4 +1,4 @@
-"""What a caller may say about memory and write-backs: options that belong together are one object that checks itself."""
+"""The caller's options for memory and write-backs, checked together."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class MemoryPolicy:
     """How much memory a run may take.
 
     Args:
-        host: Host memory that the process may have in all, in bytes or as a size ("6GiB"); "auto" takes what is free. A
-            ``HostPlan`` is taken as it is: it says how many buckets there are.
-        device: Device memory that the run may use, in bytes or as a size; "auto" takes what is free. A ``DevicePlan`` is
-            taken as it is: it says how many blocks stay on the device.
+        host: Total host memory of the process, in bytes or as a size ("6GiB"); "auto" uses the free memory. A ``HostPlan``
+            is used as it is.
+        device: Device memory of the run, in bytes or as a size; "auto" uses the free memory. A ``DevicePlan`` is used as it
+            is.
         activations: Memory reserved for activations and logits, in host memory on the CPU and in device memory on a GPU. It
-            also says how many batches an evaluation takes a sweep.
-        least_activations: Device memory for activations that will do where there is no room for ``activations``: what the
-            streams at work take, while the others wait in host memory. None: all have to be on the device.
+            limits how many batches of an evaluation run in one sweep.
+        least_activations: Device memory for activations if ``activations`` does not fit: enough for the running streams,
+            while those of the others wait in host memory. None: all activations stay on the device.
 
     Raises:
         OptionError: if a value is not a size.
@@ -45,7 +45,7 @@ class MemoryPolicy:
         for option, size in (("memory.host", self.host), ("memory.device", self.device)):
             if isinstance(size, (int, str)) and size != "auto":
                 parse_size(size, option=option)
-        self.activation_bytes, self.least_activation_bytes  # noqa: B018 - refuse what is no size
+        self.activation_bytes, self.least_activation_bytes  # noqa: B018 - raise OptionError now
 
     @property
     def activation_bytes(self) -> int:
@@ -54,7 +54,7 @@ class MemoryPolicy:
 
     @property
     def least_activation_bytes(self) -> int | None:
-        """Bytes of a device that activations take at least; None: all of them."""
+        """Least device memory for activations in bytes; None: all of ``activation_bytes``."""
         least = self.least_activations
         return None if least is None else parse_size(least, option="memory.least_activations")
 
@@ -70,24 +70,15 @@ class MemoryPolicy:
         probes: int,
         is_low_bit: bool,
         factors: int,
-        trained: int = 0,
+        trained: int,
     ) -> DevicePlan | None:
-        """The plan for a device's memory; None where it computes in host memory, or one thing is done after the other.
+        """Plan device memory; None if the device computes in host memory, or transfers do not overlap with compute.
 
-        Args:
-            layouts: Segments in visiting order.
-            noise: Says how much of z is drawn at a time.
-            in_place: Whether segments are computed on in host memory.
-            free: Says how many bytes of the device are free.
-            overlap: Whether transfers overlap with compute.
-            perturbs_in_place: As for ``plan_device_memory``, and so are the others.
-            probes: As there.
-            is_low_bit: As there.
-            factors: As there.
-            trained: As there.
+        ``in_place`` says whether segments are computed on in host memory, ``free`` returns the free device memory in bytes,
+        and ``overlap`` says whether transfers overlap with compute. ``plan_device_memory`` documents the other arguments.
 
         Raises:
-            OptionError: if a size was given that nothing would heed.
+            OptionError: if a size was given that would have no effect.
             MemoryBudgetError: if the device is too small for any plan.
         """
         if in_place and self.least_activations is not None:
@@ -102,8 +93,8 @@ class MemoryPolicy:
                 raise OptionError(
                     "memory.device",
                     found=repr(self.device),
-                    expected="a GPU, and transfers that overlap, where it is given",
-                    remedy="leave it out; `memory.host` bounds what the CPU takes",
+                    expected="a GPU and overlapping transfers for this option",
+                    remedy="leave it out; `memory.host` limits host memory",
                 )
             return None
         if isinstance(self.device, DevicePlan):
@@ -128,14 +119,14 @@ class WriteBackPolicy:
     """Whether and when changed segments are written to disk. The base checkpoint is never written.
 
     Args:
-        directory: Directory of the scratch file, or beside the activations of the factors of periods that have ended.
-            Together with the journal's file it is what a later engine goes on from.
+        directory: Directory of the scratch file or, with low-rank perturbations, of the factors of ended periods. A later
+            engine resumes from it and the journal.
         every: A segment is written once it is this many steps ahead of its bytes on disk; "auto" measures noise and disk,
-            and writes as seldom as costs at most a tenth of a step; None reads what was written there before, and writes
-            only as ``snapshot_every`` says.
-        snapshot_every: Bounds what a resumed run has to replay: a segment is written at least this often.
-        terabytes_per_1000_steps: Most that 1,000 steps may write, 10^12 bytes each: "auto" keeps to it, and numbers above
-            that write more are refused. None: no limit.
+            and writes as seldom as costs at most a tenth of a step; None reads earlier files, and writes only as often as
+            ``snapshot_every`` asks.
+        snapshot_every: Most steps between two writes of a segment, which limits the replay of a resumed run.
+        terabytes_per_1000_steps: Limit of writes in 1,000 steps, in units of 10^12 bytes: "auto" stays below it, and numbers
+            above that exceed it are refused. None: no limit.
 
     Raises:
         OptionError: if a number is out of its range.
@@ -147,13 +138,13 @@ class WriteBackPolicy:
     terabytes_per_1000_steps: float | None = None
 
     @property
-    def is_left_to_us(self) -> bool:
-        """Whether no number was asked for: nothing needs to be written, then, where there are reasons against it."""
+    def is_automatic(self) -> bool:
+        """Whether the caller set no interval: then writing may be left out."""
         return self.every in ("auto", None) and self.snapshot_every is None
 
     @property
     def bytes_a_step(self) -> float | None:
-        """Most that what is left to us may write; None: no limit."""
+        """Most bytes a step that may be written without an explicit interval; None: no limit."""
         if self.every is None:
             return 0.0
         return None if self.terabytes_per_1000_steps is None else self.terabytes_per_1000_steps * 1e9
@@ -165,7 +156,7 @@ class WriteBackPolicy:
                 "write_back.terabytes_per_1000_steps",
                 found=repr(limit),
                 expected="a number above 0, or None for no limit",
-                remedy="pass a number in this range; every=None writes nothing",
+                remedy="pass a limit above 0; every=None writes nothing",
             )
         for option, value in (("every", self.every), ("snapshot_every", self.snapshot_every)):
             if value is None or (option == "every" and value == "auto"):
@@ -175,5 +166,5 @@ class WriteBackPolicy:
                     f"write_back.{option}",
                     found=repr(value),
                     expected="a whole number of at least 1" + (", 'auto' or None" if option == "every" else " or None"),
-                    remedy="pass a number in this range",
+                    remedy="pass a number of at least 1",
                 )

@@ -1,6 +1,6 @@
-"""How a run will be made up: decided once, from what is asked for and what the machine is, before anything is opened.
+"""The plan of a run, derived once from the caller's request and the machine, before anything is opened.
 
-``build`` makes the parts that a ``RunSpec`` names, and ``zo2 plan`` prints what they take: neither derives it again.
+``build`` makes the parts of a ``RunSpec``, and ``zo2 plan`` prints their sizes.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from zo2core.types import BlockLayout, trained
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
-    """What a plan depends on, of the model and of what the caller asks for.
+    """The model and the caller's options on which a plan depends.
 
     Args:
         layouts: Segments in visiting order.
-        on_disk: The same segments as they lie in the buckets of a streamed source: ``laid_out_as_on_disk``.
+        on_disk: The same segments, laid out as in the buckets of a streamed source (``laid_out_as_on_disk``).
         noise: Draws z.
-        perturbation: Where directions live.
-        perturb_in_place: Whether evaluations walk from one to the next; False for a run that takes no steps.
+        perturbation: Kind of the perturbations.
+        perturb_in_place: Whether weights are perturbed in place from one evaluation to the next; False for a run that takes
+            no steps.
         takes_steps: Whether there is an estimator.
-        directions: The most that a step probes, of those to come and of those to be replayed.
-        updates: Number of those taken.
-        memory: Sizes, or plans.
-        write_back: None never writes.
-        replay: Who replays for a device with memory of its own.
-        overlap: Whether transfers and disk overlap with compute.
-        trained_copies: Copies of the trained parameters that a first-order method has beside the segments': parameters,
-            gradients, and what its optimizer keeps.
+        directions: Most directions of a step, new or replayed.
+        updates: Number of steps taken so far.
+        memory: Memory sizes or plans.
+        write_back: When segments are written to disk; None: never.
+        replay: Whether the host or the device replays, for a device with its own memory.
+        overlap: Whether transfers and disk reads overlap with compute.
+        trained_copies: Further copies of the trained parameters that a first-order method keeps: parameters, gradients and
+            optimizer state.
     """
 
     layouts: Sequence[BlockLayout]
@@ -57,31 +58,31 @@ class RunRequest:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of these copies."""
+        """Bytes of a first-order method's copies of the trained parameters."""
         return self.trained_copies * sum(spec.nbytes for spec in trained(self.layouts))
 
     @property
     def changes_weights(self) -> bool:
-        """Whether stored weights change: else nothing is sent back or written back."""
+        """Whether stored weights change: if not, they are neither offloaded nor written back."""
         frozen = any(spec.frozen for layout in self.layouts for spec in layout.parameters)
         return isinstance(self.perturbation, DensePerturbation) and not frozen
 
     @property
     def has_to_write(self) -> bool:
         """Whether the caller asked for segments to be written at certain steps."""
-        return self.changes_weights and self.write_back is not None and not self.write_back.is_left_to_us
+        return self.changes_weights and self.write_back is not None and not self.write_back.is_automatic
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a plan depends on, of the machine.
+    """The properties of the machine on which a plan depends.
 
     Args:
         in_place: Whether segments are computed on in their buckets, in host memory.
-        on_host: Whether the device's own memory is host memory: the CPU, also behind simulated copies.
-        device_free: Bytes of the device's memory that are free.
-        neighbours: Workers on this host: what is free is theirs together.
-        shares: Whether they have one copy of resident blocks together.
+        on_host: Whether the device's memory is host memory: on the CPU, also with simulated copies.
+        device_free: Returns the free device memory in bytes.
+        neighbours: Number of workers on this host, which divide the free memory.
+        shares: Whether these workers share one copy of resident blocks.
     """
 
     in_place: bool = True
@@ -93,14 +94,14 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """How a run is made up. The sums of ``host_plan`` and ``device_plan`` are what it takes in memory."""
+    """The parts of a run. The sums of ``host_plan`` and ``device_plan`` are its expected memory."""
 
-    layouts: Sequence[BlockLayout]  # as they lie in buckets
+    layouts: Sequence[BlockLayout]  # of the buckets
     host_plan: HostPlan
-    device_plan: DevicePlan | None  # None where the device computes in host memory, or one thing is done after the other
-    low_bit: LowBitTransfer | None  # how blocks travel other than as they are stored
-    activation_bytes: int  # that activations may take where forwards run
-    waiting_bytes: int  # of host memory, for activations that have no room there
+    device_plan: DevicePlan | None  # None if it computes in host memory, or transfers do not overlap
+    low_bit: LowBitTransfer | None  # how blocks are copied; None: as they are stored
+    activation_bytes: int  # for activations in the memory in which forwards run
+    waiting_bytes: int  # host memory for activations that do not fit there
     write_back: WriteBackPolicy | None  # None: no segment is written back
     write_back_every: int | None  # versions that a segment may be ahead of its bytes on disk; None: it is never written
 
@@ -111,17 +112,17 @@ class RunSpec:
 
 
 def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
-    """Choose how a run is made up.
+    """Plan a run.
 
     Args:
-        request: What is asked for.
-        machine: What there is.
-        speeds: Asked only where something is left to be chosen by them.
+        request: The model and the caller's options.
+        machine: The machine.
+        speeds: Speeds of the machine, measured only if a choice depends on them.
 
     Raises:
         MemoryBudgetError: if not even the smallest plan fits.
-        OptionError: if options do not go together, or with this machine.
-        CheckpointError, ScratchError: if a speed was to be measured and could not be.
+        OptionError: if options exclude each other, or do not fit the machine.
+        CheckpointError, ScratchError: if a speed cannot be measured.
     """
     memory, layouts, noise = request.memory, request.layouts, request.noise
     low_bit = choose_low_bit_transfer(request.replay, layouts, noise, in_place=machine.in_place)

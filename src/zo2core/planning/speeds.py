@@ -1,61 +1,215 @@
-"""What this machine does in a second, measured when a plan first asks, and once."""
+"""Speeds of this machine on which a plan depends: replay, and reading from and writing to disks."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from zo2core.planning.autotune import read_bytes_per_second, replay_seconds, write_bytes_per_second
-from zo2core.protocols import NoiseGenerator, TensorReader
-from zo2core.types import BlockLayout
+import torch
+
+from zo2core.devices import HostDevice
+from zo2core.errors import ScratchError, reason
+from zo2core.io.direct_file import RangedFile, byte_view
+from zo2core.kernels import apply, apply_drawing
+from zo2core.protocols import CounterNoise, NoiseGenerator, TensorReader
+from zo2core.sources.loader import CHUNK, READERS
+from zo2core.types import BlockLayout, Descend, ParameterSpec, Perturb, Program, trained
+
+_BYTES = 64 << 20  # written to measure a disk
+_READ_CHUNKS = 48  # read to measure a checkpoint's disk
+_CHUNKS = 64  # of a parameter, replayed to measure replay
+_THREADS = 2  # that replay with counter-based noise; a sequential generator allows one
+_DESCEND = Descend(0, projected_grad=1.0, lr=1e-6, weight_decay=0.0)
+_ROUNDS = 3  # of each measurement, of which the fastest counts
+_UPDATES = 4  # replayed in one pass, to measure the cost of one more
+_LEAST_SHARE = 0.1  # of a pass with one update, the least cost of one more: smaller differences are noise of the clock
+
+# A typical weight. Updates of zeros would be denormal in float16, whose arithmetic is then ten times as slow.
+_WEIGHT = 0.02
 
 
 class Speeds(Protocol):
-    """The rates on which a plan depends."""
+    """The speeds on which a plan depends."""
 
     def replay(self, noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_place: bool) -> float:
         """Seconds to replay one more update over the whole model."""
 
     def reading(self, layouts: Sequence[BlockLayout]) -> float:
-        """Bytes a second at which blocks come from the checkpoint."""
+        """Bytes a second at which blocks are read from the checkpoint."""
 
     def writing(self, directory: Path) -> float:
-        """Bytes a second that can be written durably to a directory's disk."""
+        """Bytes a second of durable writes to a directory's disk."""
 
 
 class MeasuredSpeeds:
-    """Speeds of this machine, each measured for a fraction of a second when it is first asked for.
+    """Speeds of this machine, each measured for a fraction of a second at its first use.
 
     Args:
-        weights: The checkpoint to read from. Belongs to the caller.
+        weights: The checkpoint to read from. The caller closes it.
     """
 
     def __init__(self, weights: TensorReader) -> None:
         self._weights = weights
-        self._known: dict[object, float] = {}
+        self._measured: dict[object, float] = {}
 
     def replay(self, noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_place: bool) -> float:
-        """Seconds to replay one more update over the whole model. See the contract."""
+        """Measure ``replay_seconds``."""
         return self._once(("replay", in_place), lambda: replay_seconds(noise, layouts, in_place=in_place))
 
     def reading(self, layouts: Sequence[BlockLayout]) -> float:
-        """Bytes a second from the checkpoint.
+        """Measure ``read_bytes_per_second``.
 
         Raises:
-            CheckpointError: if it cannot be read.
+            CheckpointError: if the checkpoint cannot be read.
         """
         return self._once("reading", lambda: read_bytes_per_second(self._weights, layouts))
 
     def writing(self, directory: Path) -> float:
-        """Bytes a second to a directory's disk; a directory that is not there yet is not made.
+        """Measure ``write_bytes_per_second``.
 
         Raises:
-            ScratchError: if it cannot be written to.
+            ScratchError: if the directory cannot be written to.
         """
         return self._once(("writing", directory), lambda: write_bytes_per_second(directory))
 
-    def _once(self, what: object, measure: Callable[[], float]) -> float:
-        if what not in self._known:
-            self._known[what] = measure()
-        return self._known[what]
+    def _once(self, key: object, measure: Callable[[], float]) -> float:
+        if key not in self._measured:
+            self._measured[key] = measure()
+        return self._measured[key]
+
+
+def replay_seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], *, in_place: bool = True) -> float:
+    """Seconds to replay one more update of the whole model, on as many threads as a visit uses.
+
+    With counter-based noise, updates are replayed in one pass over memory, so that one more costs less than the first one.
+
+    Args:
+        noise: Draws z.
+        layouts: The model's segments.
+        in_place: Whether updates repeat MeZO's in-place perturbations.
+    """
+    shifts = (1.0, -2.0, 1.0) if in_place else ()
+
+    def seconds_of(updates: int) -> float:
+        seeds = tuple(range(updates))
+        instructions: list[Perturb | Descend] = []
+        for seed in seeds:
+            instructions += [Perturb(seed, shift, 1e-3) for shift in shifts]
+            instructions.append(_DESCEND._replace(direction=seed))
+        program = Program(seeds, tuple(instructions))
+
+        def run(spec: ParameterSpec, start: int, theta: torch.Tensor, z: torch.Tensor, *scratch: torch.Tensor) -> None:
+            if isinstance(noise, CounterNoise):
+                apply_drawing(theta, program, noise.distribution, spec.index, start)
+                return
+            noise.fill(z, 0, spec, start)
+            apply(theta, program, [z], scratch=scratch[0], decay_scratch=scratch[1])
+
+        return _seconds(noise, layouts, run)
+
+    one = seconds_of(1)
+    if not isinstance(noise, CounterNoise):
+        return one
+    return max((seconds_of(_UPDATES) - one) / (_UPDATES - 1), _LEAST_SHARE * one)
+
+
+def evaluation_seconds(noise: CounterNoise, layouts: Sequence[BlockLayout]) -> tuple[float, float]:
+    """Seconds to perturb the whole model for an evaluation, on as many threads as a visit uses.
+
+    Args:
+        noise: Draws z.
+        layouts: The model's segments.
+
+    Returns:
+        Seconds for a step's first evaluation, in whose pass one update is replayed, and for each other evaluation.
+    """
+
+    def seconds_of(program: Program) -> float:
+        def run(spec: ParameterSpec, start: int, theta: torch.Tensor, out: torch.Tensor, *_: torch.Tensor) -> None:
+            apply_drawing(theta, program, noise.distribution, spec.index, start, out=out)
+
+        return _seconds(noise, layouts, run)
+
+    with_update = Program((0, 1), (_DESCEND,), then=Perturb(1, 1.0, 1e-3))
+    return seconds_of(with_update), seconds_of(Program((1,), (), then=Perturb(0, 1.0, 1e-3)))
+
+
+def _seconds(noise: NoiseGenerator, layouts: Sequence[BlockLayout], run: Callable[..., None]) -> float:
+    """Estimate the seconds of a pass over all weights from some chunks of the largest parameter."""
+    specs = trained(layouts)
+    largest = max(specs, key=lambda spec: spec.numel)
+    chunks = noise.chunks(largest)[:_CHUNKS]
+    longest = max(stop - start for start, stop in chunks)
+    memory = [torch.full((longest,), _WEIGHT, dtype=largest.dtype) for _ in range(4)]
+    best = math.inf
+    for _ in range(_ROUNDS):
+        started = time.perf_counter()
+        for start, stop in chunks:
+            run(largest, start, *(buffer[: stop - start] for buffer in memory))
+        best = min(best, time.perf_counter() - started)
+    threads = min(_THREADS, os.cpu_count() or 1) if isinstance(noise, CounterNoise) else 1
+    return best / sum(stop - start for start, stop in chunks) * sum(spec.numel for spec in specs) / threads
+
+
+def read_bytes_per_second(weights: TensorReader, layouts: Sequence[BlockLayout]) -> float:
+    """Bytes a second at which a source reads blocks from a checkpoint; infinite if no parameter has a chunk.
+
+    Args:
+        weights: The checkpoint.
+        layouts: The model's segments; the largest parameters of its blocks are read.
+
+    Raises:
+        CheckpointError: if they cannot be read.
+    """
+    specs = [spec for layout in layouts if not layout.resident for spec in layout.parameters]
+    chunks: list[tuple[ParameterSpec, int]] = []
+    for spec in sorted(specs, key=lambda spec: -spec.numel):
+        step = CHUNK // spec.stored_dtype.itemsize
+        chunks += [(spec, start) for start in range(0, spec.stored_numel - step + 1, step)]
+        if len(chunks) >= _READ_CHUNKS:
+            break
+    chunks = chunks[:_READ_CHUNKS]
+    if not chunks:
+        return math.inf
+
+    def read(spec: ParameterSpec, start: int) -> None:
+        weights.read_into(spec.name, torch.empty(CHUNK // spec.stored_dtype.itemsize, dtype=spec.stored_dtype), start)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        started = time.perf_counter()
+        for future in [pool.submit(read, *chunk) for chunk in chunks]:
+            future.result()
+        return len(chunks) * CHUNK / (time.perf_counter() - started)
+
+
+def write_bytes_per_second(directory: Path) -> float:
+    """Bytes a second of durable writes to a directory's disk. A missing directory is not made.
+
+    Raises:
+        ScratchError: if the directory cannot be written to.
+    """
+    data = byte_view(memory := HostDevice().host_memory(_BYTES))
+    memory.fill_(1)
+    try:
+        existing = next(parent for parent in (directory.absolute(), *directory.absolute().parents) if parent.exists())
+        with contextlib.closing(RangedFile.unnamed(existing)) as file:
+            best = math.inf
+            for _ in range(_ROUNDS):
+                started = time.perf_counter()
+                file.write(0, data)
+                file.sync()
+                best = min(best, time.perf_counter() - started)
+    except OSError as error:
+        raise ScratchError(
+            directory,
+            found=reason(error),
+            expected="a directory on a disk with free space",
+            remedy="choose another directory or free space",
+        ) from error
+    return _BYTES / best

@@ -1,4 +1,4 @@
-"""How seldom segments are written back: time against the wear of the disk."""
+"""The interval of write-backs, which weighs time against the wear of the disk."""
 
 from __future__ import annotations
 
@@ -14,55 +14,51 @@ from zo2core.planning.speeds import Speeds
 from zo2core.protocols import NoiseGenerator
 from zo2core.types import BlockLayout, shown_bytes
 
-SHARE = 0.1  # of a step's time, that may go into replay so that less is written
-RESUME_SECONDS = 60.0  # that a resumed run may replay a resident model, so that less is written
+SHARE = 0.1  # of a step's time that may be spent on replay to write less
+RESUME_SECONDS = 60.0  # of replay that a resumed run of a resident model may need
 
 _LEAST_SNAPSHOT, _MOST_SNAPSHOT = 10, 1000  # steps between writes of a resident model
 
 
 def write_back_interval(replay: float, write: float, *, step: float, resident: bool) -> int:
-    """How many versions a segment may lag before it is written.
+    """Number of versions that a segment may be behind on disk before it is written.
 
-    A streamed block that lags k versions is replayed k times at most and (k + 1) / 2 times on average, and written every
-    k-th step. Two rules, and the larger k counts:
+    A streamed block that may be k versions behind is replayed k times at most and (k + 1) / 2 times on
+    average, and written every k-th step. The larger k of two rules is chosen:
 
-    - The least time, where a disk is slow: k = sqrt(2 write / replay) makes (k + 1) / 2 replays and 1 / k writes cheapest.
-    - The least wear for a tenth of a step: the largest k whose (k - 1) / 2 replays beyond the first take that long. So no
-      step takes more than a tenth longer than with the k that costs least time.
+    - The least time, with a slow disk: k = sqrt(2 write / replay) makes (k + 1) / 2 replays and 1 / k writes cheapest.
+    - The least wear for a tenth of a step: the largest k whose (k - 1) / 2 further replays take that long. So no step takes
+      more than a tenth longer than with the fastest k.
 
-    A resident block is never read again, and written only so that a resumed run need not replay everything: as often as
-    costs a hundredth of a replay a step, but not before a resumed run would replay for a minute.
+    A resident block is never read again, and written only so that a resumed run replays less: as often as costs a hundredth
+    of a replay a step, but not before a resumed run would replay for a minute.
 
     Args:
         replay: Seconds to replay one more update over the model.
         write: Seconds to write the model.
-        step: Seconds of a step, or what it takes at least.
-        resident: Blocks stay in memory.
+        step: Seconds of a step, or a lower bound.
+        resident: Whether blocks stay in memory.
     """
     if resident:
-        cheap, short = math.ceil(100 * write / replay), math.floor(RESUME_SECONDS / replay)
-        return min(max(cheap, short, _LEAST_SNAPSHOT), _MOST_SNAPSHOT)
+        affordable, resumable = math.ceil(100 * write / replay), math.floor(RESUME_SECONDS / replay)
+        return min(max(affordable, resumable, _LEAST_SNAPSHOT), _MOST_SNAPSHOT)
     fastest = round(math.sqrt(2 * write / replay))
-    kindest = 1 + math.floor(2 * SHARE * step / replay + 1e-9)
-    return max(fastest, kindest, 1)
+    rarest = 1 + math.floor(2 * SHARE * step / replay + 1e-9)
+    return max(fastest, rarest, 1)
 
 
 def terabytes_written(layouts: Sequence[BlockLayout], every: int | None, *, steps: int = 1000) -> float:
-    """Terabytes (10^12 bytes) that steps write to the scratch file where segments are written every so many of them."""
+    """Terabytes (10^12 bytes) that a number of steps writes if segments are written every ``every`` steps."""
     return 0.0 if every is None else _written_bytes(layouts) * steps / every / 1e12
 
 
 def interval_within(layouts: Sequence[BlockLayout], terabytes_per_1000_steps: float) -> int:
-    """The smallest interval that writes no more than that."""
+    """The smallest interval within a limit of writes."""
     return max(math.ceil(terabytes_written(layouts, 1) / terabytes_per_1000_steps - 1e-9), 1)
 
 
 def require_within(layouts: Sequence[BlockLayout], every: int | None, terabytes_per_1000_steps: float | None) -> None:
-    """Refuse an interval that writes more than a limit.
-
-    Raises:
-        OptionError: if it does.
-    """
+    """Raise OptionError for an interval that writes more than a limit."""
     if every is None or terabytes_per_1000_steps is None or every >= interval_within(layouts, terabytes_per_1000_steps):
         return
     raise OptionError(
@@ -74,12 +70,12 @@ def require_within(layouts: Sequence[BlockLayout], every: int | None, terabytes_
 
 
 def streamed_bytes(layouts: Sequence[BlockLayout], buckets: int | None, *, kept: int = 0) -> int:
-    """Bytes of blocks that a step reads from the disk.
+    """Bytes of blocks that a step reads from disk.
 
     Args:
         layouts: Segments in visiting order.
         buckets: Number of buckets of a streamed source; None: blocks are resident.
-        kept: Blocks that stay on a device.
+        kept: Number of blocks that stay on a device.
     """
     sizes = [layout.nbytes for layout in layouts if not layout.resident]
     if buckets is None or not sizes:
@@ -99,20 +95,20 @@ def choose_interval(
     kept: int = 0,
     terabytes_per_1000_steps: float | None = None,
 ) -> int:
-    """Choose how seldom to write, by the speeds of noise and disks.
+    """Choose the interval from the speeds of replay and disks.
 
-    What forwards take is not known here. A step takes at least as long as its reads, and as one replay: that is what counts,
-    though a step that computes for longer could afford to write still less.
+    The time of forwards is not known here. The time of a step's reads, or of one replay, is used as the time of a step: a
+    step that takes longer could afford to write even less.
 
     Args:
-        layouts: Segments in visiting order, as they lie in the source's buckets.
+        layouts: Segments in visiting order, laid out as in the source's buckets.
         noise: Draws z.
         speeds: Speeds of this machine.
         directory: Directory of the scratch file.
-        in_place: Whether updates walk, as MeZO's do.
+        in_place: Whether updates repeat MeZO's in-place perturbations.
         buckets: Number of buckets of a streamed source; None: blocks are resident.
-        kept: Blocks that stay on a device.
-        terabytes_per_1000_steps: Most that may be written; None: no limit.
+        kept: Number of blocks that stay on a device.
+        terabytes_per_1000_steps: Limit of writes in 10^12 bytes; None: no limit.
 
     Raises:
         CheckpointError, ScratchError: if a disk cannot be read from or written to.
@@ -139,19 +135,10 @@ def interval_of(
     buckets: int | None,
     kept: int,
 ) -> int | None:
-    """After how many steps a segment is written to the scratch file of a policy; None: never.
-
-    Args:
-        policy: None never writes.
-        layouts: As for ``choose_interval``, and so is what follows.
-        noise: Draws z.
-        speeds: Asked where the policy leaves the number to be chosen.
-        in_place: With MeZO's walk.
-        buckets: Number of the source's buckets.
-        kept: Blocks that stay on a device.
+    """Number of steps after which a segment is written; None: never. ``choose_interval`` documents the arguments.
 
     Raises:
-        OptionError: if the policy's numbers write more than it allows.
+        OptionError: if the policy's interval writes more than its limit.
     """
     if policy is None:
         return None

@@ -38,13 +38,13 @@ class Sweep(NamedTuple):
     """The time span of one sweep."""
 
     name: str  # "step 7", "evaluation", "flush"
-    begun: float  # seconds on the clock of ``time.perf_counter``
+    started: float  # seconds on the clock of ``time.perf_counter``
     done: float
 
     @classmethod
-    def of_step(cls, step: int, begun: float, done: float) -> Sweep:
+    def of_step(cls, step: int, started: float, done: float) -> Sweep:
         """The whole time span of a step."""
-        return cls(f"{_STEP}{step}", begun, done)
+        return cls(f"{_STEP}{step}", started, done)
 
 
 class Trace:
@@ -81,7 +81,7 @@ class Trace:
         """
         events = [event for span in spans for event in self._span(span)]
         if sweep is not None:
-            events += [*self._lane(0, _SWEEP), _complete(_SWEEP, sweep.name, 0, sweep.begun, sweep.done)]
+            events += [*self._lane(0, _SWEEP), _complete(_SWEEP, sweep.name, 0, sweep.started, sweep.done)]
         if not events or self._closed:
             return
         try:
@@ -119,7 +119,7 @@ class Trace:
     def _span(self, span: Span) -> Iterator[dict[str, Any]]:
         thread = (_LANES.index(span.lane) + 1) * _TRACKS + span.track
         yield from self._lane(thread, row_name(span))
-        event = _complete(span.lane.value, span.name, thread, span.begun.seconds, span.done.seconds)
+        event = _complete(span.lane.value, span.name, thread, span.started.seconds, span.done.seconds)
         yield event if not span.nbytes else {**event, "args": {"bytes": span.nbytes}}
 
     def _lane(self, thread: int, name: str) -> Iterator[dict[str, Any]]:
@@ -163,16 +163,16 @@ class TraceRecorder:
         spans = self._timeline.take()
         if self._trace is not None:
             self._trace.add(spans, sweep)
-        return lane_uses(spans, begun=sweep.begun, done=sweep.done)
+        return lane_uses(spans, started=sweep.started, done=sweep.done)
 
     @contextmanager
     def sweep(self, name: str) -> Iterator[None]:
         """Record the work within the context, even if it fails, so that no later step counts it."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         try:
             yield
         finally:
-            self.ended(Sweep(name, begun, time.perf_counter()))
+            self.ended(Sweep(name, started, time.perf_counter()))
 
     def flush(self) -> None:
         """Record work done outside of sweeps, so that no sweep counts it.
@@ -190,8 +190,8 @@ def row_name(span: Span) -> str:
     return f"evaluation {span.track + 1}" if span.lane is Lane.EVALUATE else span.lane.value
 
 
-def _complete(category: str, name: str, thread: int, begun: float, done: float) -> dict[str, Any]:
-    start, end = _microseconds(begun), _microseconds(done)
+def _complete(category: str, name: str, thread: int, started: float, done: float) -> dict[str, Any]:
+    start, end = _microseconds(started), _microseconds(done)
     times = {"ts": start, "dur": round(end - start, _DIGITS)}
     return {"ph": "X", "pid": 0, "cat": category, "name": name, "tid": thread, **times}
 

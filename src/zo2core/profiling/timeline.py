@@ -15,16 +15,16 @@ from typing import NamedTuple
 from zo2core.types import Event, Lane, LaneUse
 
 
-class Passed(NamedTuple):
+class PastEvent(NamedTuple):
     """An event that passed at a time of the host's clock."""
 
     seconds: float
     passed: bool = True
 
 
-def now() -> Passed:
+def now() -> PastEvent:
     """Return the host's present time as an event."""
-    return Passed(time.perf_counter())
+    return PastEvent(time.perf_counter())
 
 
 class Span(NamedTuple):
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
     lane: Lane
     name: str
-    begun: Event
+    started: Event
     done: Event
     nbytes: int  # moved
     track: int  # row within the lane: the evaluation's index
@@ -50,21 +50,21 @@ class Timeline:
         self._capacity = capacity
         self._lock = threading.Lock()
 
-    def note(self, lane: Lane, name: str, begun: Event, done: Event, nbytes: int = 0, *, track: int = 0) -> None:
+    def note(self, lane: Lane, name: str, started: Event, done: Event, nbytes: int = 0, *, track: int = 0) -> None:
         """Add a piece of work, whose events may not have passed yet."""
         with self._lock:
             if len(self._spans) >= self._capacity:
                 del self._spans[: self._capacity // 2]
-            self._spans.append(Span(lane, name, begun, done, nbytes, track))
+            self._spans.append(Span(lane, name, started, done, nbytes, track))
 
     @contextmanager
     def noted(self, lane: Lane, name: str, nbytes: int = 0) -> Iterator[None]:
         """Add a span for the host's work within the context."""
-        begun = now()
+        started = now()
         try:
             yield
         finally:
-            self.note(lane, name, begun, now(), nbytes)
+            self.note(lane, name, started, now(), nbytes)
 
     def take(self) -> list[Span]:
         """Return the spans that are done, and remove them."""
@@ -92,14 +92,14 @@ class Gathered:
         self._name = name
         self._left = parts
         self._nbytes = 0
-        self._begun: Event | None = None
+        self._started: Event | None = None
         self._lock = threading.Lock()
 
     @contextmanager
     def part(self, nbytes: int) -> Iterator[None]:
         """Do one of the parts within the context."""
         with self._lock:
-            begun = self._begun = self._begun or now()
+            started = self._started = self._started or now()
         try:
             yield
         finally:
@@ -108,29 +108,32 @@ class Gathered:
                 self._nbytes += nbytes
                 last = self._left == 0
             if last:
-                self._timeline.note(self._lane, self._name, begun, now(), self._nbytes)
+                self._timeline.note(self._lane, self._name, started, now(), self._nbytes)
 
 
-def lane_uses(spans: Iterable[Span], *, begun: float = float("-inf"), done: float = float("inf")) -> Mapping[Lane, LaneUse]:
+def lane_uses(
+    spans: Iterable[Span], *, started: float = float("-inf"), done: float = float("inf")
+) -> Mapping[Lane, LaneUse]:
     """Sum each lane's bytes and its busy time, in which overlapping work counts once.
 
     Args:
         spans: Spans, whose bytes all count.
-        begun: Start of the busy time, in seconds on the events' clock.
+        started: Start of the busy time, in seconds on the events' clock.
         done: End of the busy time, in seconds on the events' clock.
     """
     by_lane: dict[Lane, list[Span]] = {lane: [] for lane in Lane}
     for span in spans:
         by_lane[span.lane].append(span)
     return {
-        lane: LaneUse(_busy_seconds(work, begun, done), sum(span.nbytes for span in work)) for lane, work in by_lane.items()
+        lane: LaneUse(_busy_seconds(work, started, done), sum(span.nbytes for span in work))
+        for lane, work in by_lane.items()
     }
 
 
 def _busy_seconds(spans: Iterable[Span], since: float, until: float) -> float:
     """Length of the spans' union within a time span."""
     total, reached = 0.0, since
-    for begun, done in sorted((span.begun.seconds, span.done.seconds) for span in spans):
-        total += max(min(done, until) - max(begun, reached), 0.0)
+    for started, done in sorted((span.started.seconds, span.done.seconds) for span in spans):
+        total += max(min(done, until) - max(started, reached), 0.0)
         reached = max(reached, done)
     return total

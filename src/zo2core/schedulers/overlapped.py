@@ -323,7 +323,7 @@ class OverlappedScheduler:
         self, lane: Lane, index: int, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]
     ) -> Transfer:
         transfer = self._device.streams.copy(lane, target, source, after)
-        self._timeline.note(lane, self._layouts[index].name, transfer.begun, transfer.done, source.numel())
+        self._timeline.note(lane, self._layouts[index].name, transfer.started, transfer.done, source.numel())
         return transfer
 
     def _let_go(self, arrival: _Arrival) -> None:

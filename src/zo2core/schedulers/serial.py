@@ -99,7 +99,7 @@ class SerialScheduler:
         streams = self._device.streams
         transfer = streams.copy(lane, target, origin, {Wait.REPLAYED: streams.mark()})
         name = self._layouts[bucket.segment].name
-        self._timeline.note(lane, name, transfer.begun, transfer.done, origin.numel())
+        self._timeline.note(lane, name, transfer.started, transfer.done, origin.numel())
         streams.wait(transfer.done, why)
 
     def _memory(self, bucket: Bucket) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 
 from zo2core.io.direct_file import whole_pages
-from zo2core.kernels.low_bit import decode, encode, low_bit_layout, scales_places
+from zo2core.kernels.low_bit import decode, encode, low_bit_layout, scales_positions
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import BlockSource, Store
 from zo2core.sources.loader import portions
@@ -78,7 +78,7 @@ class LowBitSource:
         sizes = [whole_pages(self._layouts[index].nbytes) for index in self.low_bit_segments]
         stages = min(STAGES, len(sizes), source.capacity if comes_back else STAGES)
         pages = [max(sizes, default=0)] * stages
-        self._scales = [scales_places(layout) for layout in self._stored]
+        self._scales = [scales_positions(layout) for layout in self._stored]
         self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}  # (address, segment) -> views
         self._free = deque(portions(host_memory(sum(pages)), pages))
         self._prefetched: dict[

@@ -316,7 +316,7 @@ class ActivationOffload:
         self, lane: Lane, stream: int, target: torch.Tensor, source: torch.Tensor, after: Mapping[Wait, Event]
     ) -> Transfer:
         transfer = self._device.streams.copy(lane, target, source, after)
-        self._timeline.note(lane, f"stream {stream}", transfer.begun, transfer.done, source.numel())
+        self._timeline.note(lane, f"stream {stream}", transfer.started, transfer.done, source.numel())
         return transfer
 
 

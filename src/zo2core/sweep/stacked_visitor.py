@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from zo2core.kernels.encoding import decode
-from zo2core.perturbation import FactorStore, Moved, StackedModel
+from zo2core.perturbation import FactorStore, PerturbedParameter, StackedModel
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import ActivationOffload
@@ -69,7 +69,7 @@ class StackedVisitor:
             self._stacks = [Stack(batch, [batch], [at]) for at, (_, batches) in enumerate(groups) for batch in batches]
         asked = [evaluation for evaluation, _ in groups]
         at = ([asked[group] for group in stack.groups] for stack in self._stacks)
-        self._moves = [factors.moves(evaluations, trajectory.zo_eps) for evaluations in at]  # of each stack
+        self._perturbations = [factors.perturbations(evaluations, trajectory.zo_eps) for evaluations in at]  # by stack
         self._activations = activations
         self._queues = streams
         self._timeline = timeline
@@ -108,11 +108,12 @@ class StackedVisitor:
         if self._stacks:
             self._model.bind(index, {spec.name: self._readable(index, spec, weights[spec.name]) for spec in layout.used})
         for number, stack in enumerate(self._stacks):
-            moves = self._moves[number]
-            moved: dict[str, Moved] = {
-                spec.name: self._factors.moved(spec, weights[spec.name], moves) for spec in layout.used if not spec.frozen
+            perturbed: dict[str, PerturbedParameter] = {
+                spec.name: self._factors.perturbed(spec, weights[spec.name], self._perturbations[number])
+                for spec in layout.used
+                if not spec.frozen
             }
-            self._model.perturb(index, moved, len(stack.groups))
+            self._model.perturb(index, perturbed, len(stack.groups))
             self._run(index, number, stack)
             done = self._queues.mark()
             self._timeline.note(Lane.EVALUATE, layout.name, begun, done, track=number)

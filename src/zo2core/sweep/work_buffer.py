@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from zo2core.kernels import encoding
-from zo2core.kernels.low_bit import LowBitMemory, decode, encode, low_bit_bytes, scales_places
+from zo2core.kernels.low_bit import LowBitMemory, decode, encode, low_bit_bytes, scales_positions
 from zo2core.noise.sizes import SCRATCH, noise_bytes
 from zo2core.protocols import CounterNoise, Device, NoiseGenerator, Store, Stores
 from zo2core.types import (
@@ -99,7 +99,7 @@ class WorkBuffer:
         places = {
             spec.name: (index, position, scales)
             for index, layout in enumerate(layouts)
-            for position, (spec, scales) in enumerate(zip(layout.parameters, scales_places(layout), strict=True))
+            for position, (spec, scales) in enumerate(zip(layout.parameters, scales_positions(layout), strict=True))
         }
         self.segments: list[tuple[ParameterView, ...]] = []  # of each segment, what is perturbed, in drawing order
         self._frozen: list[tuple[ParameterView, ...]] = []  # of each segment, what is not

@@ -186,7 +186,7 @@ class Workers:
         """
         first, created, refused = self.neighbours()[0], None, None
         try:
-            created = SharedMemory.made(nbytes) if first == self.rank else None
+            created = SharedMemory.create(nbytes) if first == self.rank else None
         except OSError as error:
             refused = reason(error)
         local = {"process": os.getpid(), "descriptor": None if created is None else created.descriptor, "refused": refused}
@@ -195,7 +195,7 @@ class Workers:
             if source["refused"] is not None:
                 raise OSError(source["refused"])
             process, descriptor = source["process"], source["descriptor"]
-            memory = SharedMemory.reached(process, descriptor, nbytes) if created is None else created
+            memory = SharedMemory.attach(process, descriptor, nbytes) if created is None else created
         except OSError as error:
             raise WorkerError(
                 f"worker {first}",

@@ -39,7 +39,7 @@ class PeftBlockModel(HFBlockModel):
         return {**super().description, "adapter": decisive}
 
     @property
-    def written(self) -> frozenset[str]:
+    def exported_parameters(self) -> frozenset[str]:
         """The adapter's parameters."""
         return frozenset(self.adapter.inserted.parameters)
 
