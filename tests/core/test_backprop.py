@@ -574,6 +574,6 @@ def test_blocks_that_share_keys_and_values_are_refused(tmp_path: Path) -> None:
     save_model(directory, config, torch.float32)
     model = open_checkpoint(directory, adapter=Adapter(config=lora(target_modules=["q_proj"]), seed=1))
     with BackpropEngine(model, OPTIMIZERS["sgd"]) as engine:
-        with pytest.raises(OptionError, match=r"block \d, which hands tensors to later blocks beside its output"):
+        with pytest.raises(OptionError, match=r"block \d, which passes tensors to later blocks besides its output"):
             engine.step(make_batch(40, [7, 5]))
         assert engine.steps == 0
