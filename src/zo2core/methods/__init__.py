@@ -2,5 +2,8 @@
 
 from zo2core.methods.backprop import Backprop as Backprop
 from zo2core.methods.backprop import OptimizerFactory as OptimizerFactory
+from zo2core.methods.row_shards import AllRows as AllRows
+from zo2core.methods.row_shards import RowShards as RowShards
+from zo2core.methods.row_shards import WorkerRows as WorkerRows
 from zo2core.methods.zeroth_order import Sweeps as Sweeps
 from zo2core.methods.zeroth_order import ZerothOrder as ZerothOrder
