@@ -19,6 +19,7 @@ MethodName: TypeAlias = Literal["adamw", "sgd"]
 
 METHODS: Mapping[MethodName, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
+_OPTIMIZER_OPTIONS: Mapping[str, MethodName] = {"betas": "adamw", "eps": "adamw", "momentum": "sgd", "nesterov": "sgd"}
 _OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options of a zeroth-order step that these steps take, too
 _STORAGE_WITHOUT_EFFECT = ("write_back_every", "write_limit_tb")  # no block is ever written
 
@@ -32,6 +33,33 @@ class FirstOrder:
     --adapter and an --lr of its scale, such as 2e-4. Without it steps are zeroth-order."""
     max_grad_norm: float | None = None
     """With --method: largest 2-norm of all gradients together; larger ones are scaled down to it."""
+    betas: tuple[float, float] | None = None
+    """With --method adamw: decay rates of the running means of gradients and of their squares; by default 0.9 and 0.999."""
+    eps: float | None = None
+    """With --method adamw: term added to the denominator; by default 1e-8."""
+    momentum: float | None = None
+    """With --method sgd: factor by which the previous change is repeated; by default 0."""
+    nesterov: bool = False
+    """With --method sgd and --momentum: use Nesterov momentum."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> FirstOrder:
+        """The options from JSON values, in which ``betas`` is a list.
+
+        Raises:
+            TypeError, ValueError: if the values are not such options.
+        """
+        values = dict(values)
+        if values.get("betas") is not None:
+            first, second = values["betas"]
+            values["betas"] = (first, second)
+        return cls(**values)
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """The options of the method's optimizer that were given, under the names that torch.optim has."""
+        given = {name: getattr(self, name) for name in _OPTIMIZER_OPTIONS}
+        return {name: value for name, value in given.items() if value is not None and value is not False}
 
     def require_valid(self, options: RunOptions) -> None:
         """Refuse options that do not go with the method.
@@ -42,6 +70,7 @@ class FirstOrder:
         Raises:
             OptionError: naming the option.
         """
+        self._require_optimizer_options()
         if self.method is None:
             if self.max_grad_norm is not None:
                 expected = "--method beside it; the steps without it have --clip-grad"
@@ -66,6 +95,30 @@ class FirstOrder:
             require_positive("max_grad_norm", self.max_grad_norm)
         if storage.snapshot_every is not None:
             require_at_least("snapshot_every", storage.snapshot_every, 1)
+
+    def _require_optimizer_options(self) -> None:
+        """Refuse options of another optimizer than the method's, and numbers out of range."""
+        for name, value in self.optimizer_options.items():
+            method = _OPTIMIZER_OPTIONS[name]
+            if method != self.method:
+                raise OptionError(
+                    name,
+                    found=" ".join(map(str, value)) if isinstance(value, tuple) else str(value),
+                    expected=f"no such option without --method {method}, which has it",
+                    remedy=f"pass --method {method}, or leave it out",
+                )
+        rates = [("betas", beta) for beta in self.betas or ()]
+        rates += [] if self.momentum is None else [("momentum", self.momentum)]
+        for name, rate in rates:
+            if not 0 <= rate < 1:
+                expected = "a number of at least 0 and below 1"
+                raise OptionError(name, found=repr(rate), expected=expected, remedy="pass one in this range")
+        if self.eps is not None:
+            require_positive("eps", self.eps)
+        if self.nesterov and not self.momentum:
+            raise OptionError(
+                "nesterov", found="it without momentum", expected="--momentum beside it", remedy="pass --momentum 0.9"
+            )
 
     def _refuse(self, group: Any, names: list[str] | tuple[str, ...]) -> None:
         for name in names:

@@ -71,6 +71,7 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
         optimization, limit = options.optimization, options.first_order.max_grad_norm
         assert options.first_order.method is not None, "it is what chose this class"
         rates = {"lr": optimization.lr, "weight_decay": optimization.weight_decay}
+        rates |= options.first_order.optimizer_options
         engine = DurableBackpropEngine(
             opening.model,
             partial(METHODS[options.first_order.method], **rates),
