@@ -621,6 +621,26 @@ def test_an_optimizers_options_are_in_the_recipe_and_stay_as_they_are(here: Path
         assert "options.json" in refusal("train", "--resume", "run")
 
 
+def test_dropout_is_never_silent(here: Path) -> None:
+    """An adapter with dropout is refused; of the model's config, whose dropout no step has, a line says so."""
+    told = "no dropout: steps run in evaluation mode"
+    assert told not in done(*train("without")).err
+    path = here / "base" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "attention_dropout": 0.1}))
+    assert f"{told}; attention_dropout 0.1 has no effect" in done(*train("run")).err
+    assert outcome("run")["adapter"] == outcome("without")["adapter"]
+    config = here / CONFIG
+    config.write_text(json.dumps({**json.loads(config.read_text()), "lora_dropout": 0.05}))
+    assert "adapter.lora_dropout: found 0.05; expected LoRA" in refusal(*train("none"))
+    assert not Path("none").exists()
+
+
+def test_an_adapter_of_which_nothing_is_trained_is_refused(here: Path) -> None:
+    told = refusal(*train("run", "--adapter-frozen", "lora_A", "lora_B"))
+    assert "--adapter-frozen: found ['lora_A', 'lora_B'], which each parameter's name has" in told
+    assert not Path("run").exists()
+
+
 def test_methods_are_refused_where_there_are_none(here: Path) -> None:
     without = ["--model", "base", "--data", "rows.jsonl", "--output", "run"]
     assert "--method: found adamw without an adapter" in refusal("train", "--method", "adamw", "--lr", 1e-3, *without)
