@@ -441,6 +441,21 @@ def test_text_is_generated_behind_a_prefix_as_by_peft(model_type: str, tmp_path:
     assert again == ours
 
 
+@pytest.mark.parametrize("model_type", TARGETS)
+def test_branches_recorded_before_a_sweep_are_those_that_it_takes(model_type: str, tmp_path: Path) -> None:
+    base, batch = save_model(tmp_path, small_config(model_type)), make_batch(40, [7, 5])
+    losses = []
+    for records in (False, True):
+        model = open_checkpoint(base, adapter=Adapter(config=prefix(model_type)), loss_chunk=3)
+        with Replayer(model) as replayer:
+            if records:  # as for a GPU
+                model.record_branches(model.prepared(batch))
+                assert model._stand_in_branches._cached == stand_ins
+            losses.append(replayer.evaluate([batch]).loss)
+            stand_ins = model._stand_in_branches._cached
+    assert losses[0] == losses[1]
+
+
 def test_packed_rows_would_share_a_prefix_and_are_refused(tmp_path: Path) -> None:
     base = save_model(tmp_path / "base", small_config("llama"))
     model = open_checkpoint(base, adapter=Adapter(config=prefix("llama")))

@@ -60,8 +60,8 @@ class PrefixBlockModel(PeftBlockModel):
         return super()._prepared(batch)
 
     @torch.inference_mode()
-    def learn(self, batch: Batch) -> None:
-        """Have HF's forward ask all that it asks about a batch, and about what stands in for final hidden states."""
+    def record_branches(self, batch: Batch) -> None:
+        """Record as the class above does, the stand-in tokens without a prefix, as ``logits`` passes them."""
         self.embed(batch)
         with self._without_prefix(), self._stand_in_branches:
             self.prologue(input_ids=torch.zeros_like(batch["input_ids"][:1, :1]), use_cache=False)
