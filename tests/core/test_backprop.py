@@ -289,7 +289,7 @@ def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(base: Path, b
 def test_a_forward_that_runs_again_ends_where_nothing_more_is_saved(base: Path, targets: list[str]) -> None:
     """As in torch's checkpointing: behind the last tensor that a backward reads, a frozen projection is not repeated."""
     config, batch = lora(target_modules=targets, init_lora_weights=False), make_batch(40, [7, 5])
-    model = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
+    model: Any = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
     projection, calls = model._layers[0].mlp.down_proj, []
     getattr(projection, "base_layer", projection).register_forward_hook(lambda *_: calls.append(1))
     resident = Resident(base, config, first_values(model), OPTIMIZERS["sgd"])
@@ -311,7 +311,8 @@ def test_a_block_that_saves_other_tensors_when_it_runs_again_is_refused(base: Pa
             runs.append(1)
             return output * (1 + shift) if len(runs) == 1 else output
 
-        engine._model._layers[0].input_layernorm.register_forward_hook(changed)
+        model: Any = engine._model
+        model._layers[0].input_layernorm.register_forward_hook(changed)
         with pytest.raises(OptionError, match="saves other tensors for its backward when it runs again"):
             engine.step(make_batch(40, [7, 5]))
         assert engine.steps == 0
