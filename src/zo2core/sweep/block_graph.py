@@ -36,12 +36,10 @@ class _Activation:
 
     __slots__ = ("__weakref__", "_tensor", "_version", "kind")
 
-    def __init__(self, tensor: torch.Tensor, *, keep: bool) -> None:
-        self.kind = (tensor.dtype, tensor.shape)
+    def __init__(self, dtype: torch.dtype, shape: torch.Size) -> None:
+        self.kind = (dtype, shape)
         self._tensor: torch.Tensor | None = None
         self._version = 0
-        if keep:
-            self.fill(tensor)
 
     @property
     def is_empty(self) -> bool:
@@ -84,7 +82,7 @@ class BlockGraph:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the activations that the forward saved, besides weights and inputs."""
+        """Bytes of the activations that the forward kept, besides weights and inputs."""
         return sum(nbytes for address, nbytes in self._storages.items() if address not in self._inputs)
 
     def recorded(self, *, keep: bool) -> AbstractContextManager[object]:
@@ -99,9 +97,11 @@ class BlockGraph:
             weight = locate(tensor)
             if weight is not None:
                 return weight
-            storage = tensor.untyped_storage()
-            self._storages[storage.data_ptr()] = storage.nbytes()
-            activation = _Activation(tensor, keep=keep)
+            activation = _Activation(tensor.dtype, tensor.shape)
+            if keep:
+                storage = tensor.untyped_storage()
+                self._storages[storage.data_ptr()] = storage.nbytes()
+                activation.fill(tensor)
             self._activations.append(weakref.ref(activation))
             return activation
 
