@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from zo2adapters.models.footprint import activation_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
@@ -14,11 +14,17 @@ from zo2adapters.trainers.options import Execution, Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import Journal, MemoryPolicy, Replayer, Workers, WriteBackPolicy, ZOEngine, ZOEstimator
-from zo2core.planning.host_budget import parse_size
 
 
-def reserved_for(model: HFBlockModel, longest: BatchShape, optimization: Optimization, micro_rows: int | None) -> int:
-    """Bytes to reserve for activations and logits.
+class StepMemory(NamedTuple):
+    """Memory for the activations and logits of a step."""
+
+    nbytes: int  # bytes to reserve
+    least: int  # least bytes that a device needs
+
+
+def step_memory(model: HFBlockModel, longest: BatchShape, optimization: Optimization, micro_rows: int | None) -> StepMemory:
+    """Expected memory of a zeroth-order step.
 
     Args:
         model: The model.
@@ -27,56 +33,29 @@ def reserved_for(model: HFBlockModel, longest: BatchShape, optimization: Optimiz
         micro_rows: Rows that run at a time; None: all of a batch.
     """
     rows, tokens, stacked = longest.rows, round(longest.tokens), optimization.stacked
+    streams, running = optimization.evaluations, (rows if micro_rows is None else min(rows, micro_rows)) * stacked
     loss_rows = optimization.loss_rows(rows)
-    activations = activation_bytes(
+    adapter = 0
+    if isinstance(model, PeftBlockModel):
+        adapter = model.adapter_bytes(running, -(-streams // stacked) * -(-rows * stacked // running))
+    nbytes = adapter + activation_bytes(
         model.config,
         rows,
         tokens,
-        streams=optimization.evaluations,
+        streams=streams,
         micro_rows=micro_rows,
         loss_chunk=model.loss_chunk,
         stacked=stacked,
         loss_rows=loss_rows if optimization.per_row else None,
     )
+    least = adapter + least_activation_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
     if optimization.rank is None:
-        return activations
+        return StepMemory(nbytes, least)
     columns = max(  # bytes of one column of the factors of a segment's matrices, which are in memory twice
         sum(spec.shape[0] * spec.dtype.itemsize for spec in layout.used if len(spec.shape) == 2 and not spec.frozen)
         for layout in model.layouts
     )
-    return activations + 2 * columns * optimization.rank * stacked * -(-rows // loss_rows)
-
-
-def reserved_bytes(options: TrainOptions, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
-    """Memory for activations.
-
-    Args:
-        options: The run's options.
-        model: The model.
-        longest: Tokens of the longest row.
-        sequences: Largest number of sequences that a row has.
-
-    Returns:
-        Bytes to reserve, and the least bytes that a device needs.
-
-    Raises:
-        OptionError: if ``activation_memory`` cannot be parsed.
-    """
-    config, batching, given = model.config, options.batching, options.storage.activation_memory
-    rows, longest = batching.shape(batching.batch_size * sequences, longest)
-    micro_rows, chunk, optimization = batching.micro_batch_size, batching.loss_chunk, options.optimization
-    streams, stacked = optimization.evaluations, optimization.stacked
-    running = (rows if micro_rows is None else min(rows, micro_rows)) * stacked
-    adapter_bytes = 0
-    if isinstance(model, PeftBlockModel):
-        adapter_bytes = model.adapter_bytes(running, -(-streams // stacked) * -(-rows * stacked // running))
-    reserved = (
-        reserved_for(model, BatchShape.whole(rows, longest), optimization, micro_rows) + adapter_bytes
-        if given is None
-        else parse_size(given)
-    )
-    least = least_activation_bytes(config, running, longest, loss_chunk=chunk)
-    return reserved, least + adapter_bytes
+    return StepMemory(nbytes + 2 * columns * optimization.rank * stacked * -(-rows // loss_rows), least)
 
 
 def replayer(

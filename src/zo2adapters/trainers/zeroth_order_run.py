@@ -6,12 +6,13 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.options import TrainOptions
-from zo2adapters.trainers.run_engine import build_engine, replayer, reserved_bytes
+from zo2adapters.trainers.run_engine import build_engine, replayer, step_memory
 from zo2adapters.trainers.run_health import HealthMonitor, destroyed, diverged
 from zo2adapters.trainers.run_method import Opening, RunMethod
 from zo2adapters.trainers.run_notices import disk_writes, storage
 from zo2adapters.trainers.run_plan import step_seconds
 from zo2core import DivergenceError, HostPlan, Journal, Runner, StepResult, ZO2Error, ZOEngine
+from zo2core.planning.host_budget import parse_size
 
 
 class ZerothOrderRun(RunMethod[ZOEngine]):
@@ -40,7 +41,10 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
 
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
         """Memory for the activations of all forwards of a step. See the contract."""
-        return reserved_bytes(self.options, model, longest, sequences)
+        batching, given = self.options.batching, self.options.storage.activation_memory
+        shape = BatchShape.whole(*batching.shape(batching.batch_size * sequences, longest))
+        nbytes, least = step_memory(model, shape, self.options.optimization, batching.micro_batch_size)
+        return nbytes if given is None else parse_size(given), least
 
     def engine(self, opening: Opening) -> ZOEngine:
         """An engine at the end of the journal. See the contract."""
