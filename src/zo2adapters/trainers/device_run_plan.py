@@ -9,8 +9,7 @@ from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import RowShapes
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.run_engine import step_memory
-from zo2adapters.trainers.run_plan import run_request
+from zo2adapters.trainers.run_plan import run_request, step_memory
 from zo2core import DensePerturbation, DevicePlan, HostPlan, Machine, MemoryPolicy, SequentialNoise, plan
 from zo2core.kernels.low_bit import low_bit_layout
 from zo2core.perturbation import kept_bytes_a_step

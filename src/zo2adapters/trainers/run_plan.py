@@ -8,15 +8,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
+from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.run_engine import step_memory
 from zo2core import (
     BlockLayout,
     HostDevice,
@@ -208,6 +209,48 @@ def run_request(
         directions=shapes.longest.rows if has_direction_per_row else optimization.queries,
         memory=memory,
     )
+
+
+class StepMemory(NamedTuple):
+    """Memory for the activations and logits of a step."""
+
+    nbytes: int  # bytes to reserve
+    least: int  # least bytes that a device needs
+
+
+def step_memory(model: HFBlockModel, longest: BatchShape, optimization: Optimization, micro_rows: int | None) -> StepMemory:
+    """Expected memory of a zeroth-order step.
+
+    Args:
+        model: The model.
+        longest: Shape of the largest batch.
+        optimization: How a step is taken.
+        micro_rows: Rows that run at a time; None: all of a batch.
+    """
+    rows, tokens, stacked = longest.rows, round(longest.tokens), optimization.stacked
+    streams, running = optimization.evaluations, (rows if micro_rows is None else min(rows, micro_rows)) * stacked
+    loss_rows = optimization.loss_rows(rows)
+    adapter = 0
+    if isinstance(model, PeftBlockModel):
+        adapter = model.adapter_bytes(running, -(-streams // stacked) * -(-rows * stacked // running))
+    nbytes = adapter + activation_bytes(
+        model.config,
+        rows,
+        tokens,
+        streams=streams,
+        micro_rows=micro_rows,
+        loss_chunk=model.loss_chunk,
+        stacked=stacked,
+        loss_rows=loss_rows if optimization.per_row else None,
+    )
+    least = adapter + least_activation_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
+    if optimization.rank is None:
+        return StepMemory(nbytes, least)
+    columns = max(  # bytes of one column of the factors of a segment's matrices, which are in memory twice
+        sum(spec.shape[0] * spec.dtype.itemsize for spec in layout.used if len(spec.shape) == 2 and not spec.frozen)
+        for layout in model.layouts
+    )
+    return StepMemory(nbytes + 2 * columns * optimization.rank * stacked * -(-rows // loss_rows), least)
 
 
 def step_seconds(model: HFBlockModel, shape: BatchShape, optimization: Optimization, micro_rows: int | None = None) -> float:
