@@ -8,9 +8,9 @@
 ``speed`` pins each worker to a core of its own; one worker and two alternate with the same steps, and two shard a step's
 directions. Their losses must be equal. ``gradients`` does the same with AdamW steps of a LoRA adapter; two workers split the
 rows, so their losses differ from one worker's by rounding. ``memory`` reads the proportional set size of each process
-(smaps_rollup), in which a page of four processes counts a quarter in each. ``late`` writes a journal of ``--steps`` steps and
-measures the time from the start of a second worker without a journal to the end of its first step. Each prints a table and
-JSON.
+(smaps_rollup), in which a page of four processes counts a quarter in each. ``late`` writes a journal of ``--steps`` steps
+and measures the time from the start of a second worker without a journal to the end of its first step. Each prints a table
+and JSON.
 """
 
 from __future__ import annotations
