@@ -436,7 +436,7 @@ def test_a_run_goes_on_from_the_newest_snapshot_of_any_worker(base: Path, tmp_pa
 
 def test_a_missing_gradient_changes_no_bit_of_the_others() -> None:
     """Not the sign of a zero either. Parameters of several dtypes lie in one message."""
-    gradients = [[None, None, 0.5], [-0.0, None, 0.25], [None, None, None]]
+    gradients: list[list[float | None]] = [[None, None, 0.5], [-0.0, None, 0.25], [None, None, None]]
     dtypes = (torch.bfloat16, torch.float32, torch.float32)
     workers = [[torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes] for _ in gradients]
     for parameters, values in zip(workers, gradients, strict=True):
