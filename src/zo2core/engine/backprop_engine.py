@@ -13,7 +13,8 @@ from torch import nn
 from zo2core.build import RunOptions, build
 from zo2core.engine.adapter_runner import AdapterRunner
 from zo2core.errors import OptionError
-from zo2core.methods.backprop import Backprop, OptimizerFactory
+from zo2core.methods.backprop import Backprop
+from zo2core.optimizers import OptimizerFactory
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import Device, DifferentiableModel, Forward

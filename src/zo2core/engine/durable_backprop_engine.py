@@ -11,7 +11,7 @@ from zo2core.checkpoint import Snapshot, Snapshots
 from zo2core.engine.backprop_engine import TRAINED_COPIES, BackpropEngine
 from zo2core.errors import JournalError
 from zo2core.journal import Journal
-from zo2core.methods.backprop import OptimizerFactory
+from zo2core.optimizers import OptimizerFactory
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import Device, DifferentiableModel

@@ -17,6 +17,14 @@ from zo2core.types.encodings import Encoding, encoded_bytes
 ALIGNMENT = 64  # bytes
 
 
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """Convert 16-bit values to float32; others are returned as they are."""
+    return values.float() if values.dtype in HALVES else values
+
+
 def aligned(nbytes: int) -> int:
     """Round a size in bytes up to the alignment."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
