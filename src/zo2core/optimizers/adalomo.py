@@ -122,4 +122,4 @@ class AdaLOMO:
 
 
 def _rms(values: torch.Tensor) -> torch.Tensor:
-    return values.norm(2) / (values.numel() ** 0.5)
+    return torch.norm(values, 2.0) / (values.numel() ** 0.5)
