@@ -122,4 +122,5 @@ class AdaLOMO:
 
 
 def _rms(values: torch.Tensor) -> torch.Tensor:
-    return torch.norm(values, 2.0) / (values.numel() ** 0.5)
+    root: torch.Tensor = torch.norm(values, 2.0) / (values.numel() ** 0.5)
+    return root
