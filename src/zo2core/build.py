@@ -319,7 +319,7 @@ def _opened_run(
     journal = _open_journal(options.journal, opened, trains=trains)
     _require_kind(journal, options.method)
     workers = SoloWorker() if options.workers is None else options.workers
-    if estimator is not None:
+    if trains:
         workers.sync_journal(journal)
     if not trains and options.journal is not None and journal.header is None:
         raise JournalError(journal.name, found="no journal", expected="one that a run has begun", remedy="check the path")

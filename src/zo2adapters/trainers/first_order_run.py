@@ -66,8 +66,6 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
     def engine(self, opening: Opening) -> DurableBackpropEngine:
         """An engine at the last snapshot. See the contract."""
         options, execution = self.options, opening.execution
-        if opening.workers is not None:
-            raise self._refusal("method", "several workers", "one process")
         if execution.replay != "auto":
             raise self._refusal("replay", execution.replay, "none: nothing is replayed")
         optimization, limit = options.optimization, options.first_order.max_grad_norm
@@ -82,11 +80,12 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
             lr=self._lr,
             provenance=opening.decides,
             clip=limit,
-            device=local_device(options.storage.device, None),
+            device=local_device(options.storage.device, opening.workers),
             memory=self._memory(opening.activations, opening.least_activations),
             micro_batch_size=options.batching.micro_batch_size,
             overlap=execution.scheduler is Order.OVERLAPPED,
-            trace=worker_trace(execution.trace, None),
+            trace=worker_trace(execution.trace, opening.workers),
+            workers=opening.workers,
         )
         try:
             self._require_best(engine)
@@ -111,7 +110,8 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
         """Take a snapshot if one is due, at the end, and where one is missing of the best step. See the contract."""
         step = engine.version
         is_best = self.options.keep_best and step == best_step(_losses(engine.journal))
-        if step == self.options.steps or is_best or self._policy.is_due(step):
+        is_due = engine.workers.all_gather(self._policy.is_due(step))[0]  # clocks differ between workers
+        if step == self.options.steps or is_best or is_due:
             self._take_snapshot(engine)
         return []
 

@@ -89,24 +89,47 @@ class Snapshots:
             OutputError: if it cannot be written.
             OptionError: if the state has a value that a snapshot cannot store.
         """
-        step, path = snapshot.step, self.path(snapshot.step)
-        chain = self._chain(step)
+        step, chain = snapshot.step, self._chain(snapshot.step)
         assert chain is not None, "the step was taken"
-        try:
-            make_directory(self._directory)
-            replace_file(path, _to_bytes(snapshot, chain))
-        except OSError as error:
-            raise OutputError(
-                path,
-                found=reason(error),
-                expected="a file that can be written and synced",
-                remedy="free space or repair the disk; the run resumes from the snapshot before",
-            ) from error
+        self._replace(step, _to_bytes(snapshot, chain))
         kept = {step, self._last, *keep}
         self._last = step
         for other in self.steps:
             if other not in kept:
                 self.path(other).unlink(missing_ok=True)
+
+    def content(self, step: int) -> bytes:
+        """The bytes of a step's file, for another worker."""
+        return read_regular(self.path(step))
+
+    @staticmethod
+    def digest(content: bytes) -> str:
+        """The checksum that the bytes of a snapshot contain."""
+        return content[_DIGITS].decode(errors="replace")
+
+    def receive(self, step: int, content: bytes) -> Snapshot:
+        """Write another worker's file of a step durably, and read it.
+
+        Raises:
+            OutputError: if it cannot be written.
+            CheckpointError: if it is not an undamaged snapshot of this run and step.
+        """
+        self._replace(step, content)
+        snapshot = self.read(step)
+        self._last = step
+        return snapshot
+
+    def _replace(self, step: int, content: bytes) -> None:
+        try:
+            make_directory(self._directory)
+            replace_file(self.path(step), content)
+        except OSError as error:
+            raise OutputError(
+                self.path(step),
+                found=reason(error),
+                expected="a file that can be written and synced",
+                remedy="free space or repair the disk; the run resumes from the snapshot before",
+            ) from error
 
     def read(self, step: int) -> Snapshot:
         """Read and check the snapshot of a step.

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from zo2core.errors import NonFiniteLossError, OptionError
+from zo2core.methods.row_shards import RowShards
 from zo2core.optimizers import OptimizerFactory, make_optimizer
 from zo2core.profiling import Sweep
 from zo2core.protocols import Forward, Objective
 from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.gradient_visitor import GradientVisits
-from zo2core.sweep.objective import MicroBatches, batches_of, cut
+from zo2core.sweep.objective import batches_of
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.sweep.visits import SweepVisitor
 from zo2core.types import Batch, GradientStepResult, Lane, LaneUse
@@ -46,6 +47,7 @@ class Backprop:
         model: The default forward of a step.
         trained: The trained parameters and their gradients.
         visits: Makes the visitor of each sweep.
+        row_shards: Chooses this process's rows of each step, and completes their gradients.
         micro_batch_size: Rows of a micro-batch; None does not split batches.
         commit: Called with a step's loss and gradient norm before the optimizer changes a parameter. If it raises an error,
             the step is not taken.
@@ -64,6 +66,7 @@ class Backprop:
         model: Forward,
         trained: TrainedParameters,
         visits: GradientVisits,
+        row_shards: RowShards,
         micro_batch_size: int | None,
         commit: Callable[[float, float], None],
         memory: GradientMemory,
@@ -77,6 +80,7 @@ class Backprop:
         self._model = model
         self._trained = trained
         self._visits = visits
+        self._row_shards = row_shards
         self._micro_batch_size = micro_batch_size
         self._commit = commit
         self._memory = memory
@@ -100,20 +104,19 @@ class Backprop:
         """Add the gradients of a batch to those of the parameters. See ``BackpropEngine.gradients``."""
         is_model_loss = forward is None and not isinstance(self._model, Objective)
         forward = self._model if forward is None else forward
-        micro_batches = cut(batches_of(batch), self._micro_batch_size, None if is_model_loss else forward)
-        prepared = list(self._sweeps.prepared(micro_batches.batches, forward))
-        weights = micro_batch_weights(micro_batches)
+        rows = self._row_shards.of_step(batches_of(batch), self._micro_batch_size, None if is_model_loss else forward)
+        prepared = list(self._sweeps.prepared(rows.batches, forward))
         outputs: list[torch.Tensor] = []
-        for start, stop, graph_bytes in self._memory.groups(forward, prepared, together=weights is None):
+        for start, stop, graph_bytes in self._memory.groups(forward, prepared, together=rows.weights is None):
             visitor = self._visits.visitor(
                 forward,
                 prepared[start:stop],
-                weights=None if weights is None else weights[start:stop],
-                joint_loss=micro_batches.loss,
+                weights=None if rows.weights is None else rows.weights[start:stop],
+                joint_loss=rows.joint_loss,
                 graph_bytes=graph_bytes,
             )
             outputs += self._sweeps.run(visitor, visitor.order)[0]
-        return float(micro_batches.loss(outputs))
+        return rows.finish(outputs)
 
     def _clipped(self, loss: float) -> float:
         """Clip the gradients, and return their norm before clipping.
@@ -133,12 +136,3 @@ class Backprop:
         if self._clip is not None:
             nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
         return norm.item()
-
-
-def micro_batch_weights(micro_batches: MicroBatches) -> list[float] | None:
-    """Return each micro-batch's weight in the mean over labelled tokens; None for an objective, which weighs them itself."""
-    if micro_batches.objective is not None:
-        return None
-    if len(micro_batches.batches) == 1:
-        return [1.0]
-    return [tokens / sum(micro_batches.tokens) for tokens in micro_batches.tokens]

@@ -16,12 +16,13 @@ from typing import NamedTuple
 import torch
 
 from zo2core.errors import NonFiniteLossError, OptionError
-from zo2core.methods.backprop import GradientSweeps, micro_batch_weights
+from zo2core.methods.backprop import GradientSweeps
+from zo2core.methods.row_shards import AllRows, StepRows
 from zo2core.profiling import Sweep
 from zo2core.protocols import BlockUpdate, Forward, Objective
 from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.gradient_visitor import GradientVisits
-from zo2core.sweep.objective import MicroBatches, batches_of, cut
+from zo2core.sweep.objective import batches_of
 from zo2core.sweep.stored_parameters import SegmentStep, StoredParameters
 from zo2core.types import Batch, GradientStepResult, widened
 
@@ -173,7 +174,7 @@ class _Batches(NamedTuple):
     """What the sweeps of one step run."""
 
     forward: Forward
-    micro_batches: MicroBatches
+    rows: StepRows
     batches: Sequence[Batch]  # prepared
     segments: Collection[int]  # that are trained
 
@@ -228,12 +229,12 @@ class FusedBackprop:
         started, step = time.perf_counter(), self.steps
         is_model_loss = forward is None and not isinstance(self._model, Objective)
         forward = self._model if forward is None else forward
-        micro_batches = cut(batches_of(batch), self._micro_batch_size, None if is_model_loss else forward)
-        prepared = list(self._sweeps.prepared(micro_batches.batches, forward))
+        rows = AllRows().of_step(batches_of(batch), self._micro_batch_size, None if is_model_loss else forward)
+        prepared = list(self._sweeps.prepared(rows.batches, forward))
         segments = self._update.segments(step, self._parameters.segments)
         self._train_only(segments)
-        run = _Batches(forward, micro_batches, prepared, segments)
-        norms, names = _Norms(step, micro_batches.loss), self._parameters.names
+        run = _Batches(forward, rows, prepared, segments)
+        norms, names = _Norms(step, rows.joint_loss), self._parameters.names
         total = None
         if self._clipping.norm is not None and len(segments) > 1:
             self._sweep(run, _Measuring(norms, self._update), norms)
@@ -258,13 +259,13 @@ class FusedBackprop:
         visitor = self._visits.visitor(
             run.forward,
             run.batches,
-            weights=micro_batch_weights(run.micro_batches),
-            joint_loss=run.micro_batches.loss,
+            weights=run.rows.weights,
+            joint_loss=run.rows.joint_loss,
             graph_bytes=group.graph_bytes,
         )
         norms.outputs = visitor.outputs[0]
         try:
-            return float(run.micro_batches.loss(self._sweeps.run(visitor, visitor.order)[0]))
+            return run.rows.finish(self._sweeps.run(visitor, visitor.order)[0])
         finally:
             self._parameters.clear_gradients()
 

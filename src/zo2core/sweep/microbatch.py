@@ -65,9 +65,9 @@ def split_rows(batch: Batch, rows: int | None) -> list[Batch]:
         return [batch]
     micro_batches = []
     for start in range(0, len(labels), rows):
-        micro_batch = rows_of(batch, start, start + rows)
+        micro_batch = shard_of_rows(batch, start, start + rows)
         if labelled_tokens(micro_batch):
-            micro_batches.append(_without_padding(micro_batch))
+            micro_batches.append(micro_batch)
     return micro_batches or [batch]
 
 
@@ -100,6 +100,18 @@ def rows_of_group(batch: Batch, group: RowGroup) -> Batch:
     require_tensors(batch)
     share = rows // groups
     return rows_of(batch, group.number * share, (group.number + 1) * share)
+
+
+def shard_of_rows(batch: Batch, start: int, stop: int) -> Batch:
+    """A range of a batch's rows, without the columns on the right in which all of them are padding.
+
+    Args:
+        batch: With labels (rows, tokens).
+        start: The first row.
+        stop: The row after the last one.
+    """
+    rows = rows_of(batch, start, stop)
+    return _without_padding(rows) if labelled_tokens(rows) else rows
 
 
 def rows_to_shard(batches: Sequence[Batch]) -> int | None:
