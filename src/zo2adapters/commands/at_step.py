@@ -27,7 +27,7 @@ class AtStep:
     """A base model, or a run at any of its steps."""
 
     model: str | None = None
-    """Directory of the base model, with safetensors weights, or a hub id."""
+    """Directory of the base model, with safetensors weights, or a hub id. By default the base that --adapter names."""
     journal: Path | None = None
     """Journal of a run on that base; the weights are those after its last step. Without it they are the base's."""
     run_directory: Annotated[Path | None, tyro.conf.arg(name="run", aliases=("--run-directory",))] = None
@@ -48,6 +48,8 @@ class AtStep:
         Raises:
             OptionError: if neither or both of base and run are given, or an option differs from the run's.
         """
+        if self.model is None and self.run_directory is None and (base := self._base_of_adapter()) is not None:
+            return replace(self, model=base).resolved()
         if (self.model is None) == (self.run_directory is None) or (self.run_directory and self.journal):
             raise OptionError(
                 "model",
@@ -88,6 +90,16 @@ class AtStep:
             journal=self.run_directory / JOURNAL,
         )
 
+    def _base_of_adapter(self) -> str | None:
+        """The base that a saved adapter names, for a command without --model; None if there is none."""
+        adapter = self.model_options.adapter
+        if adapter is None or not adapter.is_dir():
+            return None
+        from zo2adapters.models.peft_model import Adapter, peft_config
+
+        base: str | None = peft_config(Adapter(config=adapter)).config.base_model_name_or_path
+        return base
+
     def base(self) -> Path:
         """The base model's directory."""
         from zo2adapters.models.checkpoint import resolve_directory
@@ -103,7 +115,7 @@ class AtStep:
             export_dtype: Dtype of exported weights, as in ``open_checkpoint``.
         """
         return self.model_options.opened(
-            self.base(), seed=self.adapter_seed, loss_chunk=loss_chunk, export_dtype=export_dtype
+            self.base(), seed=self.adapter_seed, base=self.model, loss_chunk=loss_chunk, export_dtype=export_dtype
         )
 
     def engine(

@@ -51,11 +51,13 @@ class Adapter:
             saved: then its values are what the run begins with.
         frozen: Parts of parameters' names that are not trained, as ``("lora_A",)`` for LoRA-FA (arXiv 2308.03303).
         seed: Seed of a new adapter's values.
+        base: Path or hub id of the base, which an exported config names if ``config`` names none.
     """
 
     config: Any
     frozen: Sequence[str] = ()
     seed: int = 0
+    base: str | None = None
 
     def __post_init__(self) -> None:
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
@@ -107,6 +109,8 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
             expected=kind.accepted,
             remedy="leave it out",
         )
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = adapter.base
     return ChosenConfig(kind, config, weights)
 
 

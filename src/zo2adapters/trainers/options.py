@@ -260,16 +260,17 @@ class TrainOptions(RunOptions):
     def opened(self, directory: Path) -> HFBlockModel:
         """Open the run's model from its directory."""
         model_options = replace(self.model_options, precision=self.precision_asked())
-        return model_options.opened(directory, seed=self.seed, loss_chunk=self.batching.loss_chunk)
+        return model_options.opened(directory, seed=self.seed, base=self.model, loss_chunk=self.batching.loss_chunk)
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
-        """Replace what was chosen for this machine by its value, so that a resumed run computes the same."""
+        """Replace what was chosen for this machine, or left out, by its value, so that a resumed run computes the same."""
+        model_options = self.model_options.with_lora_defaults()
         if model.autocast is None:
-            return replace(self, model_options=replace(self.model_options, precision="exact"))
+            return replace(self, model_options=replace(model_options, precision="exact"))
         computed = cast("DtypeName", str(model.autocast).removeprefix("torch."))
         return replace(
             self,
-            model_options=replace(self.model_options, precision="mixed", dtype=computed),
+            model_options=replace(model_options, precision="mixed", dtype=computed),
             batching=replace(self.batching, loss_chunk=model.loss_chunk),
         )
 
