@@ -163,6 +163,20 @@ def test_a_quantised_base_is_merged_into_the_weights_that_it_decodes_to(here: Pa
     assert_equal(here / "merged", merged_by_peft(here / "decoded", here / "first" / "model", here / "peft"))
 
 
+def test_an_adapter_that_was_trained_with_dropout_is_read(here: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+    save_adapter(here / "base", config, here / "dropped")
+    done("merge", "--model", "base", "--adapter", "dropped", "--output", "merged")
+    assert_equal(here / "merged", merged_by_peft(here / "base", here / "dropped", here / "peft"))
+    losses = [
+        done("evaluate", *model, "--data", "rows.jsonl").out.split()[1]
+        for model in (("--model", "base", "--adapter", "dropped"), ("--model", "merged"))
+    ]
+    assert float(losses[0].strip(",")) == pytest.approx(float(losses[1].strip(",")), abs=1e-5)
+    told = refusal("train", "--model", "base", "--adapter", "dropped", "--data", "rows.jsonl", "--output", "run")
+    assert "adapter.lora_dropout: found 0.1" in told
+
+
 def test_what_cannot_be_merged_is_refused_and_nothing_is_written(here: Path) -> None:
     peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM").save_pretrained("config")
     common = ("--model", "base", "--data", "rows.jsonl", "--steps", 1, "--sequence-length", 8)

@@ -97,7 +97,7 @@ class AtStep:
             return None
         from zo2adapters.models.peft_model import Adapter, peft_config
 
-        base: str | None = peft_config(Adapter(config=adapter)).config.base_model_name_or_path
+        base: str | None = peft_config(Adapter(config=adapter, is_trained=False)).config.base_model_name_or_path
         return base
 
     def base(self) -> Path:
@@ -115,7 +115,12 @@ class AtStep:
             export_dtype: Dtype of exported weights, as in ``open_checkpoint``.
         """
         return self.model_options.opened(
-            self.base(), seed=self.adapter_seed, base=self.model, loss_chunk=loss_chunk, export_dtype=export_dtype
+            self.base(),
+            seed=self.adapter_seed,
+            base=self.model,
+            is_trained=False,
+            loss_chunk=loss_chunk,
+            export_dtype=export_dtype,
         )
 
     def engine(

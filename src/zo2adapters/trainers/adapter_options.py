@@ -113,13 +113,14 @@ class AdapterOptions:
                 remedy="pass --lora-rank 8 for LoRA, or --adapter with another of peft's",
             )
 
-    def adapter_of(self, head: str, seed: int = 0, base: str | None = None) -> Adapter | None:
+    def adapter_of(self, head: str, *, seed: int = 0, base: str | None = None, is_trained: bool = True) -> Adapter | None:
         """The adapter to open the model with; None: the weights are trained.
 
         Args:
             head: Name of the model's head.
             seed: Seed of a new adapter's initial values.
             base: Directory or hub id of the base, which an exported adapter names.
+            is_trained: Whether it will be trained; one that is only read may have been trained with dropout.
 
         Raises:
             MissingPackageError: without peft.
@@ -131,7 +132,7 @@ class AdapterOptions:
         config = self.adapter if self.lora_rank is None else self._lora_config(head)
         if base is not None and Path(base).is_dir():
             base = str(Path(base).resolve())
-        return Adapter(config=config, frozen=self.adapter_frozen, seed=seed, base=base)
+        return Adapter(config=config, frozen=self.adapter_frozen, seed=seed, base=base, is_trained=is_trained)
 
     def _lora_config(self, head: str) -> Any:
         """Peft's config of the new adapter."""
