@@ -91,6 +91,12 @@ COMMANDS: dict[str, CommandEntry] = {
         "Write the model of any step of a run, or of a base and a journal, in the Hugging Face layout.",
         (_MODEL,),
     ),
+    "merge": CommandEntry(
+        "zo2adapters.commands.merge",
+        "Merge",
+        "Write the base with an adapter, or with what a run has learned, merged into its weights, one block at a time.",
+        (_MODEL,),
+    ),
     "push": CommandEntry(
         "zo2adapters.commands.push",
         "Push",
