@@ -173,7 +173,8 @@ def struck(*args, **kwargs):
         die()
     if calls[0] == {at} and {moment!r} == "half":
         path, content = args
-        path.with_suffix(".partial").write_bytes(content[: len(content) // 2])
+        whole = b"".join(content)
+        path.with_suffix(".partial").write_bytes(whole[: len(whole) // 2])
         die()
     if calls[0] == {at} and {moment!r} == "SIGTERM":
         os.kill(os.getpid(), signal.SIGTERM)

@@ -175,11 +175,13 @@ def test_a_device_of_its_own_memory_computes_the_same(case: str, base: Path) -> 
         plan = DevicePlan((), 1 << 40, kept=kept, activation_bytes=1 << 28)
         host = HostPlan((), 1 << 40, None, keep_noise=False)
         policy = MemoryPolicy(host=host, device=plan) if overlap else MemoryPolicy(host=host)
-        with closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4))) as device:
-            with engine_of(base, case, device=device, memory=policy, overlap=overlap) as engine:
-                results = [engine.step(batch) for _ in range(STEPS)]
-                assert [result.loss for result in results] == losses
-                assert all(torch.equal(value, expected[name]) for name, value in weights(engine).items())
+        with (
+            closing(ThreadedDevice(ThreadedStreams(lambda lane, nbytes: 1e-4))) as device,
+            engine_of(base, case, device=device, memory=policy, overlap=overlap) as engine,
+        ):
+            results = [engine.step(batch) for _ in range(STEPS)]
+            assert [result.loss for result in results] == losses
+            assert all(torch.equal(value, expected[name]) for name, value in weights(engine).items())
         block = engine._model.layouts[1].nbytes
         offloaded = max(result.lanes[Lane.OFFLOAD].nbytes for result in results)
         if kept == 0 and overlap:
@@ -216,8 +218,8 @@ def test_the_gradients_of_one_segment_are_in_memory_at_a_time(base: Path) -> Non
 
 def test_badam_trains_each_segment_once_an_epoch_and_computes_no_gradient_below_it(base: Path) -> None:
     update = BAdam(ADAMW, every=1, seed=5)
-    epochs = [[*map(list, (update.segments(5 * epoch + turn, range(5)) for turn in range(5)))] for epoch in range(3)]
-    assert all(sorted(sum(epoch, [])) == list(range(5)) for epoch in epochs)
+    epochs = [[one for turn in range(5) for one in update.segments(5 * epoch + turn, range(5))] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(5)) for epoch in epochs)
     assert epochs[0] != epochs[1]
     assert [update.segments(step, range(5)) for step in range(15)] == [
         BAdam(ADAMW, every=1, seed=5).segments(step, range(5)) for step in range(15)
@@ -248,7 +250,7 @@ def test_a_step_that_is_refused_before_an_update_changes_nothing(base: Path) -> 
             def head(self, batch: Any, activations: Any) -> torch.Tensor:
                 return engine._model.head(batch, activations) * float("inf")
 
-        with pytest.raises(NonFiniteLossError, match="step 1: found loss inf.*no step was taken"):
+        with pytest.raises(NonFiniteLossError, match=r"step 1: found loss inf.*no step was taken"):
             engine.step(batch, forward=Infinite())
         assert all(torch.equal(value, before[name]) for name, value in weights(engine).items())
         assert engine.steps == 1
@@ -334,7 +336,7 @@ def test_what_cannot_be_done_is_refused_before_any_work(base: Path) -> None:
         FullBackpropEngine(open_checkpoint(base), LOMO(), lr=1e-3, clip_value=0)
     with pytest.raises(OptionError, match="clip_norm: found nan"):
         FullBackpropEngine(open_checkpoint(base), LOMO(), lr=1e-3, clip_norm=float("nan"))
-    with pytest.raises(MemoryBudgetError, match="the smallest plan.*4 of 4 blocks"):
+    with pytest.raises(MemoryBudgetError, match=r"the smallest plan.*4 of 4 blocks"):
         FullBackpropEngine(open_checkpoint(base), LOMO(), lr=1e-3, memory=MemoryPolicy(host="1MB"))
     with pytest.raises(OptionError, match="weight_decay: found -1"):
         LOMO(weight_decay=-1)

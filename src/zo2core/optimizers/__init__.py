@@ -5,4 +5,5 @@ from zo2core.optimizers.badam import BAdam as BAdam
 from zo2core.optimizers.lomo import LOMO as LOMO
 from zo2core.optimizers.torch_optimizer import OptimizerFactory as OptimizerFactory
 from zo2core.optimizers.torch_optimizer import TorchOptimizer as TorchOptimizer
+from zo2core.optimizers.torch_optimizer import copied_state as copied_state
 from zo2core.optimizers.torch_optimizer import make_optimizer as make_optimizer

@@ -126,13 +126,17 @@ class TorchOptimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with copies of these states. See the contract."""
         self._segments.clear()
-        self._loaded = {int(segment): _copied(inner) for segment, inner in state["segments"].items()}
+        self._loaded = {int(segment): copied_state(inner) for segment, inner in state["segments"].items()}
 
 
-def _copied(value: Any) -> Any:
-    """Copy the tensors of a state, which may lie in a file."""
+def copied_state(value: Any) -> Any:
+    """Copy a state's tensors, which may lie in a file.
+
+    Args:
+        value: Nested mappings and lists of tensors and other values, which are kept.
+    """
     if isinstance(value, torch.Tensor):
         return value.clone()
     if isinstance(value, Mapping):
-        return {key: _copied(inner) for key, inner in value.items()}
-    return [_copied(inner) for inner in value] if isinstance(value, list) else value
+        return {key: copied_state(inner) for key, inner in value.items()}
+    return [copied_state(inner) for inner in value] if isinstance(value, list) else value
