@@ -27,7 +27,6 @@ METHODS: Mapping[AdapterMethodName, Callable[..., torch.optim.Optimizer]] = {  #
 SWITCH_EVERY = 50  # steps for which --method badam trains a block, as its authors' program does by default
 
 _OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options of a zeroth-order step that these steps take, too
-_STORAGE_WITHOUT_EFFECT = ("write_back_every", "write_limit_tb")  # no block is ever written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,11 @@ class FirstOrder:
         optimization, storage = options.optimization, options.storage
         unused = [name.name for name in fields(optimization) if name.name not in _OPTIMIZATION]
         self._refuse(optimization, unused)
-        self._refuse(storage, _STORAGE_WITHOUT_EFFECT)
+        self._refuse(storage, ["write_back_every"])  # no block is written back
+        if options.model_options.trains_adapter:
+            self._refuse(storage, ["write_limit_tb"])  # a snapshot of an adapter is small
+        elif storage.write_limit_tb is not None:
+            require_positive("write_limit_tb", storage.write_limit_tb)
         self._require_lr(optimization)
         require_weight_decay(optimization.weight_decay)
         if self.max_grad_norm is not None:

@@ -14,7 +14,7 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.first_order_run import FORWARDS, gradient_bytes
 from zo2adapters.trainers.full_run import FORWARDS as FULL_FORWARDS
-from zo2adapters.trainers.full_run import tied_gradient_bytes
+from zo2adapters.trainers.full_run import snapshot_bytes, tied_gradient_bytes
 from zo2adapters.trainers.run_plan import (
     RunPlan,
     bind_probe,
@@ -103,7 +103,7 @@ def plan_first_order_run(
     forwards, arithmetic, snapshot, written = float(FORWARDS), decoding, 0, 0.0
     if update is not None:
         forwards, arithmetic = FULL_FORWARDS, measured_update_seconds(model, update)
-        snapshot = sum(layout.nbytes for layout in layouts) + update.state_bytes(layouts)
+        snapshot = snapshot_bytes(model, update)
         bound = max((forwards - kept / blocks) * forward + arithmetic, read_seconds)
         written = LARGEST_SHARE * bound / (1 / speeds.writing(scratch) + 1 / hashing_speed())
     return RunPlan(

@@ -50,6 +50,7 @@ class GradientRun(RunMethod[GradientEngineT]):
 
     has_gradient = True
     snapshot_of: str  # what a snapshot has, for messages
+    exported: str  # what an export is
 
     def __init__(self, options: TrainOptions) -> None:
         super().__init__(options)
@@ -105,7 +106,8 @@ class GradientRun(RunMethod[GradientEngineT]):
         """From which snapshot. See the contract."""
         output, last = self.options.output, engine.snapshots.last or 0
         return (
-            f"stopped after {engine.version} steps; to go on from the snapshot of step {last}, or to get its model:\n"
+            f"stopped after {engine.version} steps; "
+            f"to go on from the snapshot of step {last}, or to get its {self.exported}:\n"
             f"  zo2 train --resume {output}\n"
             f"  zo2 export --run {output} --at {last} --output DIR"
         )
@@ -143,6 +145,7 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
     learning_rates = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
     forwards = FORWARDS
     snapshot_of = "adapter and optimizer"
+    exported = "adapter"
 
     def engine(self, opening: Opening) -> DurableBackpropEngine:
         """An engine at the last snapshot. See the contract."""

@@ -113,9 +113,9 @@ def _verify_all(
 def _backward(model: HFBlockModel, whole: Any, batch: Batch) -> float:
     """Run the whole model forward and backward; returns its loss."""
     with torch.autocast("cpu", dtype=model.autocast, enabled=model.autocast is not None):
-        loss: torch.Tensor = whole(**batch, use_cache=False).loss
+        loss = whole(**batch, use_cache=False).loss
     loss.backward()
-    return loss.item()
+    return float(loss.detach())
 
 
 def _difference(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.first_order import block_update
 from zo2adapters.trainers.first_order_run import GradientRun, parameters_at
@@ -22,6 +24,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
 
     learning_rates = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4)
     snapshot_of = "weights and optimizer"
+    exported = "model"
 
     @property
     def forwards(self) -> int:
@@ -66,9 +69,11 @@ class FullRun(GradientRun[FullBackpropEngine]):
             )
         if execution.replay != "auto":
             raise self._refusal("replay", execution.replay, "none: nothing is replayed")
+        update = self.update
+        self._policy.least = self._least_interval(opening.model, update)
         engine = FullBackpropEngine(
             opening.model,
-            self.update,
+            update,
             lr=self._lr,
             clip_value=options.first_order.max_grad_value,
             clip_norm=options.first_order.max_grad_norm,
@@ -86,6 +91,26 @@ class FullRun(GradientRun[FullBackpropEngine]):
             raise
         return engine
 
+    def _least_interval(self, model: HFBlockModel, update: BlockUpdate) -> int:
+        """Least steps between two snapshots, of which each writes all weights and states, within the limit of writes.
+
+        Raises:
+            OptionError: if snapshots are asked for more often.
+        """
+        stored = self.options.storage
+        if stored.write_limit_tb is None:
+            return 1
+        nbytes = snapshot_bytes(model, update)
+        least = math.ceil(nbytes / (stored.write_limit_tb * 1e9))
+        if stored.snapshot_every is not None and stored.snapshot_every < least:
+            raise OptionError(
+                "snapshot_every",
+                found=f"{stored.snapshot_every}: {nbytes / stored.snapshot_every / 1e9:.3g} TB in 1,000 steps",
+                expected=f"at least {least}, for the {stored.write_limit_tb:g} TB of --write-limit-tb",
+                remedy="raise one of the two",
+            )
+        return least
+
     def at_step(self, engine: FullBackpropEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
         """What the step's snapshot has. See the contract."""
         return StoredSnapshotReplayer(
@@ -96,6 +121,11 @@ class FullRun(GradientRun[FullBackpropEngine]):
             device=local_device(self.options.storage.device, None),
             memory=self._memory(activations, None),
         )
+
+
+def snapshot_bytes(model: HFBlockModel, update: BlockUpdate) -> int:
+    """Size of a snapshot: the weights as they are stored, and the optimizer's state."""
+    return sum(layout.nbytes for layout in model.layouts) + update.state_bytes(model.layouts)
 
 
 def tied_gradient_bytes(model: HFBlockModel, micro_batches: int) -> int:

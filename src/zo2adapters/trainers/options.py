@@ -69,7 +69,7 @@ class Storage(Resources):
     written; auto writes the factors of each finished period, never does not."""
     write_limit_tb: float | None = None
     """Terabytes that 1,000 steps may write, since writing wears disks out. auto obeys this limit; a run with --rank whose
-    finished periods need more writes none of them."""
+    finished periods need more writes none of them. With --method and no adapter it limits snapshots."""
     snapshot_every: int | None = None
     """Largest number of steps that a resumed run has to replay, plus one or two after a crash. With --method: steps between
     two snapshots; by default snapshots take 2 % of the time."""

@@ -222,7 +222,7 @@ def _to_parts(snapshot: Snapshot, chain: int, tensors: dict[str, torch.Tensor]) 
     return [raw[: _DIGITS.start], digest.hexdigest().encode(), raw[_DIGITS.stop :], *data]
 
 
-def _from_bytes(path: Path, raw: mmap.mmap) -> tuple[Snapshot, int]:
+def _from_bytes(path: Path, raw: mmap.mmap | bytes) -> tuple[Snapshot, int]:
     """Parse the bytes of ``_to_parts``, after comparing their checksum. Tensors are views of them."""
     with memoryview(raw) as view:
         digest = hashlib.sha256(view[: _DIGITS.start])
@@ -242,7 +242,7 @@ def _from_bytes(path: Path, raw: mmap.mmap) -> tuple[Snapshot, int]:
         raise _damaged(path, f"not a snapshot of this format ({error})", "a file that a run wrote") from error
 
 
-def _tensor(raw: mmap.mmap, data_start: int, entry: Mapping[str, Any]) -> torch.Tensor:
+def _tensor(raw: mmap.mmap | bytes, data_start: int, entry: Mapping[str, Any]) -> torch.Tensor:
     begin, end = entry["data_offsets"]
     dtype = DTYPES[entry["dtype"]]
     if begin == end:

@@ -221,15 +221,18 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     return os.fdopen(open_descriptor(path, os.O_RDONLY), "rb")
 
 
-def map_regular(path: str | os.PathLike[str]) -> mmap.mmap:
+def map_regular(path: str | os.PathLike[str]) -> mmap.mmap | bytes:
     """Map a regular file into memory; what is written there stays in this process. Its pages are read when they are used.
 
+    Returns:
+        The map; nothing can be mapped of an empty file.
+
     Raises:
-        OSError: if it is not a regular file, is empty, or the system refuses.
+        OSError: if it is not a regular file, or the system refuses.
     """
     with open_regular(path) as file:
         if not os.fstat(file.fileno()).st_size:
-            raise OSError(errno.ENODATA, "an empty file", str(path))
+            return b""
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
