@@ -1,4 +1,4 @@
-"""What a run of first-order steps would take: memory, reads and seconds, from headers and quick probes."""
+"""Plan of a run of first-order steps: memory, reads and seconds, from headers and quick probes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zo2adapters.trainers.run_plan import (
     RunPlan,
     bind_probe,
     decoding_seconds,
-    evaluation_sweeps,
+    evaluation_pass_seconds,
     measured_forward_seconds,
 )
 from zo2adapters.trainers.snapshot_policy import LARGEST_SHARE
@@ -30,13 +30,13 @@ from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes
 from zo2core.sources.loader import laid_out_as_on_disk
-from zo2core.sweep.kept_graphs import KeptGraph
+from zo2core.sweep.block_graph import BlockGraph
 from zo2core.types import widened
 
 _PROBED_ROWS = 1024  # and columns of a matrix
 _PROBE_ROUNDS = 4  # of which the best counts
 _HASHED = 1 << 25  # bytes
-_PROBED_TOKENS = 64  # of one row: a graph grows with tokens
+_PROBED_TOKENS = 64  # most tokens of the probed row; a graph grows in proportion to tokens
 
 
 def plan_first_order_run(
@@ -44,7 +44,6 @@ def plan_first_order_run(
     shapes: RowShapes,
     *,
     memory: int | str = "auto",
-    micro_rows: int | None = None,
     steps: int = 0,
     evaluations: int = 0,
     update: BlockUpdate | None = None,
@@ -53,23 +52,22 @@ def plan_first_order_run(
     """Plan a run on the CPU that trains by gradients. Nothing is loaded; the probes take a few seconds.
 
     Args:
-        model: From ``open_checkpoint``, with an adapter unless all parameters are trained.
+        model: Model from ``open_checkpoint``, with an adapter unless all parameters are trained.
         shapes: Shapes of the run's batches.
-        memory: Host memory the process may take in all.
-        micro_rows: Rows that run at a time; None: all of a batch.
+        memory: Host memory the process may use in total.
         steps: Steps of the run.
         evaluations: Evaluations of the run.
         update: The optimizer of all parameters; None: an adapter is trained.
         scratch: Directory on the disk that snapshots are written to.
 
     Raises:
-        MemoryBudgetError: if no arrangement fits.
+        MemoryBudgetError: if no plan fits.
         CheckpointError: if the checkpoint cannot be read.
     """
     longest, on_disk = shapes.longest, laid_out_as_on_disk(model.layouts, model.weights)
-    activations, _ = gradient_bytes(model, longest.rows, round(longest.tokens), micro_rows)
+    activations, _ = gradient_bytes(model, longest.rows, round(longest.tokens), shapes.micro_rows)
     if update is not None:
-        activations += tied_gradient_bytes(model, 1 if micro_rows is None else -(-longest.rows // micro_rows))
+        activations += tied_gradient_bytes(model, -(-longest.rows // shapes.micro_rows) if shapes.micro_rows else 1)
     request = RunRequest(
         layouts=model.layouts,
         on_disk=on_disk,
@@ -83,9 +81,8 @@ def plan_first_order_run(
     )
     speeds = MeasuredSpeeds(model.weights)
     spec = plan(request, Machine(), speeds)
-    layouts = spec.layouts
-    host_plan = spec.host_plan
-    forward = measured_forward_seconds(model, shapes.step, running=micro_rows)
+    layouts, host_plan = spec.layouts, spec.host_plan
+    forward = measured_forward_seconds(model, shapes.step, running=shapes.micro_rows)
     blocks = sum(not layout.resident for layout in layouts)
     graph = measured_graph_bytes(model, longest)
     kept = min(host_plan.spare // max(graph, 1), blocks)
@@ -94,13 +91,9 @@ def plan_first_order_run(
     )
     read = 2 * streamed_bytes(layouts, host_plan.buckets)
     read_seconds = read / speeds.reading(layouts) if read else 0.0
-    decoding = 2 * decoding_seconds(layouts)
-    of_evaluation = 0.0
-    if shapes.evaluation is not None and evaluations:
-        computing = shapes.evaluation_batches * measured_forward_seconds(model, shapes.evaluation, running=micro_rows)
-        sweeps = evaluation_sweeps(model, shapes, activations, micro_rows)
-        of_evaluation = max(computing + sweeps * decoding / 2, sweeps * read_seconds / 2)
-    forwards, arithmetic, snapshot, written = float(FORWARDS), decoding, 0, 0.0
+    decoding = decoding_seconds(layouts)
+    evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, read_seconds / 2) if evaluations else 0.0
+    forwards, arithmetic, snapshot, written = float(FORWARDS), 2 * decoding, 0, 0.0
     if update is not None:
         forwards, arithmetic = FULL_FORWARDS, measured_update_seconds(model, update)
         snapshot = snapshot_bytes(model, update)
@@ -120,7 +113,7 @@ def plan_first_order_run(
         disk_seconds=read_seconds,
         steps=steps,
         evaluations=evaluations,
-        evaluation_seconds=of_evaluation,
+        evaluation_seconds=evaluation,
     )
 
 
@@ -138,8 +131,8 @@ def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> int:
         activations = model.embed({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
     hidden = activations.hidden.detach().requires_grad_()
     weights = dict(model.leaves(1))
-    graph = KeptGraph(weights, [hidden])
-    with torch.enable_grad(), graph.recorded():
+    graph = BlockGraph(weights, [hidden])
+    with torch.enable_grad(), graph.recorded(keep=True):
         model.block(0, activations._replace(hidden=hidden))
     return math.ceil(graph.nbytes / tokens * shape.rows * shape.tokens)
 
