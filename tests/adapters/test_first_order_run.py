@@ -302,7 +302,7 @@ def test_a_repeated_step_that_is_another_one_is_refused(here: Path, apart: Apart
     journal.write_bytes(b"\n".join([*lines, to_line({"commit": {**commit, "loss": commit["loss"] + 1e-6}})]))
     told = refusal("train", "--resume", "run")
     assert "step 4: found loss" in told
-    assert "when the step was repeated" in told
+    assert "in the repeated step" in told
 
 
 def test_the_best_step_is_exported_though_the_run_went_on(here: Path) -> None:
