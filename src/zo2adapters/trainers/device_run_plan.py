@@ -28,7 +28,7 @@ from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import interval_within, terabytes_written
 from zo2core.protocols import CounterNoise
 from zo2core.sources.loader import laid_out_as_on_disk
-from zo2core.sweep.activation_offload import ROOMS, streams_that_stay
+from zo2core.sweep.activation_offload import STAGING_BUFFERS, streams_on_device
 from zo2core.types import shown_bytes
 
 
@@ -142,7 +142,7 @@ def plan_device_run(
     left = device_plan.activation_bytes - forward_bytes(
         config, running * stacked, tokens, loss_chunk=chunk, loss_rows=running
     )
-    waiting = held * (streams - streams_that_stay(streams, held, left, rooms=ROOMS * held))
+    waiting = held * (streams - streams_on_device(streams, held, left, staging=STAGING_BUFFERS * held))
     blocks = [layout.nbytes for layout in layouts if not layout.resident]
     read = 0
     if host_plan.buckets is not None:

@@ -16,7 +16,7 @@ from zo2core.profiling import Sweep
 from zo2core.protocols import Forward, Objective
 from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.gradient_visitor import GradientVisits
-from zo2core.sweep.objective import MicroBatches, batches_of, cut
+from zo2core.sweep.objective import MicroBatches, batches_of, split_batches
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.sweep.visits import SweepVisitor
 from zo2core.types import Batch, GradientStepResult, Lane, LaneUse
@@ -102,7 +102,7 @@ class Backprop:
         """Add the gradients of a batch to those of the parameters. See ``BackpropEngine.gradients``."""
         is_model_loss = forward is None and not isinstance(self._model, Objective)
         forward = self._model if forward is None else forward
-        micro_batches = cut(batches_of(batch), self._micro_batch_size, None if is_model_loss else forward)
+        micro_batches = split_batches(batches_of(batch), self._micro_batch_size, None if is_model_loss else forward)
         prepared = list(self._sweeps.prepared(micro_batches.batches, forward))
         weights = _weights(micro_batches)
         outputs: list[torch.Tensor] = []

@@ -20,7 +20,7 @@ from zo2core.profiling import Sweep
 from zo2core.protocols import Forward, Objective, ZOEstimator
 from zo2core.sources.base_digests import BaseDigests
 from zo2core.sweep.microbatch import rows_of_group, rows_to_shard
-from zo2core.sweep.objective import MicroBatches, batches_of, cut, losses_as_tensors
+from zo2core.sweep.objective import MicroBatches, batches_of, losses_as_tensors, split_batches
 from zo2core.sweep.update_loss import UpdateLoss
 from zo2core.sweep.visitor import Groups
 from zo2core.types import Batch, Evaluation, Lane, LaneUse, RowGroup, StepResult
@@ -36,7 +36,7 @@ class Sweeps(Protocol):
     def sweep(self, groups: Groups, forward: Forward | None = None) -> list[list[torch.Tensor]]:
         """Visit all segments once; what the head gave, a list an evaluation. None runs the model itself."""
 
-    def settle(self, step: int) -> None:
+    def offload_kept(self, step: int) -> None:
         """Bring back what stays on the device, if it has been there for long, before a step begins."""
 
     def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
@@ -142,7 +142,7 @@ class ZerothOrder:
         lr = learning_rate(self._estimator, step)
         listed = self._estimator.evaluations(step, direction_seeds(self._seed, step, seed))
         evaluations = tuple(evaluation.validated() for evaluation in listed)
-        self._sweeps.settle(step)
+        self._sweeps.offload_kept(step)
         self._update_loss.begin(step)
         return OpenStep(step, lr, evaluations, began, Plan.alone(len(evaluations)))
 
@@ -175,7 +175,7 @@ class ZerothOrder:
         prepared: dict[RowGroup | None, list[Batch]] = {}
         for group in groups:
             rows = own if group is None else [rows_of_group(batch, group) for batch in own]
-            micro_batches[group] = cut(rows, self._micro_batch_size, None if is_own_shard else forward)
+            micro_batches[group] = split_batches(rows, self._micro_batch_size, None if is_own_shard else forward)
             prepared[group] = list(self._sweeps.prepared(micro_batches[group].batches, forward))
         swept = open_step.groups(lambda at: prepared[at.rows], in_place=bool(self._estimator.perturb_in_place))
         outputs = self._sweeps.sweep(swept, forward)

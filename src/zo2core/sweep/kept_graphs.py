@@ -1,8 +1,8 @@
-"""Graphs that blocks keep from their forward to their backward, where memory allows, so that no forward is repeated.
+"""Graphs that blocks keep from their forward to their backward pass, where memory allows, so that no forward is repeated.
 
-What autograd saves for a block's backward are activations and weights. The activations stay. The weights lie in memory that
-later blocks fill in between; when the sweep comes back to the block, its modules read its weights again, though perhaps from
-another place. So a saved weight is kept as a name and a place within it, and read there when its backward runs.
+Autograd saves activations and weights for a block's backward pass. The activations stay in memory. The memory of the weights
+is overwritten by later blocks; in the backward pass the block's modules have its weights again, perhaps at another address.
+So a saved weight is kept as a name and an offset, and looked up when the backward pass runs.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ class _Weight(NamedTuple):
     """A saved tensor that is a weight, or a view of one."""
 
     name: str
-    offset: int  # from the weight's beginning, in bytes
+    offset: int  # from the weight's first element, in bytes
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
 
 
 class _Activation(NamedTuple):
-    """A saved tensor of the graph's own."""
+    """A saved tensor that is not a weight."""
 
-    tensor: torch.Tensor  # detached, so that no graph holds itself
-    version: int  # of its memory when it was saved
+    tensor: torch.Tensor  # detached, so that the graph does not refer to itself
+    version: int  # torch's version counter when it was saved
 
 
 _Saved: TypeAlias = _Weight | _Activation
 
 
 class ForwardGraph(Protocol):
-    """What autograd saves for the backward of one forward."""
+    """The tensors that autograd saves for the backward pass of one forward."""
 
     def recorded(self) -> AbstractContextManager[object]:
-        """A context within which autograd saves tensors here."""
+        """Return a context within which autograd saves tensors here."""
 
 
 class DroppedGraph:
-    """A graph whose backward never runs: nothing is kept, so that the forward takes no more memory than it would without."""
+    """A graph whose backward pass never runs: no tensor is saved, so that the forward needs no more memory than without."""
 
     def recorded(self) -> AbstractContextManager[object]:
         """See the contract."""
@@ -52,33 +52,32 @@ class DroppedGraph:
 
 
 def _drop(tensor: torch.Tensor) -> None:
-    """Keep nothing of a tensor."""
+    """Save nothing."""
 
 
 def _never(saved: None) -> torch.Tensor:
-    raise AssertionError("the backward of a graph that was dropped never runs")
+    raise AssertionError("the backward pass of a dropped graph never runs")
 
 
 class KeptGraph:
-    """What autograd saves for the backward of one forward.
+    """The tensors that autograd saves for the backward pass of one forward.
 
     Args:
-        weights: What the segment's modules read, by name, both when the forward runs and when its backward does.
-        given: Tensors that are kept in any case.
+        weights: The segment's weights by name, both during the forward and during the backward pass.
+        inputs: The segment's inputs, which are kept in any case.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], given: Iterable[torch.Tensor]) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
         self._weights = weights
-        places = sorted((weight.data_ptr(), weight.nbytes, name) for name, weight in weights.items())
-        self._places = places
-        self._starts = [start for start, _, _ in places]
-        self._given = {tensor.untyped_storage().data_ptr() for tensor in given}
+        self._ranges = sorted((weight.data_ptr(), weight.nbytes, name) for name, weight in weights.items())
+        self._starts = [start for start, _, _ in self._ranges]
+        self._inputs = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         self._storages: dict[int, int] = {}  # bytes by address
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the graph keeps in memory besides weights and what is kept in any case."""
-        return sum(nbytes for address, nbytes in self._storages.items() if address not in self._given)
+        """Bytes that the graph keeps in memory, without weights and inputs."""
+        return sum(nbytes for address, nbytes in self._storages.items() if address not in self._inputs)
 
     def recorded(self) -> AbstractContextManager[object]:
         """See the contract."""
@@ -86,8 +85,8 @@ class KeptGraph:
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         address = tensor.data_ptr()
-        if place := bisect_right(self._starts, address):
-            start, nbytes, name = self._places[place - 1]
+        if after := bisect_right(self._starts, address):
+            start, nbytes, name = self._ranges[after - 1]
             if address < start + nbytes:
                 return _Weight(name, address - start, tensor.dtype, tensor.size(), tensor.stride())
         storage = tensor.untyped_storage()
@@ -100,44 +99,44 @@ class KeptGraph:
             start = weight.storage_offset() * weight.itemsize + saved.offset
             view = torch.empty(0, dtype=saved.dtype, device=weight.device)
             return view.set_(weight.untyped_storage(), start // saved.dtype.itemsize, saved.size, saved.stride)
-        # Hooks take over autograd's own check.
+        # With these hooks autograd does not check this itself.
         assert saved.tensor._version == saved.version, "a tensor that backward reads was changed in place"
         return saved.tensor
 
 
 class _Block(NamedTuple):
-    """A graph that was kept."""
+    """A kept graph."""
 
-    values: Sequence[Any]  # what the block gave, connected to the graph
-    inputs: dict[int, torch.Tensor]  # leaves of the graph, by their place in what the block was given
+    values: Sequence[Any]  # flattened outputs of the block, connected to the graph
+    inputs: dict[int, torch.Tensor]  # leaves of the graph, by their index in the block's flattened input
 
 
 class KeptGraphs:
     """The graphs of a sweep's last blocks, for each of its streams.
 
     Args:
-        weights: What each segment's modules read since it was visited last, by name.
-        room: Bytes that graphs may take in all.
-        sizes: For each stream, its size in any unit: graphs are taken to be proportional to it.
+        weights: For each segment, its modules' weights since its last visit, by name.
+        budget: Most bytes that all graphs together may take.
+        sizes: Size of each stream in any unit; a graph's memory is assumed to be proportional to it.
     """
 
-    def __init__(self, weights: Sequence[Mapping[str, torch.Tensor]], room: int, sizes: Sequence[int]) -> None:
+    def __init__(self, weights: Sequence[Mapping[str, torch.Tensor]], budget: int, sizes: Sequence[int]) -> None:
         self._weights = weights
-        self._left = room
+        self._left = budget
         self._sizes = sizes
-        self._largest = 0.0  # bytes of a block's graph for each unit of size, the most that was seen
+        self._largest = 0.0  # most bytes that a block's graph took for each unit of size
         self._kept: dict[tuple[int, int], _Block] = {}  # by block and stream
 
-    def graph(self, block: int, stream: int, blocks: int, given: Iterable[torch.Tensor]) -> ForwardGraph:
-        """The graph of a forward that runs next: to be kept if those of all later blocks fit beside it, for all streams.
+    def graph(self, block: int, stream: int, blocks: int, inputs: Iterable[torch.Tensor]) -> ForwardGraph:
+        """Make the graph of the next forward, which is kept if it fits together with those of all later blocks.
 
         Args:
             block: Index of the block's segment.
-            stream: Index of the stream; a block's come in order.
+            stream: Index of the stream; the streams of a block run in order.
             blocks: Number of blocks that still have to run, this one included.
-            given: Tensors that are kept in any case.
+            inputs: The block's inputs, which are kept in any case.
         """
-        return KeptGraph(self._weights[block], given) if self._fits(stream, blocks) else DroppedGraph()
+        return KeptGraph(self._weights[block], inputs) if self._fits(stream, blocks) else DroppedGraph()
 
     def offer(
         self,
@@ -148,15 +147,15 @@ class KeptGraphs:
         values: Sequence[Any],
         inputs: dict[int, torch.Tensor],
     ) -> bool:
-        """Keep a graph, or drop it if it proves too large.
+        """Keep a graph, or drop it if it is too large.
 
         Args:
             graph: Graph of the forward that ran.
             block: Index of the block's segment.
             stream: Index of the stream.
             blocks: Number of blocks that still have to run, this one included.
-            values: What the block gave, connected to the graph.
-            inputs: Leaves of the graph, by their place in what the block was given.
+            values: Flattened outputs of the block, connected to the graph.
+            inputs: Leaves of the graph, by their index in the block's flattened input.
 
         Returns:
             Whether it was kept.
@@ -171,7 +170,7 @@ class KeptGraphs:
         return True
 
     def pop(self, block: int, stream: int) -> _Block | None:
-        """A kept graph, which is then the caller's; None if it was not kept."""
+        """Remove a graph and return it; None if it was not kept."""
         return self._kept.pop((block, stream), None)
 
     def clear(self) -> None:
