@@ -329,7 +329,7 @@ def test_verbs_know_first_order_runs(here: Path) -> None:
     done("report", "run", "-o", "page.html")
     assert "steps, forwards</td><td>6, 18<" in Path("page.html").read_text()
     loss = Journal("run/journal.jsonl").evaluations[6]["loss"]
-    assert f"loss {loss:.6f}" in done("evaluate", "--run", "run", "--data", "rows.jsonl").out
+    assert f"loss {loss:.6f}" in done("evaluate", "--run", "run", "--data", "rows.jsonl", "--no-base").out
     begun = Journal("run/journal.jsonl").evaluations[0]["loss"]
     assert f"loss {begun:.6f}" in done("evaluate", "--run", "run", "--at", 0, "--data", "rows.jsonl").out
     before = outcome("run")

@@ -88,7 +88,8 @@ def evaluate(
             "batches", found="no labelled token", expected="at least one", remedy="pass labels that are not all -100"
         )
     mean = math.fsum(loss * count for loss, count in zip(losses, counts, strict=True) if count) / sum(counts)
-    return EvaluationResult(mean, tuple(losses), sum(counts), sweeps, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return EvaluationResult(mean, tuple(losses), sum(counts), sweeps, seconds, tuple(counts))
 
 
 def evaluate_objective(
