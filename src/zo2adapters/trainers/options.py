@@ -351,7 +351,7 @@ class TrainOptions(RunOptions):
                 raise KeyError(f"no {', '.join(sorted(missing))}")
         values = {name: value for name, value in values.items() if name not in model_names}
         optimization, model_options = dict(values.pop("optimization")), dict(values.pop("model_options"))
-        first_order = FirstOrder(**values.pop("first_order", {}))
+        first_order = FirstOrder.from_json(values.pop("first_order", {}))
         rows = dict(values.pop("rows", {"train_on": "all"}))  # runs of earlier versions learned all tokens of messages
         rows["labels"] = tuple(rows.get("labels", ()))
         optimization["decay"] = Decay(optimization["decay"])
