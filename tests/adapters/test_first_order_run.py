@@ -584,7 +584,8 @@ def test_an_optimizers_options_are_in_the_recipe_and_stay_as_they_are(here: Path
     assert all(torch.equal(value, adapter_of("whole")[name]) for name, value in adapter_of("run").items())
     saved = json.loads(Path("run/options.json").read_text())
     for betas in ([0.8], [0.8, 0.9, 0.9], 0.8):
-        Path("run/options.json").write_text(json.dumps({**saved, "first_order": {**saved["first_order"], "betas": betas}}))
+        saved["options"]["first_order"]["betas"] = betas
+        Path("run/options.json").write_text(json.dumps(saved))
         assert "options.json" in refusal("train", "--resume", "run")
 
 
