@@ -16,12 +16,13 @@ import torch
 from command_lines import Apart, Ended, make_place, refusal, run_here, write_rows
 from safetensors import safe_open
 from safetensors.torch import load_file
+from strikes import JOURNAL, PLACES, TRAINER, strike
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.tasks.batches import collate, training_batches
 from zo2adapters.tasks.rows import read_dataset
-from zo2adapters.trainers.first_order import METHODS, FirstOrder, MethodName
+from zo2adapters.trainers.first_order import METHODS, AdapterMethodName, FirstOrder
 from zo2adapters.trainers.model_options import RunModelOptions
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions
@@ -121,7 +122,7 @@ def resident(directory: Path) -> tuple[PreTrainedModel, dict[str, torch.nn.Param
 
 
 def plain_loop(
-    directory: Path, method: MethodName, options: Mapping[str, Any], *, clip: float, warmup: int
+    directory: Path, method: AdapterMethodName, options: Mapping[str, Any], *, clip: float, warmup: int
 ) -> dict[str, torch.Tensor]:
     """What transformers, peft and torch.optim make of the same batches."""
     model, trained = resident(directory)
@@ -158,7 +159,7 @@ def assert_same_adapter(saved: Mapping[str, torch.Tensor], parameters: Mapping[s
     ],
 )
 def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(
-    method: MethodName, options: Mapping[str, Any], here: Path, apart: Apart
+    method: AdapterMethodName, options: Mapping[str, Any], here: Path, apart: Apart
 ) -> None:
     schedule = ("--weight-decay", 0.1, "--max-grad-norm", 0.5, "--decay", "linear", "--warmup-steps", 2)
     command = train("run", *schedule, *arguments_of(options), "--snapshot-every", 2, method=method)
@@ -183,47 +184,7 @@ def test_a_run_that_was_killed_ends_with_the_plain_loops_bits(
 
 
 def test_the_registry_has_all_methods_that_can_be_named() -> None:
-    assert set(METHODS) == set(get_args(MethodName))
-
-
-def strike(folder: Path, module: str, owner: str, name: str, at: int, moment: str) -> str:
-    """Python that kills its process at a call: before it, after it, or with half of what it writes."""
-    return f"""
-import importlib, os, signal
-os.chdir({str(folder)!r})
-owner, calls = importlib.import_module({module!r}), [0]
-owner = getattr(owner, {owner!r}) if {owner!r} else owner
-real = getattr(owner, {name!r})
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-def struck(*args, **kwargs):
-    calls[0] += 1
-    if calls[0] == {at} and {moment!r} == "before":
-        die()
-    if calls[0] == {at} and {moment!r} == "half":
-        path, content = args
-        path.with_suffix(".partial").write_bytes(content[: len(content) // 2])
-        die()
-    if calls[0] == {at} and {moment!r} == "SIGTERM":
-        os.kill(os.getpid(), signal.SIGTERM)
-    result = real(*args, **kwargs)
-    if calls[0] == {at} and {moment!r} == "after":
-        die()
-    return result
-setattr(owner, {name!r}, struck)
-"""
-
-
-TRAINER, JOURNAL, SNAPSHOTS = "zo2adapters.trainers.trainer", "zo2core.journal", "zo2core.checkpoint.snapshots"
-PLACES = {
-    "before the first commit": (JOURNAL, "Journal", "append", 1, "before"),
-    "a commit is durable, and no parameter has changed": (JOURNAL, "Journal", "append", 4, "after"),
-    "before a row of metrics": (TRAINER, "", "write_row", 6, "before"),
-    "a snapshot is half written": (SNAPSHOTS, "", "replace_file", 2, "half"),
-    "a snapshot is durable, and the older ones are still there": (SNAPSHOTS, "", "replace_file", 3, "after"),
-    "an evaluation is made, and not noted": (JOURNAL, "Journal", "note_evaluation", 3, "before"),
-    "the last step is taken, and not exported": (TRAINER, "Trainer", "_export", 1, "before"),
-}
+    assert set(METHODS) == set(get_args(AdapterMethodName))
 
 
 @pytest.fixture(scope="module")
@@ -370,7 +331,7 @@ def test_a_repeated_step_that_is_another_one_is_refused(here: Path, apart: Apart
     journal.write_bytes(b"\n".join([*lines, to_line({"commit": {**commit, "loss": commit["loss"] + 1e-6}})]))
     told = refusal("train", "--resume", "run")
     assert "step 4: found loss" in told
-    assert "when the step was repeated" in told
+    assert "in the repeated step" in told
 
 
 def test_the_best_step_is_exported_though_the_run_went_on(here: Path) -> None:
@@ -397,7 +358,7 @@ def test_verbs_know_first_order_runs(here: Path) -> None:
     done("report", "run", "-o", "page.html")
     assert "steps, forwards</td><td>6, 18<" in Path("page.html").read_text()
     loss = Journal("run/journal.jsonl").evaluations[6]["loss"]
-    assert f"loss {loss:.6f}" in done("evaluate", "--run", "run", "--data", "rows.jsonl").out
+    assert f"loss {loss:.6f}" in done("evaluate", "--run", "run", "--data", "rows.jsonl", "--no-base").out
     begun = Journal("run/journal.jsonl").evaluations[0]["loss"]
     assert f"loss {begun:.6f}" in done("evaluate", "--run", "run", "--at", 0, "--data", "rows.jsonl").out
     before = outcome("run")
@@ -574,7 +535,11 @@ def test_every_option_of_zeroth_order_steps_is_refused_by_name(name: str) -> Non
         ({"optimization": Optimization(lr=1e-3, weight_decay=-1.0)}, "weight_decay"),
         ({"first_order": FirstOrder(method="adamw", max_grad_norm=0.0)}, "max_grad_norm"),
         ({"first_order": FirstOrder(max_grad_norm=1.0)}, "max_grad_norm"),
-        ({"model_options": RunModelOptions()}, "method"),
+        ({"first_order": FirstOrder(method="badam")}, "method"),
+        ({"first_order": FirstOrder(method="adamw", max_grad_value=1.0)}, "max_grad_value"),
+        ({"first_order": FirstOrder(method="adamw", switch_every=2)}, "switch_every"),
+        ({"first_order": FirstOrder(max_grad_value=1.0)}, "max_grad_value"),
+        ({"first_order": FirstOrder(switch_every=2)}, "switch_every"),
         ({"first_order": FirstOrder(method="adamw", betas=(0.9, 1.0))}, "betas"),
         ({"first_order": FirstOrder(method="adamw", betas=(math.nan, 0.9))}, "betas"),
         ({"first_order": FirstOrder(method="adamw", eps=0.0)}, "eps"),
@@ -599,7 +564,9 @@ def test_numbers_out_of_their_range_are_refused_by_name(changes: dict[str, Any],
         (None, {"betas": (0.9, 0.99)}),
     ],
 )
-def test_an_option_of_another_optimizer_is_refused_by_name(method: MethodName | None, options: dict[str, Any]) -> None:
+def test_an_option_of_another_optimizer_is_refused_by_name(
+    method: AdapterMethodName | None, options: dict[str, Any]
+) -> None:
     [name] = options
     owner = "adamw" if name in ("betas", "eps") else "sgd"
     with pytest.raises(OptionError, match=f"^{name}: found .* without --method {owner}, which has it"):
@@ -643,10 +610,8 @@ def test_an_adapter_of_which_nothing_is_trained_is_refused(here: Path) -> None:
 
 
 def test_methods_are_refused_where_there_are_none(here: Path) -> None:
-    without = ["--model", "base", "--data", "rows.jsonl", "--output", "run"]
-    assert "--method: found adamw without an adapter" in refusal("train", "--method", "adamw", "--lr", 1e-3, *without)
-    assert "--method: found sgd" in refusal("tune", "--method", "sgd", *without)
-    assert "--method" in refusal("plan", "--method", "adamw", "--model", "base")
+    lomo = refusal(*train("run", method="lomo"))
+    assert "--method: found lomo with lora/adapter_config.json; expected adamw or sgd for an adapter" in lomo
     assert not Path("run").exists()
     done(*train("run"))
     told = refusal("train", "--resume", "run", "--from-step", 2, "--output", "new")
@@ -749,9 +714,9 @@ def test_plan_counts_gradients_and_reads(here: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["plan", "verify"])
-def test_method_and_adapter_go_together(here: Path, command: str) -> None:
-    assert "--method" in refusal(command, "--model", "base", "--method", "adamw")
-    assert "--adapter" in refusal(command, "--model", "base", "--adapter", CONFIG)
+def test_a_method_of_all_parameters_is_refused_with_an_adapter(here: Path, command: str) -> None:
+    told = refusal(command, "--model", "base", "--method", "badam", "--adapter", CONFIG)
+    assert "--method: found badam with lora/adapter_config.json" in told
 
 
 @pytest.mark.parametrize(

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
 from zo2adapters.ranges import require_at_least
-from zo2core import OptionError
+from zo2core import LOMO, AdaLOMO, BAdam, BlockUpdate, OptionError, TorchOptimizer
 from zo2core.estimators.inputs import require_positive, require_weight_decay
 
 if TYPE_CHECKING:
+    from zo2adapters.trainers.adapter_options import AdapterOptions
     from zo2adapters.trainers.options import RunOptions
 
-MethodName: TypeAlias = Literal["adamw", "sgd"]
+AdapterMethodName: TypeAlias = Literal["adamw", "sgd"]
+MethodName: TypeAlias = Literal["adamw", "sgd", "lomo", "adalomo", "badam"]
 
-METHODS: Mapping[MethodName, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+METHODS: Mapping[AdapterMethodName, Callable[..., torch.optim.Optimizer]] = {  # of adapters
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+}
+SWITCH_EVERY = 50  # steps for which --method badam trains a block, as its authors' program does by default
 
 _OPTIMIZER_OPTIONS: Mapping[str, MethodName] = {"betas": "adamw", "eps": "adamw", "momentum": "sgd", "nesterov": "sgd"}
 _OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options of a zeroth-order step that these steps take, too
-_STORAGE_WITHOUT_EFFECT = ("write_back_every", "write_limit_tb")  # no block is ever written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +36,16 @@ class FirstOrder:
     """Training by gradients."""
 
     method: MethodName | None = None
-    """Train an adapter by gradients, with this optimizer; a block is read at most twice a step, and never written. Needs
-    --adapter and an --lr of its scale, such as 2e-4. Without it steps are zeroth-order."""
+    """Train by gradients, with this optimizer and an --lr of its scale. adamw and sgd train the adapter of --lora-rank or
+    --adapter, or all parameters without one; lomo, adalomo and badam train all parameters. All parameters need the whole
+    model in memory, with adamw 12 bytes a parameter, with the others 4 and a little. Without it steps are zeroth-order."""
     max_grad_norm: float | None = None
-    """With --method: largest 2-norm of all gradients together; larger ones are scaled down to it."""
+    """With --method: largest 2-norm of all gradients together; larger ones are scaled down to it. Where all parameters are
+    trained, it takes a second backward pass, except with badam."""
+    max_grad_value: float | None = None
+    """With --method, for all parameters: largest absolute value of a gradient's elements; larger ones are cut to it."""
+    switch_every: int | None = None
+    """With --method badam: steps for which one block is trained before the next one's turn. By default 50."""
     betas: tuple[float, float] | None = None
     """With --method adamw: decay rates of the running means of gradients and of their squares; by default 0.9 and 0.999."""
     eps: float | None = None
@@ -72,23 +85,30 @@ class FirstOrder:
         """
         self._require_optimizer_options()
         if self.method is None:
-            if self.max_grad_norm is not None:
-                expected = "--method beside it; the steps without it have --clip-grad"
-                raise OptionError(
-                    "max_grad_norm", found=f"{self.max_grad_norm:g}", expected=expected, remedy="leave one of the two out"
-                )
+            expected = "--method beside it; the steps without it have --clip-grad"
+            for option in ("max_grad_norm", "max_grad_value", "switch_every"):
+                if (value := getattr(self, option)) is not None:
+                    raise OptionError(option, found=f"{value:g}", expected=expected, remedy="leave one of the two out")
             return
-        if options.model_options.adapter is None:
-            raise OptionError(
-                "method",
-                found=f"{self.method} without an adapter",
-                expected="--adapter beside it: gradients train adapters, on weights that are only read",
-                remedy="name an adapter_config.json as peft writes it, or leave --method out",
-            )
+        require_method(self.method, options.model_options)
+        if self.max_grad_value is not None:
+            if options.model_options.trains_adapter:
+                found, expected = f"{self.max_grad_value:g} with an adapter", "no adapter, or --max-grad-norm"
+                raise OptionError("max_grad_value", found=found, expected=expected, remedy="leave one of the two out")
+            require_positive("max_grad_value", self.max_grad_value)
+        if self.switch_every is not None:
+            if self.method != "badam":
+                found, expected = f"{self.switch_every} with --method {self.method}", "--method badam"
+                raise OptionError("switch_every", found=found, expected=expected, remedy="leave it out")
+            require_at_least("switch_every", self.switch_every, 1)
         optimization, storage = options.optimization, options.storage
         unused = [name.name for name in fields(optimization) if name.name not in _OPTIMIZATION]
         self._refuse(optimization, unused)
-        self._refuse(storage, _STORAGE_WITHOUT_EFFECT)
+        self._refuse(storage, ["write_back_every"])  # no block is written back
+        if options.model_options.trains_adapter:
+            self._refuse(storage, ["write_limit_tb"])  # a snapshot of an adapter is small
+        elif storage.write_limit_tb is not None:
+            require_positive("write_limit_tb", storage.write_limit_tb)
         self._require_lr(optimization)
         require_weight_decay(optimization.weight_decay)
         if self.max_grad_norm is not None:
@@ -141,3 +161,50 @@ class FirstOrder:
                 expected=f"a learning rate for {self.method}",
                 remedy="pass one, such as 2e-4 for adamw",
             )
+
+
+def require_method(method: MethodName, adapter: AdapterOptions) -> None:
+    """Refuse a method that does not train adapters beside one.
+
+    Raises:
+        OptionError: naming both.
+    """
+    if method not in METHODS and adapter.trains_adapter:
+        raise OptionError(
+            "method",
+            found=f"{method} with {adapter.adapter_name}",
+            expected=f"{' or '.join(METHODS)} for an adapter; {method} trains all parameters",
+            remedy=f"leave the adapter out, or pass --method {next(iter(METHODS))}",
+        )
+
+
+def block_update(
+    method: MethodName,
+    *,
+    weight_decay: float,
+    switch_every: int | None = None,
+    seed: int = 0,
+    optimizer_options: Mapping[str, Any] = MappingProxyType({}),
+) -> BlockUpdate:
+    """The optimizer of all parameters.
+
+    Args:
+        method: Its name.
+        weight_decay: Its weight decay.
+        switch_every: Steps for which badam trains a block; None is ``SWITCH_EVERY``.
+        seed: Seed of the order in which badam trains blocks.
+        optimizer_options: Further options of adamw or sgd, under the names that torch.optim has.
+    """
+    rates = {"weight_decay": weight_decay, **optimizer_options}
+    options = {"name": method, **rates}
+    adamw = partial(torch.optim.AdamW, **rates, fused=True)  # torch's kernel that passes once over memory
+    if method == "lomo":
+        return LOMO(weight_decay=weight_decay)
+    if method == "adalomo":
+        return AdaLOMO(weight_decay=weight_decay)
+    if method == "badam":
+        return BAdam(adamw, every=SWITCH_EVERY if switch_every is None else switch_every, seed=seed, options=options)
+    if method == "sgd":
+        copies = 1 if optimizer_options.get("momentum") else 0
+        return TorchOptimizer(partial(torch.optim.SGD, **rates), options=options, state_copies=copies)
+    return TorchOptimizer(adamw, options=options)

@@ -13,8 +13,9 @@ from torch import nn
 from zo2core.build import RunOptions, build
 from zo2core.engine.adapter_runner import AdapterRunner
 from zo2core.errors import OptionError
-from zo2core.methods.backprop import Backprop, OptimizerFactory
+from zo2core.methods.backprop import Backprop
 from zo2core.methods.row_shards import AllRows, WorkerRows
+from zo2core.optimizers import OptimizerFactory, copied_state
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import Device, DifferentiableModel, Forward
@@ -108,7 +109,7 @@ class BackpropEngine(AdapterRunner):
                 commit=self._commit,
                 memory=GradientMemory(
                     blocks=sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts),
-                    room=parts.activation_bytes,
+                    budget=parts.activation_bytes,
                     spare=parts.spare_bytes,
                 ),
             )
@@ -219,7 +220,7 @@ class BackpropEngine(AdapterRunner):
         """
         self.require_parameters(state["parameters"])
         if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(copied_state(state["optimizer"]))
         self.load_parameters(state["parameters"])
         self._method.steps = state["steps"]
 

@@ -9,9 +9,9 @@ from typing import Any
 from zo2core.build import RunOptions
 from zo2core.checkpoint import Snapshot, Snapshots
 from zo2core.engine.backprop_engine import BackpropEngine, trained_copies
-from zo2core.errors import JournalError
+from zo2core.engine.commits import record
 from zo2core.journal import Journal
-from zo2core.methods.backprop import OptimizerFactory
+from zo2core.optimizers import OptimizerFactory
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import Device, DifferentiableModel
@@ -113,15 +113,4 @@ class DurableBackpropEngine(BackpropEngine):
         Raises:
             JournalError: if the record cannot be written, or a repeated step differs from its record.
         """
-        journal, commit = self.journal, Commit(self.steps, loss, norm, self._lr(self.steps))
-        if self.steps == journal.version:
-            self._parts.base_digests.note(journal)
-            journal.append(commit)
-        elif journal.commits[self.steps] != commit:
-            recorded = journal.commits[self.steps]
-            raise JournalError(
-                f"{journal.name}, step {self.steps}",
-                found=f"loss {loss!r}, gradient norm {norm!r} and lr {commit.lr!r} when the step was repeated",
-                expected=f"loss {recorded.loss!r}, gradient norm {recorded.grad_norm!r} and lr {recorded.lr!r}, as before",
-                remedy="resume with the same machine, torch, transformers and number of threads; the step was not taken",
-            )
+        record(self.journal, self._parts.base_digests, Commit(self.steps, loss, norm, self._lr(self.steps)))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from zo2core.errors import NonFiniteLossError, OptionError
 from zo2core.methods.row_shards import RowShards
+from zo2core.optimizers import OptimizerFactory, make_optimizer
 from zo2core.profiling import Sweep
 from zo2core.protocols import Forward, Objective
 from zo2core.sweep.gradient_memory import GradientMemory
@@ -21,8 +21,6 @@ from zo2core.sweep.objective import batches_of
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.sweep.visits import SweepVisitor
 from zo2core.types import Batch, GradientStepResult, Lane, LaneUse
-
-OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Any]  # the result has the interface of torch.optim.Optimizer
 
 
 class GradientSweeps(Protocol):
@@ -75,7 +73,7 @@ class Backprop:
     ) -> None:
         if clip is not None and not (math.isfinite(clip) and clip > 0):
             raise OptionError("clip", found=repr(clip), expected="a norm above 0", remedy="leave it out to clip nothing")
-        self.optimizer: Any = None if optimizer is None else _optimizer(optimizer, list(trained.parameters.values()))
+        self.optimizer: Any = None if optimizer is None else make_optimizer(optimizer, list(trained.parameters.values()))
         self.steps = 0
         self._clip = clip
         self._sweeps = sweeps
@@ -138,29 +136,3 @@ class Backprop:
         if self._clip is not None:
             nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
         return norm.item()
-
-
-def _optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Any:
-    """Make the optimizer of these parameters.
-
-    Raises:
-        OptionError: if the factory returns no optimizer, or the optimizer's step needs a closure.
-    """
-    optimizer = factory(parameters) if callable(factory) else None
-    step = getattr(optimizer, "step", None)
-    if not callable(step):
-        raise OptionError(
-            "optimizer",
-            found=repr(factory)[:80],
-            expected="a factory that is called with the parameters, such as partial(torch.optim.AdamW, lr=2e-4)",
-            remedy="pass such a factory",
-        )
-    closure = inspect.signature(step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise OptionError(
-            "optimizer",
-            found=f"{type(optimizer).__name__}, whose step evaluates the loss again by a closure",
-            expected="an optimizer whose step only reads gradients",
-            remedy="use another optimizer, such as torch.optim.AdamW",
-        )
-    return optimizer

@@ -16,7 +16,7 @@ from torch import nn
 from zo2core.errors import BatchError, OptionError, WorkerError
 from zo2core.protocols import Forward, Objective
 from zo2core.sweep.microbatch import labelled_tokens, rows_to_shard, shard_of_rows
-from zo2core.sweep.objective import MicroBatches, cut
+from zo2core.sweep.objective import MicroBatches, split_batches
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.types import Batch
 from zo2core.workers import Split, Workers
@@ -84,7 +84,7 @@ class AllRows:
 
     def of_step(self, wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> StepRows:
         """All rows. See the contract."""
-        return _AllRowsOfStep(cut(wholes, rows, forward))
+        return _AllRowsOfStep(split_batches(wholes, rows, forward))
 
     def close(self) -> None:
         """Do nothing: nothing is open. See the contract."""
@@ -126,7 +126,7 @@ class WorkerRows:
     def of_step(self, wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> StepRows:
         """This worker's shard. See the contract."""
         shards = self._shards(wholes, forward)
-        cuts = [list(cut(shard, rows, forward).batches) for shard in shards]
+        cuts = [list(split_batches(shard, rows, forward).batches) for shard in shards]
         if forward is None:  # parts without a labelled token have no loss; where none has any, one is left and refused
             cuts = [[batch for batch in batches if labelled_tokens(batch)] for batches in cuts]
             cuts[0] = cuts[0] if any(cuts) else shards[0][:1]
