@@ -26,10 +26,10 @@ from zo2adapters.edge.assembly import assemble
 from zo2adapters.edge.description import ProgramDescription
 from zo2adapters.edge.digest import append_digest
 from zo2adapters.edge.dual_forward import StateReader, StateWriter, TrainingStep
-from zo2adapters.edge.executorch_package import executorch
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.files import plain_config
+from zo2adapters.optional_package import executorch
 from zo2core import OptionError, OutputError, UnsupportedModelError, ZO2Error
 from zo2core.errors import reason
 from zo2core.estimators.inputs import require_positive
