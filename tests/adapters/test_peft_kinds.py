@@ -406,7 +406,7 @@ def test_every_call_of_a_layer_has_a_cache_of_its_own(tmp_path: Path) -> None:
             activations = model.embed(prepared)
             first, second = model.block(0, activations), model.block(0, activations)
         assert torch.equal(first.hidden, second.hidden)
-        held = [value for value in first.calls[0][1].values() if isinstance(value, LayerPrefix)]
+        held = [value for value in first.calls.layer(0)[1].values() if isinstance(value, LayerPrefix)]
         assert [own.keys.shape for own in held] == [(1, 3, 3, 4)]
 
 

@@ -23,7 +23,7 @@ from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes
 from zo2core.sources.loader import laid_out_as_on_disk
-from zo2core.sweep.kept_graphs import KeptGraph
+from zo2core.sweep.block_graph import BlockGraph
 
 _PROBED_TOKENS = 64  # most tokens of the probed row; a graph grows in proportion to tokens
 
@@ -105,7 +105,7 @@ def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> int:
         activations = model.embed({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
     hidden = activations.hidden.detach().requires_grad_()
     weights = dict(model.leaves(1))
-    graph = KeptGraph(weights, [hidden])
-    with torch.enable_grad(), graph.recorded():
+    graph = BlockGraph(weights, [hidden])
+    with torch.enable_grad(), graph.recorded(keep=True):
         model.block(0, activations._replace(hidden=hidden))
     return math.ceil(graph.nbytes / tokens * shape.rows * shape.tokens)

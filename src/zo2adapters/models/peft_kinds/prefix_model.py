@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from zo2adapters.models.footprint import POSITION_BYTES, cache_bytes, expected_held_bytes
 from zo2adapters.models.hf import Activations
+from zo2adapters.models.layer_calls import LayerCall, LayerCalls
 from zo2adapters.models.packing import is_packed
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.kind import OpenedAdapter
@@ -73,8 +74,8 @@ class PrefixBlockModel(PeftBlockModel):
             UnsupportedModelError: if a layer is called without a cache.
         """
         activations = super().embed(batch)
-        calls = [_with_prefix(call, index) for index, call in enumerate(activations.calls)]
-        return activations._replace(calls=calls)
+        calls = (_with_prefix(call, index) for index, call in enumerate(activations.calls.by_layer()))
+        return activations._replace(calls=LayerCalls.of(calls))
 
     def prologue(self, **inputs: Any) -> Activations:
         """Run HF's forward up to the first layer. A cache of the caller gets the prefix as its first entries."""
@@ -95,9 +96,10 @@ class PrefixBlockModel(PeftBlockModel):
 
     def block(self, index: int, activations: Activations) -> Activations:
         """Run one layer with its recorded arguments, and a new cache."""
-        calls = list(activations.calls)
+        calls = list(activations.calls.by_layer())
         calls[index] = _with_cache(calls[index], index, len(self.by_token(activations.hidden)))
-        return activations._replace(hidden=super().block(index, activations._replace(calls=calls)).hidden)
+        with_cache = activations._replace(calls=LayerCalls.of(calls))
+        return activations._replace(hidden=super().block(index, with_cache).hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run HF's norm and head on final hidden states of single tokens. See the base class."""
@@ -150,7 +152,7 @@ class _OtherLayer:
         )
 
 
-def _with_prefix(call: tuple[tuple[Any, ...], dict[str, Any]], index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_prefix(call: LayerCall, index: int) -> LayerCall:
     """A layer's arguments with its prefix in place of the cache of all layers.
 
     Raises:
@@ -174,9 +176,7 @@ def _with_prefix(call: tuple[tuple[Any, ...], dict[str, Any]], index: int) -> tu
     return tuple(map(of_layer, args)), {key: of_layer(value) for key, value in kwargs.items()}
 
 
-def _with_cache(
-    call: tuple[tuple[Any, ...], dict[str, Any]], index: int, rows: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_cache(call: LayerCall, index: int, rows: int) -> LayerCall:
     """A layer's arguments with a new cache that starts with its prefix, for this number of rows."""
 
     def of_layer(value: Any) -> Any:
