@@ -1,4 +1,4 @@
-"""First-order steps as a user asks for them: which optimizer, and which other options then have no effect."""
+"""Options of first-order steps: the optimizer, and checks of the options that have no effect with it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ MethodName: TypeAlias = Literal["adamw", "sgd"]
 
 METHODS: Mapping[MethodName, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
-_OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options of a zeroth-order step that these steps take, too
+_OPTIMIZATION = (
+    "lr",
+    "weight_decay",
+    "decay",
+    "warmup_steps",
+)  # options that first-order steps use, too
 _STORAGE_WITHOUT_EFFECT = ("write_back_every", "write_limit_tb")  # no block is ever written
 
 
@@ -34,10 +39,10 @@ class FirstOrder:
     """With --method: largest 2-norm of all gradients together; larger ones are scaled down to it."""
 
     def require_valid(self, options: RunOptions) -> None:
-        """Refuse options that do not go with the method.
+        """Refuse options that cannot be combined with the method.
 
         Args:
-            options: Options of the run that these are part of.
+            options: Options of the run.
 
         Raises:
             OptionError: naming the option.
@@ -79,7 +84,7 @@ class FirstOrder:
                 )
 
     def _require_lr(self, optimization: Any) -> None:
-        """Refuse a rate that is none, and the default of zeroth-order steps, which changes next to nothing here."""
+        """Refuse invalid rates, and the default of zeroth-order steps, which is far too small for an optimizer."""
         require_positive("lr", optimization.lr)
         if optimization.lr == type(optimization).lr:
             raise OptionError(

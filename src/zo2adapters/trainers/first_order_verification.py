@@ -1,4 +1,4 @@
-"""Hold first-order steps against transformers, peft and torch.optim on a given checkpoint and machine, bit for bit."""
+"""Compare first-order steps with transformers, peft and torch.optim on a given checkpoint and machine, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from zo2core import BackpropEngine, OptionError
 def verify_first_order(
     directory: Path, opening: ModelOptions, method: MethodName, adapter: Path, size: StepSize, batches: RandomBatches
 ) -> Comparison:
-    """Train an adapter over the stream and on the whole model, and compare losses, gradient norms and the adapter.
+    """Train an adapter block by block and on the whole model, and compare losses, gradient norms and the adapter.
 
     Memory: the whole model twice, and its activations.
 
     Args:
         directory: Model directory.
         opening: How the checkpoint is opened.
-        method: Names the optimizer.
+        method: Name of the optimizer.
         adapter: Adapter of peft: a config, or a directory.
         size: The optimizer's learning rate and weight decay.
-        batches: What to compare on; their seed is that of the adapter's first values, too.
+        batches: The batches to compare on. Their seed is also that of the adapter's initial values.
 
     Returns:
         The comparison.
 
     Raises:
-        OptionError: if the model does not take rows of so many tokens, or the adapter is a prefix.
-        MemoryBudgetError: if model and batch do not fit into the memory that is free.
+        OptionError: if rows are longer than the model's limit, or the adapter is a prefix.
+        MemoryBudgetError: if model and batch do not fit in free memory.
     """
     given: dict[str, Any] = {"architecture": opening.architecture, "dtype": opening.dtype, "precision": opening.precision}
     given["adapter"] = Adapter(config=adapter, seed=batches.seed)
@@ -81,7 +81,7 @@ def _resident(model: HFBlockModel, directory: Path, adapter: Path, head: str) ->
     peft = optional_package("peft", install="zo2core[peft]")
     config = peft_config(Adapter(config=adapter)).config
     if config.is_prompt_learning:
-        expected = "an adapter whose modules stand in the model, as LoRA's"
+        expected = "an adapter with modules in the model, such as LoRA"
         raise OptionError("adapter", found=str(config.peft_type), expected=expected, remedy="verify with LoRA")
     dtype = torch.float32 if model.autocast is not None else model.config.dtype
     whole = head_of(head).class_of(model.config).from_pretrained(directory, dtype=dtype, trust_remote_code=False)
@@ -89,7 +89,6 @@ def _resident(model: HFBlockModel, directory: Path, adapter: Path, head: str) ->
     names = {spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen}
     for name, parameter in whole.named_parameters():
         parameter.requires_grad = name in names
-        parameter.data = (
-            parameter.data.clone()
-        )  # what is mapped from a file lies unaligned, and products round otherwise there
+        # Tensors that are mapped from a file may be unaligned, and products of unaligned tensors round differently.
+        parameter.data = parameter.data.clone()
     return whole.eval()
