@@ -17,6 +17,8 @@ NEUTRAL = frozenset(  # options of every config that do not change a run
     {"peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
 )
 
+DROPOUT = frozenset({"lora_dropout", "rank_dropout", "module_dropout"})  # options that change training only
+
 OpenBase = Callable[[], HFBlockModel]  # opens the base without the adapter
 FirstValues = Callable[[], Mapping[str, torch.Tensor]]  # returns initial values by parameter, in its dtype
 
