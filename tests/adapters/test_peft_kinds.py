@@ -294,7 +294,7 @@ def test_what_cannot_be_beside_the_activations_is_refused_before_anything_is_rea
     model = open_checkpoint(
         save_model(tmp_path / "base", small_config("llama")), adapter=Adapter(config=kind.config("llama"))
     )
-    with pytest.raises(UnsupportedModelError, match=r"^adapter: found .* beside the activations"):
+    with pytest.raises(UnsupportedModelError, match=r"^adapter: found .* with low-rank perturbations"):
         ZOEngine(
             model,
             MeZOSGD(lr=1e-2, zo_eps=1e-2, perturb_in_place=False),
