@@ -32,9 +32,7 @@ class ParameterSpec:
     index: int  # position in named_parameters(): the order in which MeZO draws z
     decays: bool  # whether weight decay applies
     forward_dtype: torch.dtype | None = None  # dtype of the forward's rounded copy; None: the stored dtype
-    transfer_dtype: torch.dtype | None = (
-        None  # dtype to which it is rounded before perturbations; None: no rounding
-    )
+    transfer_dtype: torch.dtype | None = None  # dtype to which it is rounded before perturbations; None: no rounding
     transfer_back: bool = False  # whether the result of every update is rounded to the transfer dtype as well
     encoding: Encoding | None = None  # encoding of the stored weight, which is only read; None: stored in its dtype
     frozen: bool = False  # whether the weight is only read: it has no noise, no updates and no version
