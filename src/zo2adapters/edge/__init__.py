@@ -1,1 +1,1 @@
-"""Programs that train in ExecuTorch's runtime: dual forwards of LoRA-FA, their lowering, and a way to run them here."""
+"""Programs that train LoRA-FA adapters in ExecuTorch's runtime: dual forwards, their export, and a runner."""

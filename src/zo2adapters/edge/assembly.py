@@ -1,4 +1,4 @@
-"""A whole model of Hugging Face with dual forwards in place of peft's modules, from a checkpoint that was opened."""
+"""A whole Hugging Face model with dual forwards in place of peft's modules, made from an opened checkpoint."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from zo2core import OptionError, ParameterSpec, UnsupportedModelError
 
 
 class Assembled(NamedTuple):
-    """A step, and what its parameters are called."""
+    """A training step, and the parameters of its adapter."""
 
     step: TrainingStep
-    trained: Mapping[str, tuple[int, int]]  # B of each layer in the state's order: name in the model, (outputs, rank)
-    frozen: Mapping[str, torch.Tensor]  # A of each layer in the same order: name in the model, float32 (rank, inputs)
+    trained: Mapping[str, tuple[int, int]]  # (outputs, rank) of each layer's B, by name in the model, in the state's order
+    frozen: Mapping[str, torch.Tensor]  # each layer's A, float32 (rank, inputs), by name in the model, in the same order
 
 
 def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed: int) -> Assembled:
     """Build the step of a model with an adapter, with all weights in memory.
 
     Args:
-        model: Opened with an ``Adapter`` of which B alone is trained; it stays as it is.
-        rows: Rows of a step's batch; a step runs two times as many.
+        model: A model that was opened with an ``Adapter`` of which only B is trained; it is not changed.
+        rows: Rows of a step's batch; a step runs twice as many.
         tokens: Tokens of a row.
         zo_eps: Perturbation scale.
-        seed: Seed of the first step's direction; each later step's is greater by 1.
+        seed: Seed of the first step's direction; it rises by 1 with each step.
 
     Raises:
         UnsupportedModelError: if the model has no adapter, or is quantised.
-        OptionError: if A is to be trained, too.
+        OptionError: if A is trained as well.
         CheckpointError: if a weight cannot be read.
     """
     if not isinstance(model, PeftBlockModel):
         raise UnsupportedModelError(
             f"model type {model.config.model_type}",
             found="a model without an adapter",
-            expected="LoRA, of which lora_B is trained",
+            expected="LoRA with trained lora_B",
             remedy="open_checkpoint(path, adapter=Adapter(config=..., frozen=('lora_A',)))",
         )
     specs = {spec.name: spec for layout in model.layouts for spec in layout.parameters}
@@ -78,22 +78,22 @@ def assemble(model: HFBlockModel, *, rows: int, tokens: int, zo_eps: float, seed
 def _require_lora_fa(model: PeftBlockModel, specs: Mapping[str, ParameterSpec]) -> None:
     if not isinstance(model.adapter.kind, LoRAKind) or model.adapter.config.use_dora or model.adapter.config.modules_to_save:
         title = model.adapter.kind.why_not_stacked(model.adapter.config)
-        expected, remedy = "LoRA, of which lora_B is trained", "Adapter(config=LoraConfig(...), frozen=('lora_A',))"
+        expected, remedy = "LoRA with trained lora_B", "Adapter(config=LoraConfig(...), frozen=('lora_A',))"
         raise UnsupportedModelError("adapter", found=str(title), expected=expected, remedy=remedy)
     encoded = next((spec for spec in specs.values() if spec.encoding is not None), None)
     if encoded is not None:
         raise UnsupportedModelError(
             encoded.name,
             found=f"a quantised weight ({type(encoded.encoding).__name__})",
-            expected="weights that are floats",
-            remedy="open the checkpoint that was quantised",
+            expected="floating point weights",
+            remedy="open the original checkpoint, which is not quantised",
         )
     other = next((spec for spec in specs.values() if spec.frozen == (".lora_B." in spec.name)), None)
     if other is not None:
         raise OptionError(
             "adapter.frozen",
             found=f"{other.name}, which is {'frozen' if other.frozen else 'trained'}",
-            expected="lora_B trained, in all layers, and nothing else",
+            expected="trained lora_B in all layers, and no other trained parameter",
             remedy="Adapter(config=..., frozen=('lora_A',))",
         )
 
@@ -105,7 +105,7 @@ def _read(model: HFBlockModel, spec: ParameterSpec) -> torch.Tensor:
 
 
 def _whole(model: HFBlockModel, values: Mapping[str, torch.Tensor]) -> PreTrainedModel:
-    """A copy of a model's skeleton with its layers in their places, and its weights."""
+    """Return a copy of a model's skeleton with all layers and weights."""
     whole = deepcopy(model.skeleton)
     for module in list(whole.modules()):
         for name, child in list(module.named_children()):

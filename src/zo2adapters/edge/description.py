@@ -1,4 +1,4 @@
-"""What a program says about itself: which batches it takes, and what its adapter is called in peft's files."""
+"""The description in a program: the batches that it accepts, and the names of its adapter in peft's files."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramDescription:
-    """What is settled when a program is written."""
+    """The properties of a program that are fixed when it is written."""
 
-    rows: int  # of a batch, at most
-    tokens: int  # of a row, at most
-    vocabulary: int  # tokens are below it
+    rows: int  # most rows of a batch
+    tokens: int  # most tokens of a row
+    vocabulary: int  # size of the vocabulary
     zo_eps: float
-    config: Mapping[str, Any]  # peft's, as it is saved
-    trained: Mapping[str, tuple[int, int]]  # B of each layer: name in peft's files, (outputs, rank); in the state's order
-    frozen: tuple[str, ...]  # names of A of each layer, in the same order
+    config: Mapping[str, Any]  # peft's config, as saved
+    trained: Mapping[str, tuple[int, int]]  # (outputs, rank) of B by name in peft's files, in the state's order
+    frozen: tuple[str, ...]  # name of each layer's A in peft's files, in the same order
 
     def to_json(self) -> str:
-        """The text that a program keeps."""
+        """Return the text that is stored in a program."""
         return json.dumps({"format": _FORMAT, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str, path: Path) -> Self:
-        """Read what ``to_json`` wrote.
+        """Parse a text of ``to_json``.
 
         Args:
-            text: Text of the program.
-            path: Where the program is, for messages.
+            text: Text in the program.
+            path: Path of the program, for messages.
 
         Raises:
-            CheckpointError: if it is of another format.
+            CheckpointError: if it has another format.
         """
         values = json.loads(text)
         if values.pop("format", None) != _FORMAT:
@@ -55,10 +55,10 @@ class ProgramDescription:
         return cls(**{**values, "trained": trained, "frozen": tuple(values["frozen"])})
 
     def split(self, adapter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """B of each layer, by its name in peft's files.
+        """Return each layer's B, by name in peft's files.
 
         Args:
-            adapter: The state's, float32, flat; only read.
+            adapter: Adapter of a state, float32, flat; only read.
         """
         values: dict[str, torch.Tensor] = {}
         start = 0

@@ -1,4 +1,4 @@
-"""ExecuTorch, which is an extra, and warns of itself wherever it is imported."""
+"""The optional package ExecuTorch, imported without its warnings."""
 
 from __future__ import annotations
 
