@@ -1,10 +1,11 @@
 """Gradients computed segment by segment: a forward pass that keeps each segment's input, then a backward pass.
 
-In the backward pass a segment's forward runs again from its kept input, now with a graph. ``torch.autograd`` computes the
-gradients of its trained parameters and of its input; the previous segment continues from the latter. The bits are those of
-autograd on the whole model: the same operations run on the same numbers, and gradients are added in the same order. This is
-gradient checkpointing (Chen et al., arXiv 1604.06174) with one checkpoint per segment, over blocks that are in memory one at
-a time. The last blocks keep their graphs where memory allows, and need no second forward.
+In the backward pass a segment's forward runs again from its kept input, and restores what its graph needs.
+``torch.autograd`` computes the gradients of its trained parameters and of its input; the previous segment continues from the
+latter. The bits are those of autograd on the whole model: the same operations run on the same numbers, and gradients are
+added in the same order. This is gradient checkpointing (Chen et al., arXiv 1604.06174) with one checkpoint per segment, over
+blocks that are in memory one at a time. The last blocks keep their activations where memory allows, and need no second
+forward.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
@@ -21,13 +23,14 @@ from zo2core.errors import OptionError
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import flattened
-from zo2core.sweep.kept_graphs import KeptGraphs
+from zo2core.sweep.block_graph import BlockGraph
+from zo2core.sweep.graph_room import GraphRoom
 from zo2core.sweep.trained_parameters import PresentWeights, TrainedParameters
 from zo2core.types import Batch, BlockLayout, Lane
 
 
 class _SegmentInput:
-    """The input of a segment, kept from the forward pass for the backward pass."""
+    """The input of a segment: the output of the one before, without its graph."""
 
     def __init__(self, values: Sequence[Any], nesting: TreeSpec, differentiable: Collection[int]) -> None:
         self.values = values  # the flattened activations, detached
@@ -41,12 +44,22 @@ class _SegmentInput:
         return tree_unflatten(values, self.nesting), leaves
 
 
+class _Pass(NamedTuple):
+    """The forward of a segment for one micro-batch, until its backward pass."""
+
+    forward: Callable[[], object]  # runs it again
+    graph: BlockGraph
+    outputs: Sequence[Any]  # flattened, connected to the graph
+    inputs: Mapping[int, torch.Tensor]  # leaves of the graph, by their index in the flattened input
+
+
 class _Stream:
     """The state of a micro-batch in a sweep."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.inputs: dict[int, _SegmentInput] = {}  # by segment
+        self.next_input: _SegmentInput  # of the segment that is visited next; the embedding has none
+        self.passes: dict[int, _Pass] = {}  # by segment
         self.gradients: Mapping[int, torch.Tensor] = {}  # of the input of the last visited segment, by index of the value
 
 
@@ -71,7 +84,7 @@ class GradientVisits:
         joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
         graph_bytes: int,
     ) -> GradientVisitor:
-        """The visitor of one sweep.
+        """Make the visitor of one sweep.
 
         Args:
             forward: Runs the segments.
@@ -83,7 +96,7 @@ class GradientVisits:
         """
         self.trained.begin_sweep()
         sizes = [forward.held_bytes(batch) for batch in batches]
-        return GradientVisitor(self, forward, batches, weights, joint_loss, KeptGraphs(self.weights, graph_bytes, sizes))
+        return GradientVisitor(self, forward, batches, weights, joint_loss, GraphRoom(graph_bytes, sizes))
 
 
 class GradientVisitor:
@@ -92,7 +105,7 @@ class GradientVisitor:
     Args:
         visits: The objects that all sweeps share.
         forward, batches, weights, joint_loss: As for ``GradientVisits.visitor``.
-        graphs: Keeps the graphs of the last blocks.
+        room: The memory in which the last blocks keep their graphs.
     """
 
     def __init__(
@@ -102,7 +115,7 @@ class GradientVisitor:
         batches: Sequence[Batch],
         weights: Sequence[float] | None,
         joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
-        graphs: KeptGraphs,
+        room: GraphRoom,
     ) -> None:
         self._layouts = visits.layouts
         self._present = visits.present
@@ -114,7 +127,8 @@ class GradientVisitor:
         self._streams = [_Stream(batch) for batch in batches]
         self._weights = weights
         self._joint_loss = joint_loss
-        self._graphs = graphs
+        self._room = room
+        self._segment_weights = visits.weights
         uses = Counter(name for leaves in self._leaves for name in leaves)
         self._tied = {name for name, count in uses.items() if count > 1}
         self._tied_sums: dict[tuple[str, int], torch.Tensor] = {}  # by name and stream, in autograd's order: head first
@@ -163,7 +177,6 @@ class GradientVisitor:
     def finish(self) -> None:
         """Free inputs, graphs and sums, however the sweep ended."""
         self._streams.clear()
-        self._graphs.clear()
         self._tied_sums.clear()
 
     @torch.no_grad()
@@ -174,40 +187,52 @@ class GradientVisitor:
     def _run_forwards(self, index: int) -> None:
         """Run a segment's forward for each micro-batch, and keep the next segment's input.
 
-        A graph is made even where it is dropped at once: torch chooses kernels by whether their inputs require gradients,
-        and some kernels round differently from those that it uses without a graph.
+        A graph is made even where its activations are not kept: torch chooses kernels by whether their inputs require
+        gradients, and some kernels round differently from those that it uses without a graph.
         """
         for number, stream in enumerate(self._streams):
-            if index == 0:
-                with torch.enable_grad():
-                    values, nesting = flattened(self._forward.embed(stream.batch))
-            else:
-                values, nesting = self._run_block(index, number, stream)
-            differentiable = {i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad}
-            values = [value.detach() if i in differentiable else value for i, value in enumerate(values)]
-            stream.inputs[index + 1] = _SegmentInput(values, nesting, differentiable)
+            outputs, nesting = self._run_embedding(stream) if index == 0 else self._run_block(index, number, stream)
+            differentiable = {
+                i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.requires_grad
+            }
+            values = [value.detach() if i in differentiable else value for i, value in enumerate(outputs)]
+            stream.next_input = _SegmentInput(values, nesting, differentiable)
+
+    def _run_embedding(self, stream: _Stream) -> tuple[list[Any], TreeSpec]:
+        """Run the embedding's forward for one micro-batch. Its activations are not kept: it is cheap to run again."""
+        forward = partial(self._forward.embed, stream.batch)
+        graph = BlockGraph(self._segment_weights[0], ())
+        with torch.enable_grad(), graph.recorded(keep=False):
+            outputs, nesting = flattened(forward())
+        if self._first == 0:
+            stream.passes[0] = _Pass(forward, graph, outputs, {})
+        return outputs, nesting
 
     def _run_block(self, index: int, number: int, stream: _Stream) -> tuple[list[Any], TreeSpec]:
-        """Run a block's forward for one micro-batch; keep its graph if there is room for it, else its input."""
-        segment_input = stream.inputs.pop(index)
+        """Run a block's forward for one micro-batch, and keep its activations if there is room for them."""
+        segment_input = stream.next_input
         before = [_tensor_ids(value) for value in segment_input.values]
         activations, inputs = segment_input.with_leaves()
         blocks = self._head - index
+        keep = index >= self._first and self._room.has_room(number, blocks)
         tensors = [value for value in segment_input.values if isinstance(value, torch.Tensor)]
-        graph = self._graphs.graph(index, number, blocks, tensors)
-        with torch.enable_grad(), graph.recorded():
-            values, nesting = flattened(self._forward.block(index - 1, activations))
+        forward = partial(self._forward.block, index - 1, activations)
+        graph = BlockGraph(self._segment_weights[index], tensors)
+        with torch.enable_grad(), graph.recorded(keep=keep):
+            outputs, nesting = flattened(forward())
         self._require_unchanged(index, segment_input, nesting, before)
-        if index >= self._first and not self._graphs.offer(graph, index, number, blocks, values, inputs):
-            stream.inputs[index] = segment_input
-        return values, nesting
+        if keep:
+            self._room.take(graph, number, blocks)
+        if index >= self._first:
+            stream.passes[index] = _Pass(forward, graph, outputs, inputs)
+        return outputs, nesting
 
     def _run_head(self) -> None:
         """Run the head for each micro-batch, and start the backward pass from the step's loss."""
         self._is_backward = True
         graphs = []
         for number, stream in enumerate(self._streams):
-            activations, inputs = stream.inputs.pop(self._head).with_leaves()
+            activations, inputs = stream.next_input.with_leaves()
             with torch.enable_grad():
                 output = self._forward.head(stream.batch, activations)
             _require_gradient(output)
@@ -227,26 +252,12 @@ class GradientVisitor:
                 self._add_gradients(self._head, number, stream, inputs, [output], [gradient])
 
     def _run_backward(self, index: int) -> None:
-        """Compute a segment's gradients from its kept graph, or from a graph that its forward makes again."""
+        """Compute a segment's gradients, from activations that were kept or that its forward restores."""
         for number, stream in enumerate(self._streams):
-            values, inputs = self._graphs.pop(index, number) or self._run_again(index, stream)
-            outputs = [values[i] for i in stream.gradients]
-            self._add_gradients(index, number, stream, inputs, outputs, list(stream.gradients.values()))
-
-    def _run_again(self, index: int, stream: _Stream) -> tuple[Sequence[Any], Mapping[int, torch.Tensor]]:
-        """Run a segment's forward again, with a graph.
-
-        Returns:
-            Its flattened outputs, and the leaves of its graph by their index in the flattened input.
-        """
-        inputs: Mapping[int, torch.Tensor] = {}
-        with torch.enable_grad():
-            if index == 0:
-                outputs = self._forward.embed(stream.batch)
-            else:
-                activations, inputs = stream.inputs.pop(index).with_leaves()
-                outputs = self._forward.block(index - 1, activations)
-        return flattened(outputs)[0], inputs
+            forward, graph, outputs, inputs = stream.passes.pop(index)
+            graph.restore(forward)
+            reached = [outputs[i] for i in stream.gradients]
+            self._add_gradients(index, number, stream, inputs, reached, list(stream.gradients.values()))
 
     def _add_gradients(
         self,
