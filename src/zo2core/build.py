@@ -78,7 +78,6 @@ class Parts(NamedTuple):
     work_buffer: WorkBuffer
     activations: ActivationOffload
     activation_bytes: int  # for activations in the memory in which forwards run
-    worker: ThreadPoolExecutor | None  # the second thread of a CPU run; None on a GPU
     update_loss: UpdateLoss
     workers: Workers  # a ``SoloWorker`` in a run of one process
     visits: Visits  # makes the visitor of each sweep
@@ -298,7 +297,6 @@ def _assembled(
         work_buffer=buffer,
         activations=activations,
         activation_bytes=activation_bytes,
-        worker=worker,
         update_loss=run.update_loss,
         workers=run.workers,
         visits=visits,
