@@ -161,7 +161,12 @@ def test_an_interrupt_ends_the_answer_and_the_next_one_the_command(monkeypatch: 
 
 def test_an_answer_that_is_stopped_stays_in_the_conversation(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped after its first token."""
-    monkeypatch.setattr(_Stop, "__enter__", lambda stop: setattr(stop, "is_asked", True) or stop)
+
+    def ask(stop: _Stop) -> _Stop:
+        stop.is_asked = True
+        return stop
+
+    monkeypatch.setattr(_Stop, "__enter__", ask)
     ended = chat("--model", place / "base", "--max-new-tokens", 4, lines="the cat\nthe dog\n")
     first = expected(place, "the cat ", 1)
     assert ended.out.splitlines() == [first, expected(place, f"the cat {first} the dog ", 1)]

@@ -35,7 +35,7 @@ def first_order(base: Path, **options: Any) -> BackpropEngine:
     return BackpropEngine(model, partial(torch.optim.SGD, lr=1e-2), **options)
 
 
-ENGINES = {
+ENGINES: dict[str, Any] = {
     "zeroth-order": zeroth_order,
     "serial": partial(zeroth_order, overlap=False),
     "low-rank": partial(zeroth_order, perturbation=LowRankPerturbation(rank=2)),
