@@ -67,7 +67,8 @@ class Merge(AtStep):
                         journal, version=engine.version, base=str(at.model), head=head, is_merged=is_adapter, data=data
                     )
             if isinstance(model, PeftBlockModel):
-                total = sum(spec.decoded.nbytes for layout in model.layouts for spec in layout.parameters)
+                specs = [spec.decoded for layout in model.layouts for spec in layout.parameters]
+                total = sum(spec.nbytes for spec in specs if spec.name not in model.exported_parameters)
                 with progress_bar(total=total, unit="B", desc="merge") as bar:
                     export_merged(engine, model, self.output, files={CARD: card}, progress=bar.update)
             else:
