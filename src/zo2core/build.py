@@ -112,6 +112,8 @@ class RunOptions:
     workers: Workers | None = None  # None: this one is alone
     method: Mapping[str, Any] | None = None  # of first-order steps, for the journal's header; None takes none
     trained_copies: int = 0  # of first-order steps: parameters, gradients, and what an optimizer keeps of each
+    update_bytes: int = 0  # gradients and optimizer state of first-order steps that change weights where they are stored
+    stays_in_memory: bool = False  # whether all blocks have to stay in memory, since changes are not written to disk
 
     def takes_steps(self, estimator: ZOEstimator | None) -> bool:
         """Whether the run writes its journal: with an estimator or a first-order method."""
@@ -178,6 +180,8 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             replay=options.replay,
             overlap=options.overlap,
             trained_copies=options.trained_copies,
+            update_bytes=options.update_bytes,
+            stays_in_memory=options.stays_in_memory,
         )
         spec, is_shared = _planned(request, run, MeasuredSpeeds(model.weights))
         if options.noise is None and not isinstance(run.noise, CounterNoise):
@@ -240,7 +244,7 @@ def adopt(model: BlockModel, estimator: ZOEstimator, given: GivenParts, options:
         scheduler = given.scheduler
         if scheduler is None:
             scheduler = OverlappedScheduler(given.source, given.device, timeline=timeline)
-        opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
+        opened.callback(scheduler.release_all)  # buckets go back to the source, which lives on
         rows, device, noise = options.micro_batch_size, given.device, given.noise
         return _assembled(
             _Run(model, estimator, rows, journal, trace, timeline, device, noise, workers, None),
@@ -315,7 +319,7 @@ def _opened_run(
     journal = _open_journal(options.journal, opened, trains=trains)
     _require_kind(journal, options.method)
     workers = SoloWorker() if options.workers is None else options.workers
-    if estimator is not None:
+    if trains:
         workers.sync_journal(journal)
     if not trains and options.journal is not None and journal.header is None:
         raise JournalError(journal.name, found="no journal", expected="one that a run has begun", remedy="check the path")

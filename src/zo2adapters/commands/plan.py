@@ -10,7 +10,7 @@ from zo2adapters.ranges import require_at_least, require_between
 from zo2adapters.tasks.row_options import RowOptions
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.batching import Batching
-from zo2adapters.trainers.first_order import MethodName
+from zo2adapters.trainers.first_order import MethodName, block_update, require_method
 from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
 from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
 from zo2adapters.trainers.options import evaluations_due, require_eval_split
@@ -51,7 +51,8 @@ class Plan:
     json: bool = False
     """Print JSON instead of a table."""
     method: MethodName | None = None
-    """Plan a run that trains an adapter by gradients, with this optimizer. By default, steps are zeroth-order."""
+    """Plan a run that trains an adapter, or all parameters, by gradients with this optimizer. By default, steps are
+    zeroth-order."""
     adapter_options: AdapterOptions = field(default_factory=AdapterOptions)
     directions: Directions = field(default_factory=Directions)
     data: Path | None = None
@@ -156,15 +157,15 @@ class Plan:
         return self.evaluation is not None or self.eval_split is not None
 
     def _plan_first_order(self, method: MethodName) -> None:
-        """Print the plan of a run that trains an adapter by gradients.
+        """Print the plan of a run that trains by gradients.
 
         Raises:
-            OptionError: if the adapter is missing, or an option has no effect on such a run.
+            OptionError: if the method does not train the adapter, or an option has no effect on such a run.
         """
         from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
         from zo2adapters.trainers.first_order_plan import plan_first_order_run
 
-        self.adapter_options.require_adapter(method)
+        require_method(method, self.adapter_options)
         for option in ("transfer_dtype", "replay", "write_limit_tb", "device_memory", "workers", "directions"):
             if getattr(self, option) != getattr(Plan(model=self.model), option):
                 expected = f"no such option with --method {method}, on which it has no effect"
@@ -186,6 +187,8 @@ class Plan:
             memory=self.memory,
             steps=self.steps,
             evaluations=evaluations_due(self.steps, self.evaluate_every) if self._evaluates else 0,
+            update=None if self.adapter_options.trains_adapter else block_update(method, weight_decay=0.0),
+            scratch=self.scratch,
         )
         print(planned.to_json() if self.json else planned.table())
 
