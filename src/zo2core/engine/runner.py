@@ -23,6 +23,7 @@ from zo2core.sweep.evaluation_loop import evaluate, evaluate_objective, fill_swe
 from zo2core.sweep.exclusive_use import ExclusiveUse
 from zo2core.sweep.visitor import Groups
 from zo2core.sweep.visits import SweepVisitor
+from zo2core.sweep.watched_visitor import WatchedVisitor
 from zo2core.types import Batch, EvaluationResult, Lane, LaneUse, ParameterSpec, require_tensors, saved_form
 from zo2core.workers import Workers
 
@@ -40,6 +41,7 @@ class Runner:
         self._recorder = TraceRecorder(parts.timeline, parts.trace)
         parts.opened.callback(self._recorder.flush)
         self._use = ExclusiveUse(type(self).__name__)
+        self._watch: Callable[[int, int], object] | None = None
         self._offloaded = 0  # version at which the blocks that stay on the device were last offloaded
 
     @property
@@ -66,6 +68,15 @@ class Runner:
     def device_plan(self) -> DevicePlan | None:
         """Plan of device memory; None if the device computes in host memory, or the caller passed the parts."""
         return self._parts.device_plan
+
+    def watch(self, visited: Callable[[int, int], object] | None) -> None:
+        """Have a function called after each visit of a sweep, such as one that draws a progress bar.
+
+        Args:
+            visited: Called in the thread of the sweep, with the number of the sweep's visits so far and of all. On a device
+                with its own memory the visit's work may not have ended yet. None: nothing is called.
+        """
+        self._watch = visited
 
     def evaluate(self, batches: Iterable[Batch], forward: Objective | None = None) -> EvaluationResult:
         """Evaluate the present weights; memory for activations limits the number of batches in a sweep.
@@ -263,7 +274,8 @@ class Runner:
     def _run(self, visitor: SweepVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
         parts = self._parts
         try:
-            parts.scheduler.sweep(visitor, order)
+            watched = visitor if self._watch is None else WatchedVisitor(visitor, len(order), self._watch)
+            parts.scheduler.sweep(watched, order)
             parts.require_version(self.version)
         except BaseException:
             self._recorder.flush()  # its transfers do not count for the next step
