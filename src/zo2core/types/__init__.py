@@ -1,6 +1,15 @@
 """The values that pass between the parts."""
 
-from zo2core.types.encodings import EncodedPart, Encoding, Float8Blocks, Int8Rows, NF4Blocks, encoded_bytes
+from zo2core.types.encodings import (
+    GGUF_BLOCKS,
+    EncodedPart,
+    Encoding,
+    Float8Blocks,
+    GGUFRows,
+    Int8Rows,
+    NF4Blocks,
+    encoded_bytes,
+)
 from zo2core.types.lanes import COMPUTE, Event, Lane, LaneUse, bound_seconds
 from zo2core.types.layouts import (
     ALIGNMENT,
@@ -28,6 +37,7 @@ from zo2core.types.steps import LARGEST, MAX_SEED, Batch, Commit, Evaluation, Ro
 __all__ = [
     "ALIGNMENT",
     "COMPUTE",
+    "GGUF_BLOCKS",
     "LARGEST",
     "MAX_SEED",
     "Batch",
@@ -42,6 +52,7 @@ __all__ = [
     "EvaluationResult",
     "Event",
     "Float8Blocks",
+    "GGUFRows",
     "GradientStepResult",
     "Int8Rows",
     "Lane",
