@@ -70,7 +70,7 @@ class StoredArray(NamedTuple):
     """An array of the metadata, which stays in the file."""
 
     kind: int  # the number of its elements' type
-    count: int  # elements
+    length: int  # elements
     start: int  # byte offset in the file
 
 
@@ -121,7 +121,7 @@ class GGUFFile:
             raise _malformed(f"{self.path}: {key}", f"{str(value)[:80]!r}", "an array")
         with _opened(self.path) as cursor:
             cursor.file.seek(value.start)
-            for _ in range(value.count):
+            for _ in range(value.length):
                 yield _string(cursor, key) if value.kind == _STRING else cursor.scalar(_SCALARS[value.kind])
 
 

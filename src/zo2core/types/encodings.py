@@ -134,7 +134,7 @@ class GGUFRows:
         return (EncodedPart("codes", torch.uint8, (rows, columns // block.weights * block.nbytes)),)
 
 
-Encoding: TypeAlias = Int8Rows | Float8Blocks | NF4Blocks
+Encoding: TypeAlias = Int8Rows | Float8Blocks | NF4Blocks | GGUFRows
 
 
 def encoded_bytes(encoding: Encoding, shape: Sequence[int]) -> int:
