@@ -58,8 +58,8 @@ def segment_layouts(
         stored: The stored dtype of frozen parameters that belong to one layer, by name.
 
     Raises:
-        UnsupportedModelError: naming a parameter that lies under no declared part, or a weight of embedding,
-            head or several layers that is encoded.
+        UnsupportedModelError: naming a parameter that lies under no declared part, or a weight of several layers that is
+            encoded.
     """
     blocks = len(_layers(model, architecture))
     owned: list[list[ParameterSpec]] = [[] for _ in range(blocks + 2)]
@@ -69,12 +69,12 @@ def segment_layouts(
         spec = ParameterSpec(name, tuple(parameter.shape), parameter.dtype, index, decays_in_mezo(name))
         users = sorted(aliases)
         is_common = len(users) > 1 and 0 not in users  # shared by layers, and perhaps the head
-        if name in encodings and (is_common or {0, blocks + 1} & set(users)):
+        if name in encodings and is_common:
             raise UnsupportedModelError(
                 f"{architecture.model_type}: {name}",
-                found=f"a weight in {encodings[name].name} that several layers share, or that belongs to embedding or head",
-                expected="quantised weights in one layer each",
-                remedy="quantise the checkpoint's layers alone, not its embedding and head",
+                found=f"a weight in {encodings[name].name} that several layers share",
+                expected="quantised weights in one layer each, or in embedding and head",
+                remedy="use the unquantised checkpoint",
             )
         spec = replace(spec, encoding=encodings.get(name), frozen=trained is not None and name not in trained)
         if is_common or (name in kept and not {0, blocks + 1} & set(users)):

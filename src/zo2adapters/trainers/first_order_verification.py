@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zo2adapters.models.checkpoint import open_checkpoint
+from zo2adapters.models.gguf_model import whole_model
 from zo2adapters.models.heads import head_of
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.models.peft_model import Adapter, peft_config
@@ -84,7 +85,7 @@ def _resident(model: HFBlockModel, directory: Path, adapter: Path, head: str) ->
         expected = "an adapter whose modules stand in the model, as LoRA's"
         raise OptionError("adapter", found=str(config.peft_type), expected=expected, remedy="verify with LoRA")
     dtype = torch.float32 if model.autocast is not None else model.config.dtype
-    whole = head_of(head).class_of(model.config).from_pretrained(directory, dtype=dtype, trust_remote_code=False)
+    whole = whole_model(head_of(head).class_of(model.config), directory, dtype)
     peft.inject_adapter_in_model(config, whole)
     names = {spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen}
     for name, parameter in whole.named_parameters():

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from zo2adapters.models.checkpoint import open_checkpoint
 from zo2adapters.models.footprint import activation_bytes
+from zo2adapters.models.gguf_model import whole_model
 from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.heads import head_of
 from zo2adapters.models.hf import HFBlockModel
@@ -73,7 +74,7 @@ def verify(directory: Path, opening: ModelOptions, size: StepSize, batches: Rand
     model = open_checkpoint(directory, head=opening.head, loss_chunk=None, **given)
     require_fit(model, batches)
     stored = model.layouts[0].parameters[0].dtype
-    whole = head_of(opening.head).class_of(model.config).from_pretrained(directory, dtype=stored, trust_remote_code=False)
+    whole = whole_model(head_of(opening.head).class_of(model.config), directory, stored)
     numbers: Any = {"lr": size.lr, "zo_eps": size.zo_eps, "weight_decay": size.weight_decay}
     mono = MonolithicMeZO(whole, autocast=model.autocast, **numbers)
     count = sum(len(layout.parameters) for layout in model.layouts)
