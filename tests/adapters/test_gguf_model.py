@@ -20,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from zo2adapters import Adapter, open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.gguf_model import ARCHITECTURES, GGUFModel
+from zo2adapters.models.gguf_layout import ARCHITECTURES
+from zo2adapters.models.gguf_model import GGUFModel
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2core import (
     BackpropEngine,
@@ -228,8 +229,9 @@ def test_floats_in_the_models_order_train_by_dense_directions(tmp_path: Path) ->
     assert tokenizer("the cat").input_ids == load_tokenizer(tmp_path / "model.gguf")("the cat").input_ids
 
 
-def test_the_tokenizer_is_the_one_that_transformers_reads(tmp_path: Path) -> None:
-    path = save_gguf(tmp_path / "model.gguf", "llama", "Q8_0")
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "phi3"])
+def test_the_tokenizer_is_the_one_that_transformers_reads(architecture: str, tmp_path: Path) -> None:
+    path = save_gguf(tmp_path / "model.gguf", architecture, "Q8_0")
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
     ours = load_tokenizer(path)
     text = " the cat is<|eos|> ünïcode 12\n"

@@ -10,26 +10,22 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from zo2adapters.models.gguf_layout import ARCHITECTURES, GGUF_EXTRA, LlamaCppLayout
 from zo2adapters.models.quantized import EncodedTensor
 from zo2adapters.optional_package import optional_package
 from zo2core import CheckpointError, ParameterSpec, TensorReader, UnsupportedModelError
 from zo2core.checkpoint import GGUFFile, Piece, SafetensorsReader, Scalar, StoredArray, TensorEntry, is_gguf, read_gguf
-from zo2core.kernels.gguf import row_order
 from zo2core.types import GGUFRows
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")  # general.architecture of what is tested
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _ROTARY_FACTORS = "rope_freqs.weight"  # Llama 3.1's scaling of rotary frequencies, which is not in the metadata
@@ -56,9 +52,10 @@ class GGUFModel:
         self._architecture = str(self.file.metadata.get("general.architecture"))
         if self._architecture not in ARCHITECTURES:
             raise self._refused(f"architecture {self._architecture[:40]!r}", f"one of {', '.join(ARCHITECTURES)}")
-        optional_package("gguf", install="zo2core[gguf]")
+        optional_package("gguf", install=GGUF_EXTRA)
         self._require_known_settings()
         self.config = self._read_config()
+        self.layout = LlamaCppLayout(self._architecture, self.config)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -76,15 +73,9 @@ class GGUFModel:
         found = {entry.dtype for entry in self.file.tensors.values() if len(entry.shape) > 1}
         return _FLOATS.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
 
-    @cached_property
-    def _processor(self) -> Any:
-        """Transformers' reader of tensors, which knows what llama.cpp did to them."""
-        kind: Any = TENSOR_PROCESSORS.get(self._architecture, TensorProcessor)
-        return kind(config=self.config.to_dict())
-
     @property
     def _has_pairs(self) -> bool:
-        return any(self._heads(entry) for entry in self.file.tensors.values() if len(entry.shape) == 2)
+        return any(self.layout.heads(name, entry.shape) for name, entry in self.file.tensors.items())
 
     def tensors(self, skeleton: PreTrainedModel) -> tuple[dict[str, TensorEntry], dict[str, EncodedTensor]]:
         """All tensors as if none were encoded, and the encoded ones, by their names in a model.
@@ -92,7 +83,7 @@ class GGUFModel:
         Raises:
             CheckpointError: for a tensor that the model does not have.
         """
-        names = tensor_names(self._architecture, skeleton)
+        names = self.layout.names(skeleton)
         entries, encoded = dict[str, TensorEntry](), dict[str, EncodedTensor]()
         plain = {dtype: name for name, dtype in _FLOATS.items()}[self.dtype]
         self._processed: dict[str, TensorEntry] = {}
@@ -108,9 +99,9 @@ class GGUFModel:
                 )
             name = names[entry.name]
             entries[name] = entry._replace(name=name)
-            heads = self._heads(entry) if len(entry.shape) == 2 else 0
+            heads = self.layout.heads(entry.name, entry.shape)
             if entry.dtype in _FLOATS and heads == 0:
-                if len(entry.shape) == 1 and self._changes(entry):
+                if len(entry.shape) == 1 and self.layout.changes(entry.name, entry.shape[0]):
                     self._processed[name] = entry
                 continue
             if len(entry.shape) != 2:
@@ -127,44 +118,13 @@ class GGUFModel:
             for name, (piece, *_) in pieces.items()
             if piece.entry.name in self._processed
         }
-        return _GGUFReader(base, vectors, self._process) if vectors else base
+        return _GGUFReader(base, vectors, self.layout) if vectors else base
 
     def companions(self, skeleton: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Path | bytes]:
         """The files beside weights that are exported in the Hugging Face layout: config and tokenizer."""
         config = {**self.config.to_dict(), "dtype": str(dtype).removeprefix("torch.")}
         config["architectures"] = [type(skeleton).__name__]
         return _Companions(json.dumps(config, indent=2).encode() + b"\n", self.where)
-
-    def _process(self, entry: TensorEntry, values: torch.Tensor) -> torch.Tensor:
-        """A vector's values as the model has them."""
-        processed = self._processor.process(weights=values.numpy(), name=entry.name).weights
-        return torch.from_numpy(np.ascontiguousarray(processed, dtype=np.float32))
-
-    def _changes(self, entry: TensorEntry) -> bool:
-        probe = torch.arange(entry.shape[0], dtype=torch.float32)
-        return not self._process(entry, probe.clone()).equal(probe)
-
-    def _heads(self, entry: TensorEntry) -> int:
-        """Heads whose rows are stored in pairs; 0 if the rows of a matrix are in the model's order.
-
-        Raises:
-            UnsupportedModelError: if the reader does anything else to the matrix.
-        """
-        rows = entry.shape[0]
-        probe = np.arange(rows, dtype=np.float32)[:, None]
-        result = self._processor.process(weights=probe.copy(), name=entry.name)
-        stored = None if result.weights is None else np.asarray(result.weights)
-        if stored is not None and result.name == entry.name and stored.shape == probe.shape:
-            if np.array_equal(stored, probe):
-                return 0
-            for heads in {self.config.num_attention_heads, self.config.num_key_value_heads}:
-                if rows % (2 * heads) == 0:
-                    order = row_order(GGUFRows(entry.dtype, heads), rows, torch.device("cpu"))
-                    if np.array_equal(stored[order.numpy()], probe):
-                        return int(heads)
-        raise self._refused(
-            f"{entry.name}, whose values transformers' reader changes", "matrices that are stored row by row"
-        )
 
     def _read_config(self) -> PretrainedConfig:
         try:
@@ -240,24 +200,6 @@ class GGUFModel:
         return UnsupportedModelError(self.where, found=found, expected=expected, remedy=remedy)
 
 
-def tensor_names(architecture: str, model: PreTrainedModel) -> dict[str, str]:
-    """A model's names of parameters by llama.cpp's names of tensors.
-
-    Args:
-        architecture: llama.cpp's name of the architecture.
-        model: A model, or its skeleton.
-    """
-    gguf = optional_package("gguf", install="zo2core[gguf]")
-    number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
-    known, names = gguf.get_tensor_name_map(number, model.config.num_hidden_layers), dict[str, str]()
-    for name in model.state_dict():
-        path, _, leaf = name.rpartition(".")
-        found = known.get_name(path)
-        if found is not None:
-            names[f"{found}.{leaf}"] = name
-    return names
-
-
 def _excerpt(file: GGUFFile) -> bytes:
     """A GGUF file of the single values of another one's metadata, and of the vocabulary's size.
 
@@ -292,18 +234,13 @@ class _GGUFReader:
     Args:
         base: Reads the file.
         vectors: The vectors to compute, by parameter.
-        process: Computes them, of float32 values.
+        layout: Computes them, of float32 values.
     """
 
-    def __init__(
-        self,
-        base: SafetensorsReader,
-        vectors: Mapping[str, TensorEntry],
-        process: Callable[[TensorEntry, torch.Tensor], torch.Tensor],
-    ) -> None:
+    def __init__(self, base: SafetensorsReader, vectors: Mapping[str, TensorEntry], layout: LlamaCppLayout) -> None:
         self._base = base
         self._vectors = vectors
-        self._process = process
+        self._layout = layout
         self.close, self.itemsize, self.origin = base.close, base.itemsize, base.origin
 
     @property
@@ -323,7 +260,7 @@ class _GGUFReader:
             return
         values = torch.empty(entry.shape[0])
         self._base.read_into(parameter, values)
-        out.copy_(self._process(entry, values)[start : start + out.numel()])
+        out.copy_(self._layout.read(entry.name, values)[start : start + out.numel()])
 
 
 class _Companions(Mapping[str, Path | bytes]):
@@ -382,7 +319,8 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         Exception: of any kind, as transformers raises them for what it cannot read.
     """
     with alone(path) as (directory, options):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, **options)
+        # The auto class reads the vocabulary twice, once for a config that decides nothing here.
+        tokenizer: PreTrainedTokenizerBase = PreTrainedTokenizerFast.from_pretrained(directory, **options)
     return tokenizer
 
 

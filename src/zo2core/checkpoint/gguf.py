@@ -85,12 +85,14 @@ class GGUFFile:
     Args:
         path: The file, of several the first.
         metadata: Values by key.
+        kinds: The numbers of the values' types by key.
         tensors: Location of each tensor by its name in the file, in the order of the headers. Shapes are torch's, rows
             first; the dtype of a tensor in blocks is the name of its type, such as "Q4_K".
     """
 
     path: Path
     metadata: Mapping[str, Value]
+    kinds: Mapping[str, int]
     tensors: Mapping[str, TensorEntry]
 
     def text(self, key: str) -> str | None:
@@ -168,7 +170,7 @@ def read_gguf(path: Path) -> GGUFFile:
     if total != len(tensors):
         raise _malformed(path, f"{len(tensors)} tensors in {count} files", f"{str(total)[:40]}, as split.tensors.count says")
     metadata = {key: value for key, value in first.metadata.items() if key not in _SPLIT_KEYS}
-    return GGUFFile(path, metadata, tensors)
+    return GGUFFile(path, metadata, first.kinds, tensors)
 
 
 class _Cursor:
@@ -246,18 +248,19 @@ def _read_file(path: Path) -> GGUFFile:
         for count, most, what in ((tensors, _MOST_TENSORS, "tensors"), (values, _MOST_VALUES, "metadata values")):
             if count > most:
                 raise _malformed(path, f"{count} {what}", f"at most {most}")
-        metadata: dict[str, Value] = {}
+        metadata, kinds = dict[str, Value](), dict[str, int]()
         for _ in range(values):
             key = _string(cursor, "a key", _KEY_BYTES)
             if key in metadata:
                 raise _malformed(f"{path}: {key[:80]}", "a key that occurs twice", "each key once")
-            metadata[key] = _value(cursor, cursor.integer("I"), key)
+            kinds[key] = cursor.integer("I")
+            metadata[key] = _value(cursor, kinds[key], key)
         alignment = metadata.get("general.alignment", 32)
         if not (type(alignment) is int and 0 < alignment <= _LARGEST_ALIGNMENT and alignment & (alignment - 1) == 0):
             raise _malformed(path, f"general.alignment {str(alignment)[:40]}", "a power of 2")
         entries = [_tensor(cursor) for _ in range(tensors)]
         start = -(-cursor.file.tell() // alignment) * alignment
-        return GGUFFile(path, metadata, _placed(path, entries, start, cursor.size, alignment))
+        return GGUFFile(path, metadata, kinds, _placed(path, entries, start, cursor.size, alignment))
 
 
 def _placed(path: Path, entries: list[TensorEntry], start: int, size: int, alignment: int) -> dict[str, TensorEntry]:
