@@ -234,7 +234,7 @@ def test_the_tokenizer_is_the_one_that_transformers_reads(architecture: str, tmp
     path = save_gguf(tmp_path / "model.gguf", architecture, "Q8_0")
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
     ours = load_tokenizer(path)
-    text = " the cat is<|eos|> ünïcode 12\n"
+    text = " the cat is<|endoftext|> ünïcode 12\n"
     assert ours(text).input_ids == theirs(text).input_ids
     assert ours.decode(ours(text).input_ids) == text
     assert (ours.eos_token_id, ours.bos_token_id) == (theirs.eos_token_id, theirs.bos_token_id)

@@ -46,7 +46,7 @@ def scalar(value: Any) -> bytes:
     if isinstance(value, str):
         return struct.pack("<I", 8) + text(value)
     if isinstance(value, list):
-        kind, layout = (8, "") if isinstance(value[0], str) else _KINDS[type(value[0])]
+        kind, layout = {**_KINDS, str: (8, ""), int: (5, "i")}[type(value[0])]  # llama.cpp has signed ones in arrays
         items = (text(item) if kind == 8 else struct.pack(f"<{layout}", item) for item in value)
         return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(items)
     kind, layout = _KINDS[type(value)]

@@ -26,7 +26,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from zo2core.types import GGUF_BLOCKS
 
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("a", "t"), ("c", "at"), ("Ġ", "cat"), ("i", "s"), ("Ġ", "is")]
-TOKENS: list[str] = [*bytes_to_unicode().values(), *("".join(pair) for pair in MERGES), "<|bos|>", "<|eos|>"]  # type: ignore[no-untyped-call]
+TOKENS: list[str] = [*bytes_to_unicode().values(), *("".join(pair) for pair in MERGES), "<|bos|>", "<|endoftext|>"]  # type: ignore[no-untyped-call]
 BOS, EOS = len(TOKENS) - 2, len(TOKENS) - 1
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 _KINDS: dict[str, type[PretrainedConfig]] = {

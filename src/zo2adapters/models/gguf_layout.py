@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from zo2adapters.optional_package import optional_package
@@ -37,16 +38,16 @@ class LlamaCppLayout:
         kind: Any = TENSOR_PROCESSORS.get(self.architecture, TensorProcessor)
         return kind(config=self._config.to_dict())
 
-    def names(self, model: PreTrainedModel) -> dict[str, str]:
-        """A model's names of tensors by llama.cpp's.
+    def names(self, parameters: Iterable[str]) -> dict[str, str]:
+        """A model's names of parameters by llama.cpp's, of those that llama.cpp has.
 
         Args:
-            model: The model, or its skeleton.
+            parameters: Names in the model.
         """
         gguf = optional_package("gguf", install=GGUF_EXTRA)
         number = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == self.architecture)
         known, names = gguf.get_tensor_name_map(number, self._config.num_hidden_layers), dict[str, str]()
-        for name in model.state_dict():
+        for name in parameters:
             path, _, leaf = name.rpartition(".")
             found = known.get_name(path)
             if found is not None:

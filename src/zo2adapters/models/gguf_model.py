@@ -83,7 +83,7 @@ class GGUFModel:
         Raises:
             CheckpointError: for a tensor that the model does not have.
         """
-        names = self.layout.names(skeleton)
+        names = self.layout.names(skeleton.state_dict())
         entries, encoded = dict[str, TensorEntry](), dict[str, EncodedTensor]()
         plain = {dtype: name for name, dtype in _FLOATS.items()}[self.dtype]
         self._processed: dict[str, TensorEntry] = {}
