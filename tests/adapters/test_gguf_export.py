@@ -63,7 +63,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def export(base: Path, output: Path, **options: Any) -> Path:
     model = open_checkpoint(base)
     with Replayer(model) as engine:
-        export_gguf(engine, model, output, base=base, **options)
+        export_gguf(engine, model, output, base=base, tokenizer=load_tokenizer, **options)
     return output / "model.gguf"
 
 
@@ -146,7 +146,7 @@ def test_what_was_learned_beside_the_activations_is_merged(tmp_path: Path) -> No
         for seed in range(3):
             engine.step(batch, seed=seed)
         expected = {name: value.clone() for name, value in engine.parameters_now()}
-        export_gguf(engine, model, tmp_path / "out", base=base)
+        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
     found = weights(tmp_path / "out" / "model.gguf")
     assert all(value.equal(expected[name]) for name, value in found.items())
     assert not found["model.norm.weight"].equal(weights(base)["model.norm.weight"])
@@ -164,7 +164,7 @@ def test_an_adapter_is_llama_cpps_lora(rslora: bool, tmp_path: Path) -> None:
         for _ in range(3):
             engine.step(batch)
         engine.export(tmp_path / "peft")
-        export_gguf(engine, model, tmp_path / "out", base=base)
+        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
     assert f"FROM {base}\nADAPTER ./adapter.gguf\n" == (tmp_path / "out" / "Modelfile").read_text()
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=base.name, dtype=torch.float32)
     merged = PeftModel.from_pretrained(whole, str(tmp_path / "peft")).merge_and_unload().state_dict()
@@ -202,7 +202,7 @@ def test_an_adapter_that_llama_cpp_does_not_have_is_refused(config: LoraConfig, 
     base = save_gguf(tmp_path / "base.gguf", "llama", MIXED)
     model = open_checkpoint(base, adapter=Adapter(config=config))
     with Replayer(model) as engine, pytest.raises(OptionError, match=message):
-        export_gguf(engine, model, tmp_path / "out", base=base)
+        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
 
 
 def test_the_command_writes_a_model_and_an_adapter(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_trained_gguf_base_gives_the_text_of_transformers(tmp_path: Path) -> N
     estimator = MeZOSGD(lr=1e-3, zo_eps=1e-3, perturb_in_place=False)
     with ZOEngine(model, estimator, perturbation=LowRankPerturbation(rank=2)) as engine:
         engine.step(batch, seed=0)
-        export_gguf(engine, model, tmp_path / "out", base=base, kind="F32")
+        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer, kind="F32")
         engine.export(tmp_path / "directory")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "directory")
     ids = load_tokenizer(base)(TEXT).input_ids
@@ -112,7 +112,7 @@ def test_an_adapter_has_the_effect_that_it_has_in_peft(tmp_path: Path) -> None:
         for _ in range(10):
             engine.step(batch)
         engine.export(tmp_path / "peft")
-        export_gguf(engine, model, tmp_path / "out", base=base)
+        export_gguf(engine, model, tmp_path / "out", base=base, tokenizer=load_tokenizer)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=base.name, dtype=torch.float32)
     ids = batch["input_ids"][0].tolist()
     before = transformers_log_probabilities(whole, ids)

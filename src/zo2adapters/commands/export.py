@@ -68,8 +68,10 @@ class Export(AtStep):
                 export_adapter(engine, model, self.output, base=str(at.model), files={CARD: card})
             elif self.format == "gguf":
                 from zo2adapters.models.gguf_export import export_gguf
+                from zo2adapters.tasks.tokenizer import load_tokenizer
 
-                export_gguf(engine, model, self.output, base=at.base(), kind=self.gguf_type, files={CARD: card})
+                base, kind = at.base(), self.gguf_type
+                export_gguf(engine, model, self.output, base=base, tokenizer=load_tokenizer, kind=kind, files={CARD: card})
             else:
                 engine.export(self.output, files={CARD: card})
             print(f"{self.output}: the {'adapter' if self.as_adapter else 'model'} after {engine.version} steps")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from zo2adapters.models.gguf_layout import GGUF_EXTRA, LlamaCppLayout
 from zo2adapters.models.gguf_vocabulary import vocabulary
@@ -38,6 +39,7 @@ def export_gguf(
     directory: Path,
     *,
     base: Path,
+    tokenizer: Callable[[Path], PreTrainedTokenizerBase],
     kind: GGUFType = "auto",
     files: Mapping[str, Path | bytes] = MappingProxyType({}),
 ) -> None:
@@ -47,7 +49,8 @@ def export_gguf(
         engine: At the step whose weights are wanted.
         model: The engine's.
         directory: Must not exist, or be empty. It appears whole or not at all.
-        base: The model's directory or GGUF file, whose tokenizer is written.
+        base: The model's directory or GGUF file.
+        tokenizer: Loads the tokenizer of a directory. That of a GGUF file is copied as it is.
         kind: Type of the matrices; vectors are float32. "auto" is the dtype in which the run computes.
         files: Further files of the directory: name to content, or to the file to copy.
 
@@ -70,7 +73,8 @@ def export_gguf(
             write_companions(partial, files)
         return
     with new_directory(directory) as partial:
-        _write_model(partial / MODEL, engine, model, layout, base, kind)
+        metadata = {} if is_gguf(base) else _metadata(model, layout.architecture, base, tokenizer(base))
+        _write_model(partial / MODEL, engine, model, layout, base, metadata, kind)
         (partial / MODELFILE).write_text(f"FROM ./{MODEL}\n")
         write_companions(partial, files)
 
@@ -154,7 +158,13 @@ class _Writer:
 
 
 def _write_model(
-    path: Path, engine: Runner, model: HFBlockModel, layout: LlamaCppLayout, base: Path, kind: GGUFType
+    path: Path,
+    engine: Runner,
+    model: HFBlockModel,
+    layout: LlamaCppLayout,
+    base: Path,
+    metadata: Mapping[str, Any],
+    kind: GGUFType,
 ) -> None:
     specs = [spec for segment in model.layouts for spec in segment.parameters]
     names = {mine: theirs for theirs, mine in layout.names([spec.name for spec in specs]).items()}
@@ -175,8 +185,7 @@ def _write_model(
             further = list(_rotary_factors(file))
         else:
             further = list(_scaled_rotary(model))
-            writer.add_metadata(_settings(model.config, layout.architecture, base))
-            writer.add_metadata(_tokenizer_values(base, specs))
+            writer.add_metadata(metadata)
         writer.add_metadata({"general.file_type": {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}[chosen]})
         if chosen == "Q8_0":
             writer.add_metadata({"general.quantization_version": 2})
@@ -248,10 +257,10 @@ def _settings(config: Any, architecture: str, base: Path) -> dict[str, Any]:
     return {"general.type": "model", "general.name": base.name, **{f"{architecture}.{key}": own[key] for key in own}}
 
 
-def _tokenizer_values(base: Path, specs: Sequence[Any]) -> dict[str, Any]:
-    from zo2adapters.tasks.tokenizer import load_tokenizer
-
-    return vocabulary(load_tokenizer(base), specs[0].shape[0], base)
+def _metadata(model: HFBlockModel, architecture: str, base: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What a file says of a model of the Hugging Face layout, by key."""
+    rows = model.layouts[0].parameters[0].shape[0]
+    return {**_settings(model.config, architecture, base), **vocabulary(tokenizer, rows, base)}
 
 
 class _Lora(NamedTuple):
