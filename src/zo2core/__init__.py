@@ -9,8 +9,10 @@ from zo2core.devices import CudaDevice as CudaDevice
 from zo2core.devices import HostDevice as HostDevice
 from zo2core.engine import BackpropEngine as BackpropEngine
 from zo2core.engine import DurableBackpropEngine as DurableBackpropEngine
+from zo2core.engine import FullBackpropEngine as FullBackpropEngine
 from zo2core.engine import Replayer as Replayer
 from zo2core.engine import Runner as Runner
+from zo2core.engine import RunRecord as RunRecord
 from zo2core.engine import ZOEngine as ZOEngine
 from zo2core.errors import BatchError as BatchError
 from zo2core.errors import BusyError as BusyError
@@ -44,6 +46,10 @@ from zo2core.journal import copy_journal as copy_journal
 from zo2core.kernels import Distribution as Distribution
 from zo2core.noise import PhiloxNoise as PhiloxNoise
 from zo2core.noise import SequentialNoise as SequentialNoise
+from zo2core.optimizers import LOMO as LOMO
+from zo2core.optimizers import AdaLOMO as AdaLOMO
+from zo2core.optimizers import BAdam as BAdam
+from zo2core.optimizers import TorchOptimizer as TorchOptimizer
 from zo2core.perturbation import DensePerturbation as DensePerturbation
 from zo2core.perturbation import LowRankPerturbation as LowRankPerturbation
 from zo2core.planning.device_plan import DevicePlan as DevicePlan
@@ -58,6 +64,7 @@ from zo2core.profiling.chrome_trace import Trace as Trace
 from zo2core.profiling.timeline import Timeline as Timeline
 from zo2core.protocols import BlockModel as BlockModel
 from zo2core.protocols import BlockSource as BlockSource
+from zo2core.protocols import BlockUpdate as BlockUpdate
 from zo2core.protocols import Device as Device
 from zo2core.protocols import DifferentiableModel as DifferentiableModel
 from zo2core.protocols import Forward as Forward

@@ -51,8 +51,9 @@ from zo2core.sweep.host_replay import HostReplay, LowBitScheduler
 from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.perturber import Perturber, choose_perturber
 from zo2core.sweep.shared_perturber import SharedPerturber
+from zo2core.sweep.stacked_visitor import StackedVisits
 from zo2core.sweep.update_loss import UpdateLoss
-from zo2core.sweep.visits import StackedVisits, Visits, WeightVisits
+from zo2core.sweep.visits import Visits, WeightVisits
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Distribution
 from zo2core.updates import Trajectory, seeds_of
@@ -111,6 +112,8 @@ class RunOptions:
     workers: Workers | None = None  # None: this one is alone
     method: Mapping[str, Any] | None = None  # of first-order steps, for the journal's header; None takes none
     trained_copies: int = 0  # of first-order steps: parameters, gradients, and what an optimizer keeps of each
+    update_bytes: int = 0  # gradients and optimizer state of first-order steps that change weights where they are stored
+    stays_in_memory: bool = False  # whether all blocks have to stay in memory, since changes are not written to disk
 
     def takes_steps(self, estimator: ZOEstimator | None) -> bool:
         """Whether the run writes its journal: with an estimator or a first-order method."""
@@ -177,6 +180,8 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             replay=options.replay,
             overlap=options.overlap,
             trained_copies=options.trained_copies,
+            update_bytes=options.update_bytes,
+            stays_in_memory=options.stays_in_memory,
         )
         spec, is_shared = _planned(request, run, MeasuredSpeeds(model.weights))
         if options.noise is None and not isinstance(run.noise, CounterNoise):
@@ -239,7 +244,7 @@ def adopt(model: BlockModel, estimator: ZOEstimator, given: GivenParts, options:
         scheduler = given.scheduler
         if scheduler is None:
             scheduler = OverlappedScheduler(given.source, given.device, timeline=timeline)
-        opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
+        opened.callback(scheduler.release_all)  # buckets go back to the source, which lives on
         rows, device, noise = options.micro_batch_size, given.device, given.noise
         return _assembled(
             _Run(model, estimator, rows, journal, trace, timeline, device, noise, workers, None),
@@ -314,7 +319,7 @@ def _opened_run(
     journal = _open_journal(options.journal, opened, trains=trains)
     _require_kind(journal, options.method)
     workers = SoloWorker() if options.workers is None else options.workers
-    if estimator is not None:
+    if trains:
         workers.sync_journal(journal)
     if not trains and options.journal is not None and journal.header is None:
         raise JournalError(journal.name, found="no journal", expected="one that a run has begun", remedy="check the path")
@@ -435,21 +440,31 @@ def _visits(
     """What makes the visitors of this run's sweeps. A run without an estimator perturbs nothing."""
     model, estimator = run.model, run.estimator
     zo_eps, in_place = (1.0, True) if estimator is None else (estimator.zo_eps, run.perturb_in_place)
-    common: Any = {
-        "updates": run.journal.updates,
-        "zo_eps": zo_eps,
-        "perturb_in_place": in_place,
-        "activations": activations,
-        "streams": run.device.streams,
-        "timeline": run.timeline,
-    }
+    trajectory = partial(Trajectory, run.journal.updates, zo_eps=zo_eps, perturb_in_place=in_place)
     if run.factors is not None:
         assert isinstance(model, StackedModel), "other models were refused"
-        return StackedVisits(model=model, factors=run.factors, buffer=buffer, worker=worker, **common)
+        return StackedVisits(
+            model=model,
+            factors=run.factors,
+            trajectory=trajectory,
+            buffer=buffer,
+            activations=activations,
+            streams=run.device.streams,
+            timeline=run.timeline,
+            worker=worker,
+        )
     perturber = choose_perturber(run.noise, buffer, worker)
     if isinstance(source, SharedSource):
         perturber = partial(_shared_perturber, perturber, source, model)
-    return WeightVisits(model=model, perturber=perturber, update_loss=update_loss, **common)
+    return WeightVisits(
+        layouts=model.layouts,
+        trajectory=trajectory,
+        perturber=perturber,
+        activations=activations,
+        streams=run.device.streams,
+        timeline=run.timeline,
+        update_loss=update_loss,
+    )
 
 
 def _shared_perturber(

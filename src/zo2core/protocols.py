@@ -106,8 +106,8 @@ class Scheduler(Protocol):
     def sweep(self, visitor: Visitor, order: Sequence[int]) -> None:
         """Visit the segments in this order. The next sweep is expected to have the same order.
 
-        A block may be in the order more than once: between two visits it is released, and a source keeps what is visited
-        again soon. Embedding and head are in it once.
+        A segment may be in the order more than once. Between two visits a block is released, and a source keeps what is
+        visited again soon; embedding and head stay acquired.
 
         However the sweep ends, every bucket has been released except those that were brought in for the next sweep already.
         """
@@ -118,7 +118,7 @@ class Scheduler(Protocol):
         The segments after it are expected to be asked for next.
         """
 
-    def settle(self) -> None:
+    def release_all(self) -> None:
         """Give back all buckets, after what is newer on the device was brought to them. Sweeps may follow as before."""
 
 
@@ -180,6 +180,57 @@ class ZOEstimator(Protocol):
         """
 
 
+class BlockUpdate(Protocol):
+    """An optimizer that changes one segment at a time: its weights as soon as their gradients are there.
+
+    What it keeps from step to step belongs to single parameters or segments, never to all parameters together.
+    """
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The optimizer with its options, as JSON values, for the journal."""
+
+    @property
+    def widens_gradients(self) -> bool:
+        """Whether 16-bit gradients are converted to float32 before they are measured, clipped and applied."""
+
+    def segments(self, step: int, trained: Sequence[int]) -> Collection[int]:
+        """Choose the segments that a step changes.
+
+        Args:
+            step: 0-based.
+            trained: All segments that own trained parameters.
+        """
+
+    def apply(
+        self,
+        segment: int,
+        weights: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor],
+        *,
+        step: int,
+        lr: float,
+    ) -> None:
+        """Change a segment's weights in place.
+
+        Args:
+            segment: Index of the segment.
+            weights: Its trained parameters by name, as they are stored: on the device, shaped.
+            gradients: Their gradients by name, contiguous; only read. A parameter that the loss does not depend on has none.
+            step: 0-based.
+            lr: Learning rate of the step.
+        """
+
+    def state_bytes(self, layouts: Sequence[BlockLayout]) -> int:
+        """Return the most bytes of host memory that its state takes for segments of these layouts."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that later steps depend on: nested mappings of tensors, which are not copied, and numbers."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with a copy of what ``state_dict`` returned, of the same optimizer and model."""
+
+
 class NoiseGenerator(Protocol):
     """z, a function of (seed, parameter) only."""
 
@@ -226,11 +277,11 @@ class Wait(Enum):
     EVALUATED = "an upload overwrites a slot only after the forwards that read what was in it"
     RETURNED = "a bucket is released only after the offload into it"
     SENT = "a bucket is released only after the upload from it"
-    MADE = "activations go to the host only after the forward that made them"
-    AWAY = "activations come back only after they went to the host"
-    LEFT = "activations come into a room only after what was in it went to the host"
-    CAME = "a forward reads activations only after they came back"
-    READ = "activations come into a room only after the forward that read what was in it"
+    COMPUTED = "activations are offloaded only after the forward that computed them"
+    ACTIVATIONS_OFFLOADED = "activations are uploaded only after their offload"
+    STAGING_OFFLOADED = "activations are uploaded into a staging buffer only after the offload of what was in it"
+    ACTIVATIONS_UPLOADED = "a forward reads activations only after their upload"
+    STAGING_READ = "activations are uploaded into a staging buffer only after the forward that read what was in it"
 
 
 class Transfer(NamedTuple):

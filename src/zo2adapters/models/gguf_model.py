@@ -299,7 +299,7 @@ def alone(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         yield Path(directory), {"gguf_file": link.name}
 
 
-def whole_model(auto_class: Any, path: Path, dtype: torch.dtype | str | None) -> Any:
+def load_whole(auto_class: Any, path: Path, dtype: torch.dtype | str | None) -> Any:
     """The model of a directory or a GGUF file, whole and decoded, as transformers loads it.
 
     Args:

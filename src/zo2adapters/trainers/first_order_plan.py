@@ -1,31 +1,42 @@
-"""What a run of first-order steps would take: memory, reads and seconds, from headers and quick probes."""
+"""Plan of a run of first-order steps: memory, reads and seconds, from headers and quick probes."""
 
 from __future__ import annotations
 
+import hashlib
 import math
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.first_order_run import FORWARDS, gradient_bytes
+from zo2adapters.trainers.full_run import FORWARDS as FULL_FORWARDS
+from zo2adapters.trainers.full_run import snapshot_bytes, tied_gradient_bytes
 from zo2adapters.trainers.run_plan import (
     RunPlan,
     bind_probe,
     decoding_seconds,
-    evaluation_sweeps,
+    evaluation_pass_seconds,
     measured_forward_seconds,
 )
-from zo2core import Machine, MemoryPolicy, PhiloxNoise, RunRequest, plan
+from zo2adapters.trainers.snapshot_policy import LARGEST_SHARE
+from zo2core import BlockUpdate, Machine, MemoryPolicy, PhiloxNoise, RunRequest, plan
 from zo2core.engine.backprop_engine import TRAINED_COPIES
+from zo2core.engine.full_backprop_engine import update_bytes
 from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes
 from zo2core.sources.loader import laid_out_as_on_disk
-from zo2core.sweep.kept_graphs import KeptGraph
+from zo2core.sweep.block_graph import BlockGraph
+from zo2core.types import widened
 
-_PROBED_TOKENS = 64  # of one row: a graph grows with tokens
+_PROBED_ROWS = 1024  # and columns of a matrix
+_PROBE_ROUNDS = 4  # of which the best counts
+_HASHED = 1 << 25  # bytes
+_PROBED_TOKENS = 64  # most tokens of the probed row; a graph grows in proportion to tokens
 
 
 def plan_first_order_run(
@@ -33,26 +44,30 @@ def plan_first_order_run(
     shapes: RowShapes,
     *,
     memory: int | str = "auto",
-    micro_rows: int | None = None,
     steps: int = 0,
     evaluations: int = 0,
+    update: BlockUpdate | None = None,
+    scratch: Path = Path(),
 ) -> RunPlan:
-    """Plan a run on the CPU that trains an adapter by gradients. Nothing is loaded; the probes take a few seconds.
+    """Plan a run on the CPU that trains by gradients. Nothing is loaded; the probes take a few seconds.
 
     Args:
-        model: From ``open_checkpoint``, with an adapter.
+        model: Model from ``open_checkpoint``, with an adapter unless all parameters are trained.
         shapes: Shapes of the run's batches.
-        memory: Host memory the process may take in all.
-        micro_rows: Rows that run at a time; None: all of a batch.
+        memory: Host memory the process may use in total.
         steps: Steps of the run.
         evaluations: Evaluations of the run.
+        update: The optimizer of all parameters; None: an adapter is trained.
+        scratch: Directory on the disk that snapshots are written to.
 
     Raises:
-        MemoryBudgetError: if no arrangement fits.
+        MemoryBudgetError: if no plan fits.
         CheckpointError: if the checkpoint cannot be read.
     """
     longest, on_disk = shapes.longest, laid_out_as_on_disk(model.layouts, model.weights)
-    activations, _ = gradient_bytes(model, longest.rows, round(longest.tokens), micro_rows)
+    activations, _ = gradient_bytes(model, longest.rows, round(longest.tokens), shapes.micro_rows)
+    if update is not None:
+        activations += tied_gradient_bytes(model, -(-longest.rows // shapes.micro_rows) if shapes.micro_rows else 1)
     request = RunRequest(
         layouts=model.layouts,
         on_disk=on_disk,
@@ -60,13 +75,14 @@ def plan_first_order_run(
         perturb_in_place=False,
         takes_steps=False,
         memory=MemoryPolicy(host=memory, activations=activations),
-        trained_copies=TRAINED_COPIES,
+        trained_copies=TRAINED_COPIES if update is None else 0,
+        update_bytes=0 if update is None else update_bytes(update, model.layouts),
+        stays_in_memory=update is not None,
     )
     speeds = MeasuredSpeeds(model.weights)
     spec = plan(request, Machine(), speeds)
-    layouts = spec.layouts
-    host_plan = spec.host_plan
-    forward = measured_forward_seconds(model, shapes.step, running=micro_rows)
+    layouts, host_plan = spec.layouts, spec.host_plan
+    forward = measured_forward_seconds(model, shapes.step, running=shapes.micro_rows)
     blocks = sum(not layout.resident for layout in layouts)
     graph = measured_graph_bytes(model, longest)
     kept = min(host_plan.spare // max(graph, 1), blocks)
@@ -75,26 +91,29 @@ def plan_first_order_run(
     )
     read = 2 * streamed_bytes(layouts, host_plan.buckets)
     read_seconds = read / speeds.reading(layouts) if read else 0.0
-    decoding = 2 * decoding_seconds(layouts)
-    of_evaluation = 0.0
-    if shapes.evaluation is not None and evaluations:
-        computing = shapes.evaluation_batches * measured_forward_seconds(model, shapes.evaluation, running=micro_rows)
-        sweeps = evaluation_sweeps(model, shapes, activations, micro_rows)
-        of_evaluation = max(computing + sweeps * decoding / 2, sweeps * read_seconds / 2)
+    decoding = decoding_seconds(layouts)
+    evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, read_seconds / 2) if evaluations else 0.0
+    forwards, arithmetic, snapshot, written = float(FORWARDS), 2 * decoding, 0, 0.0
+    if update is not None:
+        forwards, arithmetic = FULL_FORWARDS, measured_update_seconds(model, update)
+        snapshot = snapshot_bytes(model, update)
+        bound = max((forwards - kept / blocks) * forward + arithmetic, read_seconds)
+        written = LARGEST_SHARE * bound / (1 / speeds.writing(scratch) + 1 / hashing_speed())
     return RunPlan(
         host_plan=host_plan,
         model_bytes=sum(layout.nbytes for layout in layouts),
         write_back_every=None,
         scratch_bytes=0,
         read_bytes=read,
-        written_bytes=0,
-        terabytes_per_1000_steps=0.0,
-        forward_seconds=(FORWARDS - kept / blocks) * forward,
-        update_seconds=decoding,
+        written_bytes=round(written),
+        terabytes_per_1000_steps=written / 1e9,
+        snapshot_bytes=snapshot,
+        forward_seconds=(forwards - kept / blocks) * forward,
+        update_seconds=arithmetic,
         disk_seconds=read_seconds,
         steps=steps,
         evaluations=evaluations,
-        evaluation_seconds=of_evaluation,
+        evaluation_seconds=evaluation,
     )
 
 
@@ -112,7 +131,35 @@ def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> int:
         activations = model.embed({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
     hidden = activations.hidden.detach().requires_grad_()
     weights = dict(model.leaves(1))
-    graph = KeptGraph(weights, [hidden])
-    with torch.enable_grad(), graph.recorded():
+    graph = BlockGraph(weights, [hidden])
+    with torch.enable_grad(), graph.recorded(keep=True):
         model.block(0, activations._replace(hidden=hidden))
     return math.ceil(graph.nbytes / tokens * shape.rows * shape.tokens)
+
+
+def measured_update_seconds(model: HFBlockModel, update: BlockUpdate) -> float:
+    """Measure what an optimizer takes for a step of all segments, on one matrix in the dtype of the weights.
+
+    Args:
+        model: The model.
+        update: The optimizer; its state is that of the probe afterwards.
+    """
+    specs = [spec for layout in model.layouts for spec in layout.parameters]
+    weight = torch.zeros(_PROBED_ROWS, _PROBED_ROWS, dtype=specs[0].dtype)
+    gradient = widened(weight) if update.widens_gradients else weight
+    seconds = math.inf
+    for step in range(_PROBE_ROUNDS):
+        started = time.perf_counter()
+        update.apply(0, {"probe": weight}, {"probe": gradient}, step=step, lr=0.0)
+        seconds = min(seconds, time.perf_counter() - started)
+    segments = [index for index, layout in enumerate(model.layouts) if layout.parameters]
+    share = len(update.segments(0, segments)) / len(segments)
+    return seconds * share * sum(spec.numel for spec in specs) / weight.numel()
+
+
+def hashing_speed() -> float:
+    """Measure in how many bytes a second snapshots are checksummed."""
+    content = bytes(_HASHED)
+    started = time.perf_counter()
+    hashlib.sha256(content).digest()
+    return _HASHED / (time.perf_counter() - started)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zo2adapters.trainers.first_order_run import FirstOrderRun
+from zo2adapters.trainers.full_run import FullRun
 from zo2adapters.trainers.options import TrainOptions
 from zo2adapters.trainers.run_method import RunMethod
 from zo2adapters.trainers.zeroth_order_run import ZerothOrderRun
@@ -16,4 +17,6 @@ def method_of(options: TrainOptions) -> RunMethod[Any]:
     Raises:
         OptionError: if a number is out of its range, or options do not go together.
     """
-    return ZerothOrderRun(options) if options.first_order.method is None else FirstOrderRun(options)
+    if options.first_order.method is None:
+        return ZerothOrderRun(options)
+    return FirstOrderRun(options) if options.model_options.trains_adapter else FullRun(options)

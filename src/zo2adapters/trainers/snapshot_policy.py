@@ -18,6 +18,7 @@ class SnapshotPolicy:
 
     def __init__(self, every: int | None, clock: Callable[[], float]) -> None:
         self.every = every
+        self.least = 1  # steps between two snapshots, if ``every`` is None: what the disk may be written
         self._clock = clock
         self._cost: float | None = None  # seconds that the last snapshot took
         self._taken = clock()
@@ -26,6 +27,8 @@ class SnapshotPolicy:
         """Whether a snapshot is due after so many steps."""
         if self.every is not None:
             return step % self.every == 0
+        if step % self.least:
+            return False
         return self._cost is None or self._cost <= LARGEST_SHARE * (self._clock() - self._taken)
 
     def take(self, write: Callable[[], None]) -> None:

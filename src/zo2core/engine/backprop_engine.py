@@ -13,7 +13,9 @@ from torch import nn
 from zo2core.build import RunOptions, build
 from zo2core.engine.adapter_runner import AdapterRunner
 from zo2core.errors import OptionError
-from zo2core.methods.backprop import Backprop, OptimizerFactory
+from zo2core.methods.backprop import Backprop
+from zo2core.methods.row_shards import AllRows, WorkerRows
+from zo2core.optimizers import OptimizerFactory, copied_state
 from zo2core.planning import MemoryPolicy
 from zo2core.profiling import Trace
 from zo2core.protocols import Device, DifferentiableModel, Forward
@@ -21,6 +23,7 @@ from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.gradient_visitor import GradientVisits
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.types import Batch, GradientStepResult, SegmentKind
+from zo2core.workers import Workers
 
 TRAINED_COPIES = 4  # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
 
@@ -38,6 +41,7 @@ class BackpropEngine(AdapterRunner):
             calls ``gradients`` and changes ``parameters`` itself.
         clip: Largest 2-norm of all gradients together; None does not clip.
         device, memory, micro_batch_size, overlap, trace: as for ``Replayer``.
+        workers: Processes that each compute the gradients of part of a step's rows; None: this process computes all.
 
     Raises:
         OptionError: if the model's blocks are trained themselves, the optimizer wants a closure, or an option is out of its
@@ -56,6 +60,7 @@ class BackpropEngine(AdapterRunner):
         micro_batch_size: int | None = None,
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
+        workers: Workers | None = None,
     ) -> None:
         options = RunOptions(
             device=device,
@@ -63,7 +68,8 @@ class BackpropEngine(AdapterRunner):
             micro_batch_size=micro_batch_size,
             trace=trace,
             overlap=overlap,
-            trained_copies=TRAINED_COPIES,
+            trained_copies=trained_copies(workers),
+            workers=workers,
         )
         self._open(model, optimizer, clip, options)
 
@@ -81,6 +87,8 @@ class BackpropEngine(AdapterRunner):
         parts = build(model, None, options)
         super().__init__(model, parts)
         try:
+            row_shards = AllRows() if parts.workers.size == 1 else WorkerRows(parts.workers, self._trained)
+            parts.opened.callback(row_shards.close)
             self._method = Backprop(
                 optimizer,
                 clip=clip,
@@ -96,11 +104,12 @@ class BackpropEngine(AdapterRunner):
                     streams=parts.device.streams,
                     timeline=parts.timeline,
                 ),
+                row_shards=row_shards,
                 micro_batch_size=options.micro_batch_size,
                 commit=self._commit,
                 memory=GradientMemory(
                     blocks=sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts),
-                    room=parts.activation_bytes,
+                    budget=parts.activation_bytes,
                     spare=parts.spare_bytes,
                 ),
             )
@@ -140,6 +149,7 @@ class BackpropEngine(AdapterRunner):
             NonFiniteLossError: if the loss or a gradient is not finite.
             OptionError: if the loss has no gradient, or the model's blocks cannot be differentiated one at a time.
             CheckpointError: if a block cannot be read.
+            WorkerError: if another worker is silent, or has another batch.
             BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
             In all these cases the step was not taken.
         """
@@ -210,9 +220,14 @@ class BackpropEngine(AdapterRunner):
         """
         self.require_parameters(state["parameters"])
         if self.optimizer is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.load_state_dict(copied_state(state["optimizer"]))
         self.load_parameters(state["parameters"])
         self._method.steps = state["steps"]
+
+
+def trained_copies(workers: Workers | None) -> int:
+    """Copies of the trained parameters that a run keeps; several workers also have each other's gradients for a moment."""
+    return TRAINED_COPIES + (0 if workers is None or workers.size == 1 else 1 + workers.size)
 
 
 def _trained_leaves(model: DifferentiableModel, trained: TrainedParameters) -> list[dict[str, torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,8 @@ from zo2core.profiling import Sweep, TraceRecorder
 from zo2core.protocols import BlockModel, Forward, Objective
 from zo2core.sweep.evaluation_loop import evaluate, evaluate_objective, fill_sweeps
 from zo2core.sweep.exclusive_use import ExclusiveUse
-from zo2core.sweep.visits import Groups, SweepVisitor
+from zo2core.sweep.visitor import Groups
+from zo2core.sweep.visits import SweepVisitor
 from zo2core.types import Batch, EvaluationResult, Lane, LaneUse, ParameterSpec, require_tensors, saved_form
 from zo2core.workers import Workers
 
@@ -39,7 +40,7 @@ class Runner:
         self._recorder = TraceRecorder(parts.timeline, parts.trace)
         parts.opened.callback(self._recorder.flush)
         self._use = ExclusiveUse(type(self).__name__)
-        self._settled = 0  # version at which what stays on the device was last brought back
+        self._offloaded = 0  # version at which what stays on the device was last brought back
 
     @property
     def workers(self) -> Workers:
@@ -155,7 +156,7 @@ class Runner:
     def _visited(self, segments: Iterable[int]) -> Generator[tuple[ParameterSpec, torch.Tensor], None, None]:
         """Parameters of segments that are brought to the present version, and their bytes on the host."""
         self._use.require_open()
-        with self._use.begun():
+        with self._use.locked():
             parts = self._parts
             visitor = parts.visits.visitor(self.version, [], self._model)
             try:
@@ -167,12 +168,19 @@ class Runner:
                 parts.noise.retain(visitor.seeds)
                 self._recorder.flush()
 
-    def export(self, directory: Path | str, *, files: Mapping[str, Path | bytes] | None = None) -> None:
+    def export(
+        self,
+        directory: Path | str,
+        *,
+        files: Mapping[str, Path | bytes] | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> None:
         """Write the model at the present version: a directory that ``from_pretrained`` loads, or what the model writes.
 
         Args:
             directory: Must not exist, or be empty. It appears whole or not at all.
             files: Further files of the directory: name to content, or to the file to copy. None: there are none.
+            progress: Called with the bytes of each parameter once it is written. None: nothing is called.
 
         Raises:
             OutputError: if the directory is in use or cannot be written.
@@ -183,12 +191,12 @@ class Runner:
         if isinstance(self._model, CustomExport):
             exported, layouts = self._model.exported_parameters, enumerate(self._model.layouts)
             segments = [i for i, layout in layouts if any(spec.name in exported for spec in layout.parameters)]
-            with closing(self._present(segments)) as tensors:
+            with closing(_counted(self._present(segments), progress)) as tensors:
                 self._model.write(Path(directory), tensors, files)
             return
         model, specs = self._model, [spec.decoded for layout in self._model.layouts for spec in layout.parameters]
         form = saved_form(model)
-        with closing(self.parameters_now()) as tensors:  # lets go of its bucket, also when writing fails
+        with closing(_counted(self.parameters_now(), progress)) as tensors:  # lets go of its bucket, also when writing fails
             companions = {**model.companions, **files}
             write_checkpoint(Path(directory), specs, tensors, companions, dtype=model.export_dtype, form=form)
 
@@ -236,7 +244,7 @@ class Runner:
         Returns:
             What the head gave, a list an evaluation.
         """
-        with self._use.begun():
+        with self._use.locked():
             visitor = self._parts.visits.visitor(self.version, groups, self._model if forward is None else forward)
             return self._run(visitor, range(len(self._model.layouts)))
 
@@ -250,7 +258,7 @@ class Runner:
         Returns:
             What the head gave, a list an evaluation.
         """
-        with self._use.begun():
+        with self._use.locked():
             return self._run(visitor, order)
 
     def _run(self, visitor: SweepVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
@@ -266,13 +274,13 @@ class Runner:
             parts.noise.retain(visitor.seeds)
         return visitor.outputs
 
-    def settle(self, step: int) -> None:
+    def offload_kept(self, step: int) -> None:
         """Before a step, now and then, bring back what stays on the device, so that it can be written back. For methods."""
         every = self._parts.source.write_back_every
-        if every is not None and step > self._settled + every:
-            with self._use.begun():
-                self._parts.scheduler.settle()
-            self._settled = step - 1
+        if every is not None and step > self._offloaded + every:
+            with self._use.locked():
+                self._parts.scheduler.release_all()
+            self._offloaded = step - 1
 
     def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
         """Record that a step has ended; what every lane did for it. For methods."""
@@ -282,7 +290,18 @@ class Runner:
         """Batches, prepared, as many a sweep as activations may take memory."""
         self._use.require_open()
         forward = self._model if forward is None else forward
-        room = self._parts.activation_bytes - self._parts.activations.room_bytes
+        room = self._parts.activation_bytes - self._parts.activations.staging_bytes
         for group in fill_sweeps(self.prepared(batches, forward), forward, room):
             self._use.require_open()
             yield group
+
+
+def _counted(
+    tensors: Generator[tuple[str, torch.Tensor], None, None], progress: Callable[[int], object] | None
+) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Yield the same tensors, and report the bytes of each once the next is asked for."""
+    with closing(tensors):
+        for name, tensor in tensors:
+            yield name, tensor
+            if progress is not None:
+                progress(tensor.nbytes)

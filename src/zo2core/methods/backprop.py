@@ -1,60 +1,60 @@
-"""First-order steps: a sweep forward and back takes the gradients, then an optimizer changes the parameters."""
+"""First-order steps: a sweep forward and backward computes gradients, then an optimizer changes the parameters."""
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from zo2core.errors import NonFiniteLossError, OptionError
+from zo2core.methods.row_shards import RowShards
+from zo2core.optimizers import OptimizerFactory, make_optimizer
 from zo2core.profiling import Sweep
 from zo2core.protocols import Forward, Objective
 from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.gradient_visitor import GradientVisits
-from zo2core.sweep.objective import MicroBatches, batches_of, cut
+from zo2core.sweep.objective import batches_of
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.sweep.visits import SweepVisitor
 from zo2core.types import Batch, GradientStepResult, Lane, LaneUse
 
-OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Any]  # returns what has torch.optim.Optimizer's interface
-
 
 class GradientSweeps(Protocol):
-    """What the method asks of the runner that owns the parts."""
+    """The methods of the runner that a first-order method calls."""
 
     def prepared(self, batches: Iterable[Batch], forward: Forward) -> Iterator[Batch]:
-        """Batches on the device, checked by what runs them."""
+        """Yield the batches on the device, checked by their forward."""
 
     def run(self, visitor: SweepVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
-        """Visit segments in this order; what the head gave."""
+        """Visit segments in this order, and return the head's outputs."""
 
     def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
-        """Record that a step ended, and return what every lane did for it."""
+        """Record that a step ended, and return the use of each lane in it."""
 
 
 class Backprop:
-    """The first-order method: gradients of the trained parameters, clipped if asked for, and a step of the optimizer.
+    """The first-order method: it computes and clips the gradients of the trained parameters, and calls the optimizer.
 
     Args:
-        optimizer: Called with the trained parameters, in registration order: ``partial(torch.optim.AdamW, lr=2e-4)``. None:
+        optimizer: Called with the trained parameters in registration order: ``partial(torch.optim.AdamW, lr=2e-4)``. None:
             the caller changes the parameters, and ``step`` must not be called.
         clip: Largest 2-norm of all gradients together; None does not clip.
-        sweeps: Makes the sweeps.
-        model: Runs batches where a step is given no other forward.
-        trained: The parameters, and their gradients.
+        sweeps: Runs the sweeps.
+        model: The default forward of a step.
+        trained: The trained parameters and their gradients.
         visits: Makes the visitor of each sweep.
-        micro_batch_size: Rows of a micro-batch; None: batches run whole.
-        commit: Called with a step's loss and norm of gradients right before the optimizer changes a parameter; what it
-            raises refuses the step.
-        memory: What micro-batches may keep from their forward to their backward.
+        row_shards: Chooses this process's rows of each step, and completes their gradients.
+        micro_batch_size: Rows of a micro-batch; None does not split batches.
+        commit: Called with a step's loss and gradient norm before the optimizer changes a parameter. If it raises an error,
+            the step is not taken.
+        memory: Memory for inputs and graphs that micro-batches keep from their forward to their backward pass.
 
     Raises:
-        OptionError: if the optimizer is none, or wants a closure; or ``clip`` is not above 0.
+        OptionError: if the factory returns no optimizer, the optimizer needs a closure, or ``clip`` is not above 0.
     """
 
     def __init__(
@@ -66,19 +66,21 @@ class Backprop:
         model: Forward,
         trained: TrainedParameters,
         visits: GradientVisits,
+        row_shards: RowShards,
         micro_batch_size: int | None,
         commit: Callable[[float, float], None],
         memory: GradientMemory,
     ) -> None:
         if clip is not None and not (math.isfinite(clip) and clip > 0):
             raise OptionError("clip", found=repr(clip), expected="a norm above 0", remedy="leave it out to clip nothing")
-        self.optimizer: Any = None if optimizer is None else _optimizer(optimizer, list(trained.parameters.values()))
+        self.optimizer: Any = None if optimizer is None else make_optimizer(optimizer, list(trained.parameters.values()))
         self.steps = 0
         self._clip = clip
         self._sweeps = sweeps
         self._model = model
         self._trained = trained
         self._visits = visits
+        self._row_shards = row_shards
         self._micro_batch_size = micro_batch_size
         self._commit = commit
         self._memory = memory
@@ -86,7 +88,7 @@ class Backprop:
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> GradientStepResult:
         """Take a step on a batch. See ``BackpropEngine.step``."""
         assert self.optimizer is not None, "an engine without an optimizer takes no steps"
-        began = time.perf_counter()
+        started = time.perf_counter()
         try:
             loss = self.gradients(batch, forward)
             norm = self._clipped(loss)
@@ -95,30 +97,29 @@ class Backprop:
         finally:
             self._trained.clear_gradients()
         self.steps += 1
-        sweep = Sweep.of_step(self.steps - 1, began, time.perf_counter())
-        return GradientStepResult(self.steps - 1, loss, norm, sweep.done - began, self._sweeps.ended(sweep))
+        sweep = Sweep.of_step(self.steps - 1, started, time.perf_counter())
+        return GradientStepResult(self.steps - 1, loss, norm, sweep.done - started, self._sweeps.ended(sweep))
 
     def gradients(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> float:
-        """Add the gradients of a batch to the parameters'. See ``BackpropEngine.gradients``."""
-        is_own_shard = forward is None and not isinstance(self._model, Objective)
-        runs = self._model if forward is None else forward
-        micro_batches = cut(batches_of(batch), self._micro_batch_size, None if is_own_shard else runs)
-        prepared = list(self._sweeps.prepared(micro_batches.batches, runs))
-        weights = _weights(micro_batches)
+        """Add the gradients of a batch to those of the parameters. See ``BackpropEngine.gradients``."""
+        is_model_loss = forward is None and not isinstance(self._model, Objective)
+        forward = self._model if forward is None else forward
+        rows = self._row_shards.of_step(batches_of(batch), self._micro_batch_size, None if is_model_loss else forward)
+        prepared = list(self._sweeps.prepared(rows.batches, forward))
         outputs: list[torch.Tensor] = []
-        for start, stop, graph_bytes in self._memory.groups(runs, prepared, together=weights is None):
+        for start, stop, graph_bytes in self._memory.groups(forward, prepared, together=rows.weights is None):
             visitor = self._visits.visitor(
-                runs,
+                forward,
                 prepared[start:stop],
-                weights=None if weights is None else weights[start:stop],
-                joint_loss=micro_batches.loss,
+                weights=None if rows.weights is None else rows.weights[start:stop],
+                joint_loss=rows.joint_loss,
                 graph_bytes=graph_bytes,
             )
             outputs += self._sweeps.run(visitor, visitor.order)[0]
-        return float(micro_batches.loss(outputs))
+        return rows.finish(outputs)
 
     def _clipped(self, loss: float) -> float:
-        """Clip the gradients; returns their norm before.
+        """Clip the gradients, and return their norm before clipping.
 
         Raises:
             NonFiniteLossError: if the loss or the norm is not finite.
@@ -129,44 +130,9 @@ class Backprop:
             raise NonFiniteLossError(
                 f"step {self.steps}",
                 found=f"loss {loss}, norm of the gradients {norm.item()}",
-                expected="finite ones",
+                expected="a finite loss and a finite norm",
                 remedy="lower the learning rate, or use bfloat16 or float32 where float16 overflows; no step was taken",
             )
         if self._clip is not None:
             nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
         return norm.item()
-
-
-def _weights(micro_batches: MicroBatches) -> list[float] | None:
-    """The weight of each micro-batch in a mean over labelled tokens; None for an objective, which says it itself."""
-    if micro_batches.objective is not None:
-        return None
-    if len(micro_batches.batches) == 1:
-        return [1.0]
-    return [tokens / sum(micro_batches.tokens) for tokens in micro_batches.tokens]
-
-
-def _optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Any:
-    """The optimizer of these parameters.
-
-    Raises:
-        OptionError: if it is none, or its step wants a closure.
-    """
-    optimizer = factory(parameters) if callable(factory) else None
-    step = getattr(optimizer, "step", None)
-    if not callable(step):
-        raise OptionError(
-            "optimizer",
-            found=repr(factory)[:80],
-            expected="a factory that is called with the parameters, as partial(torch.optim.AdamW, lr=2e-4)",
-            remedy="pass one",
-        )
-    closure = inspect.signature(step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise OptionError(
-            "optimizer",
-            found=f"{type(optimizer).__name__}, whose step evaluates the loss again by a closure",
-            expected="one whose step only reads gradients",
-            remedy="use another one, such as torch.optim.AdamW",
-        )
-    return optimizer

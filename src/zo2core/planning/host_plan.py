@@ -41,6 +41,7 @@ def plan_host(
     staging: int = 0,
     factors: int = 0,
     trained: int = 0,
+    stays_in_memory: bool = False,
     neighbours: int = 1,
     sharers: int = 1,
 ) -> HostPlan:
@@ -58,6 +59,7 @@ def plan_host(
         staging: Bytes for blocks in their transfer dtypes.
         factors: Bytes of the factors of low-rank perturbations.
         trained: Bytes of trained parameters, their gradients and their optimizer's state.
+        stays_in_memory: Whether all blocks have to stay in memory.
         neighbours: Number of workers on this host, which divide the free memory.
         sharers: Number of workers that share resident blocks; each counts its part.
 
@@ -98,6 +100,8 @@ def plan_host(
     choices += [(buckets, False) for buckets in range(min(MOST_USEFUL_BUCKETS, blocks - 1), 0, -1)]
     if not may_keep_noise:
         choices = [(buckets, False) for buckets in (None, *range(blocks - 1, 0, -1))]
+    if stays_in_memory:
+        choices = [choice for choice in choices if choice[0] is None]
     for buckets, keep_noise in choices:
         plan = plan_with(buckets, keep_noise=keep_noise)
         if plan.nbytes <= budget:

@@ -1,4 +1,4 @@
-"""The values that pass between the parts."""
+"""The values that the parts of the library exchange."""
 
 from zo2core.types.encodings import (
     GGUF_BLOCKS,
@@ -13,6 +13,7 @@ from zo2core.types.encodings import (
 from zo2core.types.lanes import COMPUTE, Event, Lane, LaneUse, bound_seconds
 from zo2core.types.layouts import (
     ALIGNMENT,
+    HALVES,
     BlockLayout,
     Bucket,
     ParameterSpec,
@@ -27,6 +28,7 @@ from zo2core.types.layouts import (
     saved_form,
     trained,
     unrounded_bytes,
+    widened,
     work_bytes,
 )
 from zo2core.types.programs import Descend, Distribution, Perturb, Program, Table
@@ -38,6 +40,7 @@ __all__ = [
     "ALIGNMENT",
     "COMPUTE",
     "GGUF_BLOCKS",
+    "HALVES",
     "LARGEST",
     "MAX_SEED",
     "Batch",
@@ -80,5 +83,6 @@ __all__ = [
     "shown_bytes",
     "trained",
     "unrounded_bytes",
+    "widened",
     "work_bytes",
 ]
