@@ -34,7 +34,7 @@ class Plan:
     first_options: ClassVar = ("model", "data", "steps", "batch_size", "memory", "rank", "json")
 
     model: str
-    """Model directory with safetensors weights, or a hub id."""
+    """Model directory with safetensors weights, a GGUF file, or a hub id."""
     model_options: ModelOptions = field(default_factory=ModelOptions)
     transfer_dtype: TransferName = "stored"
     """Dtype in which blocks are transferred to a GPU, as in zo2 train."""
