@@ -112,7 +112,8 @@ class RunOptions:
     workers: Workers | None = None  # None: this one is alone
     method: Mapping[str, Any] | None = None  # of first-order steps, for the journal's header; None takes none
     trained_copies: int = 0  # of first-order steps: parameters, gradients, and what an optimizer keeps of each
-    update_bytes: int = 0  # gradients and optimizer state of first-order steps that change weights where they are stored
+    gradient_bytes: int = 0  # of one segment, in first-order steps that change weights where they are stored
+    optimizer_bytes: int = 0  # of the optimizer's state in such steps, in host memory
     stays_in_memory: bool = False  # whether all blocks have to stay in memory, since changes are not written to disk
 
     def takes_steps(self, estimator: ZOEstimator | None) -> bool:
@@ -180,7 +181,8 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             replay=options.replay,
             overlap=options.overlap,
             trained_copies=options.trained_copies,
-            update_bytes=options.update_bytes,
+            gradient_bytes=options.gradient_bytes,
+            optimizer_bytes=options.optimizer_bytes,
             stays_in_memory=options.stays_in_memory,
         )
         spec, is_shared = _planned(request, run, MeasuredSpeeds(model.weights))

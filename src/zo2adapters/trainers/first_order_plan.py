@@ -25,7 +25,7 @@ from zo2adapters.trainers.run_plan import (
 from zo2adapters.trainers.snapshot_policy import LARGEST_SHARE
 from zo2core import BlockUpdate, Machine, MemoryPolicy, PhiloxNoise, RunRequest, plan
 from zo2core.engine.backprop_engine import TRAINED_COPIES
-from zo2core.engine.full_backprop_engine import update_bytes
+from zo2core.engine.full_backprop_engine import gradient_bytes as segment_gradient_bytes
 from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes
@@ -76,7 +76,8 @@ def plan_first_order_run(
         takes_steps=False,
         memory=MemoryPolicy(host=memory, activations=activations),
         trained_copies=TRAINED_COPIES if update is None else 0,
-        update_bytes=0 if update is None else update_bytes(update, model.layouts),
+        gradient_bytes=0 if update is None else segment_gradient_bytes(model.layouts),
+        optimizer_bytes=0 if update is None else update.state_bytes(model.layouts),
         stays_in_memory=update is not None,
     )
     speeds = MeasuredSpeeds(model.weights)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.trainers.first_order import block_update
+from zo2adapters.trainers.first_order import MethodName, block_update
 from zo2adapters.trainers.first_order_run import GradientRun, parameters_at
-from zo2adapters.trainers.options import Order
+from zo2adapters.trainers.options import Order, TrainOptions
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.run_method import Opening
 from zo2adapters.trainers.worker_options import local_device, worker_trace
@@ -18,13 +19,25 @@ from zo2core.types import divide_tied, packed_bytes
 FORWARDS = 4  # that a step costs: one, one more on the way back, and gradients of inputs and weights, which cost two
 _MEASURED_FORWARDS = 2 * FORWARDS  # with a sweep before, which measures the norm of all gradients
 
+_LEARNING_RATES: Mapping[MethodName, Sequence[float]] = {
+    "lomo": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+    "sgd": (1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
+    "adalomo": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+    "adamw": (1e-6, 3e-6, 1e-5, 3e-5, 1e-4),
+    "badam": (1e-6, 3e-6, 1e-5, 3e-5, 1e-4),
+}
+
 
 class FullRun(GradientRun[FullBackpropEngine]):
     """First-order steps of all parameters. See ``RunMethod``."""
 
-    learning_rates = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4)
     snapshot_of = "weights and optimizer"
     exported = "model"
+
+    def __init__(self, options: TrainOptions) -> None:
+        super().__init__(options)
+        assert options.first_order.method is not None, "it is what chose this class"
+        self.learning_rates = _LEARNING_RATES[options.first_order.method]
 
     @property
     def forwards(self) -> int:

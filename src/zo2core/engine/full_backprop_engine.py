@@ -96,7 +96,8 @@ class FullBackpropEngine(StoredRunner):
             micro_batch_size=micro_batch_size,
             trace=trace,
             overlap=overlap,
-            update_bytes=update_bytes(update, model.layouts),
+            gradient_bytes=gradient_bytes(model.layouts),
+            optimizer_bytes=update.state_bytes(model.layouts),
             stays_in_memory=True,
         )
         if run is not None:
@@ -223,15 +224,13 @@ class FullBackpropEngine(StoredRunner):
             record(self.journal, self._parts.base_digests, Commit(self.steps, loss, norm, self._lr(self.steps)))
 
 
-def update_bytes(update: BlockUpdate, layouts: Sequence[BlockLayout]) -> int:
-    """Host memory for a step's gradients, of the largest segment, and for the optimizer's state.
+def gradient_bytes(layouts: Sequence[BlockLayout]) -> int:
+    """Memory for the gradients of the largest segment.
 
     Args:
-        update: The optimizer.
         layouts: Segments in visiting order.
     """
-    largest = max(sum(spec.nbytes for spec in layout.parameters if not spec.frozen) for layout in layouts)
-    return _GRADIENT_COPIES * largest + update.state_bytes(layouts)
+    return _GRADIENT_COPIES * max(sum(spec.nbytes for spec in layout.parameters if not spec.frozen) for layout in layouts)
 
 
 def _constant(lr: float) -> Callable[[int], float]:

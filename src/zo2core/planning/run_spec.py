@@ -40,7 +40,8 @@ class RunRequest:
         overlap: Whether transfers and disk reads overlap with compute.
         trained_copies: Further copies of the trained parameters that a first-order method keeps: parameters, gradients and
             optimizer state.
-        update_bytes: Gradients and optimizer state of a first-order method that changes weights where they are stored.
+        gradient_bytes: Gradients of one segment, of a first-order method that changes weights where they are stored.
+        optimizer_bytes: Its optimizer's state, in host memory.
         stays_in_memory: Whether all blocks have to stay in memory.
     """
 
@@ -57,13 +58,14 @@ class RunRequest:
     replay: Replay = "auto"
     overlap: bool = True
     trained_copies: int = 0
-    update_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
     stays_in_memory: bool = False
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of a first-order method's copies of the trained parameters."""
-        return self.trained_copies * sum(spec.nbytes for spec in trained(self.layouts))
+        """Bytes of a first-order method's copies of the trained parameters, and of a segment's gradients."""
+        return self.trained_copies * sum(spec.nbytes for spec in trained(self.layouts)) + self.gradient_bytes
 
     @property
     def changes_weights(self) -> bool:
@@ -157,7 +159,7 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
             perturbs_in_place=request.perturb_in_place,
             staging=0 if low_bit is None else staging_bytes(layouts),
             factors=factors if machine.on_host else 0,
-            trained=request.update_bytes + (request.trained_bytes if machine.in_place else 0),
+            trained=request.optimizer_bytes + (request.trained_bytes if machine.in_place else 0),
             stays_in_memory=request.stays_in_memory,
             neighbours=machine.neighbours,
             sharers=machine.neighbours if machine.shares else 1,
