@@ -115,6 +115,7 @@ class RunOptions:
     gradient_bytes: int = 0  # of one segment, in first-order steps that change weights where they are stored
     optimizer_bytes: int = 0  # of the optimizer's state in such steps, in host memory
     stays_in_memory: bool = False  # whether all blocks have to stay in memory, since changes are not written to disk
+    streams: bool = False  # whether blocks have to be streamed, though memory may have room for all
 
     def takes_steps(self, estimator: ZOEstimator | None) -> bool:
         """Whether the run writes its journal: with an estimator or a first-order method."""
@@ -184,6 +185,7 @@ def build(model: BlockModel, estimator: ZOEstimator | None, options: RunOptions)
             gradient_bytes=options.gradient_bytes,
             optimizer_bytes=options.optimizer_bytes,
             stays_in_memory=options.stays_in_memory,
+            streams=options.streams,
         )
         spec, is_shared = _planned(request, run, MeasuredSpeeds(model.weights))
         if options.noise is None and not isinstance(run.noise, CounterNoise):

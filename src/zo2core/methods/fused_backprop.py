@@ -193,6 +193,8 @@ class FusedBackprop:
         micro_batch_size: Rows of a micro-batch; None does not split batches.
         commit: Called with a step's loss and gradient norm when all segments are updated.
         memory: Memory for inputs and graphs that micro-batches keep from their forward to their backward pass.
+        versions_are_steps: Whether the version of a segment is the number of steps after its last update, as where segments
+            are written back, and not the number of its updates.
     """
 
     def __init__(
@@ -208,6 +210,7 @@ class FusedBackprop:
         micro_batch_size: int | None,
         commit: Callable[[float, float], None],
         memory: GradientMemory,
+        versions_are_steps: bool = False,
     ) -> None:
         self.steps = 0
         self.broken_at: int | None = None  # the step that changed a part of the segments, and failed
@@ -223,6 +226,7 @@ class FusedBackprop:
         self._micro_batch_size = micro_batch_size
         self._commit = commit
         self._memory = memory
+        self._versions_are_steps = versions_are_steps
 
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> GradientStepResult:
         """Take a step on a batch. See ``FullBackpropEngine.step``."""
@@ -254,7 +258,8 @@ class FusedBackprop:
 
     def _sweep(self, run: _Batches, work: SegmentStep, norms: _Norms) -> float:
         """Sweep forward and backward; returns the loss."""
-        self._parameters.expect(run.segments, work)
+        version = self.steps + 1 if self._versions_are_steps else None
+        self._parameters.expect(run.segments, work, version)
         [group] = self._memory.groups(run.forward, run.batches, together=True)
         visitor = self._visits.visitor(
             run.forward,

@@ -42,6 +42,7 @@ def plan_host(
     factors: int = 0,
     trained: int = 0,
     stays_in_memory: bool = False,
+    streams: bool = False,
     neighbours: int = 1,
     sharers: int = 1,
 ) -> HostPlan:
@@ -60,6 +61,7 @@ def plan_host(
         factors: Bytes of the factors of low-rank perturbations.
         trained: Bytes of trained parameters, their gradients and their optimizer's state.
         stays_in_memory: Whether all blocks have to stay in memory.
+        streams: Whether they have to be streamed, with one bucket that keeps a block from sweep to sweep.
         neighbours: Number of workers on this host, which divide the free memory.
         sharers: Number of workers that share resident blocks; each counts its part.
 
@@ -102,6 +104,8 @@ def plan_host(
         choices = [(buckets, False) for buckets in (None, *range(blocks - 1, 0, -1))]
     if stays_in_memory:
         choices = [choice for choice in choices if choice[0] is None]
+    if streams:
+        choices = [choice for choice in choices if choice[0] is not None and choice[0] > 1] or [(min(2, blocks), False)]
     for buckets, keep_noise in choices:
         plan = plan_with(buckets, keep_noise=keep_noise)
         if plan.nbytes <= budget:

@@ -43,6 +43,7 @@ class RunRequest:
         gradient_bytes: Gradients of one segment, of a first-order method that changes weights where they are stored.
         optimizer_bytes: Its optimizer's state, in host memory.
         stays_in_memory: Whether all blocks have to stay in memory.
+        streams: Whether blocks have to be streamed, with one bucket that keeps a block from sweep to sweep.
     """
 
     layouts: Sequence[BlockLayout]
@@ -61,6 +62,7 @@ class RunRequest:
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
     stays_in_memory: bool = False
+    streams: bool = False
 
     @property
     def trained_bytes(self) -> int:
@@ -161,6 +163,7 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
             factors=factors if machine.on_host else 0,
             trained=request.optimizer_bytes + (request.trained_bytes if machine.in_place else 0),
             stays_in_memory=request.stays_in_memory,
+            streams=request.streams,
             neighbours=machine.neighbours,
             sharers=machine.neighbours if machine.shares else 1,
         )
