@@ -73,15 +73,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
     def engine(self, opening: Opening) -> FullBackpropEngine:
         """An engine at the last snapshot. See the contract."""
         options, execution = self.options, opening.execution
-        if opening.workers is not None:
-            raise OptionError(
-                "method",
-                found=f"{options.first_order.method} of all parameters, and {opening.workers.size} workers",
-                expected="one process: several with all parameters are what FSDP and DeepSpeed are for",
-                remedy="start it without torchrun, or train an adapter with --lora-rank 8",
-            )
-        if execution.replay != "auto":
-            raise self._refusal("replay", execution.replay, "none: nothing is replayed")
+        self._require_alone(opening)
         update = self.update
         self._policy.least = self._least_interval(opening.model, update)
         engine = FullBackpropEngine(
@@ -103,6 +95,22 @@ class FullRun(GradientRun[FullBackpropEngine]):
             engine.close()
             raise
         return engine
+
+    def _require_alone(self, opening: Opening) -> None:
+        """Refuse other workers, and a replay.
+
+        Raises:
+            OptionError: naming the method, or the option.
+        """
+        if opening.workers is not None:
+            raise OptionError(
+                "method",
+                found=f"{self.options.first_order.method} of all parameters, and {opening.workers.size} workers",
+                expected="one process: several with all parameters are what FSDP and DeepSpeed are for",
+                remedy="start it without torchrun, or train an adapter with --lora-rank 8",
+            )
+        if opening.execution.replay != "auto":
+            raise self._refusal("replay", opening.execution.replay, "none: nothing is replayed")
 
     def _least_interval(self, model: HFBlockModel, update: BlockUpdate) -> int:
         """Least steps between two snapshots, of which each writes all weights and states, within the limit of writes.
