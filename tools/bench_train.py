@@ -5,6 +5,7 @@
     python tools/bench_train.py /tmp/opt-13b --rank 2 --queries 4 --tokens 64 --steps 20
     python tools/bench_train.py /tmp/opt-13b --method adamw --rows 8 --tokens 256 --micro-rows 2
     python tools/bench_train.py /tmp/opt-350m --method lomo --full --rows 4 --tokens 256
+    python tools/bench_train.py /tmp/opt-13b --method badam --full --stream --memory 8GiB --tokens 64 --steps 2
 
 With ``--rank`` directions are low-rank, and blocks are only read. With ``--method`` a LoRA adapter of queries and values is
 trained by gradients, and with ``--full`` all parameters. Prints a table and JSON: the time of steps, bytes read and written,
@@ -39,7 +40,16 @@ from zo2adapters.trainers.first_order_run import gradient_bytes
 from zo2adapters.trainers.full_run import tied_gradient_bytes
 from zo2adapters.trainers.optimization import Noise, Optimization
 from zo2adapters.trainers.verification import random_batch
-from zo2core import BackpropEngine, FullBackpropEngine, MemoryPolicy, WriteBackPolicy, ZOEngine
+from zo2core import (
+    BackpropEngine,
+    BAdam,
+    FullBackpropEngine,
+    MemoryPolicy,
+    RunRecord,
+    StreamedBAdamEngine,
+    WriteBackPolicy,
+    ZOEngine,
+)
 from zo2core.planning.host_budget import resident_memory
 from zo2core.types import Lane
 
@@ -84,13 +94,17 @@ def lora() -> LoraConfig:
     return LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
 
 
-def first_order_engine(options: argparse.Namespace, model: HFBlockModel) -> BackpropEngine | FullBackpropEngine:
+def first_order_engine(options: argparse.Namespace, model: HFBlockModel, run: Path) -> BackpropEngine | FullBackpropEngine:
     """An engine that trains by gradients, with memory as ``zo2 train`` reserves it."""
     activations, _ = gradient_bytes(model, options.rows, options.tokens, options.micro_rows)
     if options.full:
         activations += tied_gradient_bytes(model, -(-options.rows // options.micro_rows) if options.micro_rows else 1)
         memory = MemoryPolicy(host=options.memory, activations=activations)
         update = block_update(options.method, weight_decay=0.0)
+        if options.stream:
+            assert isinstance(update, BAdam), "other methods do not stream"
+            record, rows = RunRecord(directory=run, journal=run / "journal.jsonl"), options.micro_rows
+            return StreamedBAdamEngine(model, update, lr=1e-6, run=record, memory=memory, micro_batch_size=rows)
         return FullBackpropEngine(model, update, lr=1e-6, memory=memory, micro_batch_size=options.micro_rows)
     memory = MemoryPolicy(host=options.memory, activations=activations)
     return BackpropEngine(
@@ -106,7 +120,7 @@ def bench_first_order(options: argparse.Namespace, run: Path) -> dict[str, Any]:
         model = open_checkpoint(options.directory, precision=options.precision)
     else:
         model = open_checkpoint(options.directory, adapter=Adapter(config=lora(), seed=0))
-    with first_order_engine(options, model) as engine:
+    with first_order_engine(options, model, run) as engine:
         assert engine.host_plan is not None
         host_plan = engine.host_plan
         layouts = [layout for layout in model.layouts if not layout.resident]
@@ -235,6 +249,7 @@ def main() -> None:
         "--method", choices=get_args(MethodName), default=None, help="train a LoRA adapter by this optimizer"
     )
     parser.add_argument("--full", action="store_true", help="with --method: train all parameters")
+    parser.add_argument("--stream", action="store_true", help="with badam and --full: stream blocks from disk")
     parser.add_argument("--micro-rows", type=int, default=None, help="with --method: rows that run at a time")
     parser.add_argument("--evaluate-only", action="store_true")
     parser.add_argument("--no-scratch", action="store_true", help="never write back")

@@ -100,10 +100,10 @@ class _Measuring:
         self._norms = norms
         self._update = update
 
-    def complete(self, segment: int, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def complete(self, segment: int, gradients: dict[str, torch.Tensor]) -> None:
         """Add the norms. See the contract."""
-        self._norms.add(_converted(gradients, self._update), 0)
-        return {}
+        _convert(gradients, self._update)
+        self._norms.add(gradients, 0)
 
     def update(self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> bool:
         """Change nothing. See the contract."""
@@ -143,19 +143,20 @@ class _Updating:
         self._lr = lr
         self.changed = 0  # segments that are changed, or were being changed when it failed
 
-    def complete(self, segment: int, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def complete(self, segment: int, gradients: dict[str, torch.Tensor]) -> None:
         """Add the norms, and clip. See the contract."""
-        gradients = _converted(gradients, self._update)
+        _convert(gradients, self._update)
         if self._total is None:
             self._norms.add(gradients, self.changed)
-        value, norm = self._clipping.value, self._clipping.norm
-        if value is not None:
-            gradients = {name: gradient.clamp(-value, value) for name, gradient in gradients.items()}
+        value, norm, scale = self._clipping.value, self._clipping.norm, None
         if norm is not None:
             total = self._norms.total(self._names) if self._total is None else self._total
             scale = torch.clamp(norm / (total + 1e-6), max=1.0)
-            gradients = {name: gradient * scale for name, gradient in gradients.items()}
-        return gradients
+        for name in gradients:
+            if value is not None:
+                gradients[name] = gradients[name].clamp(-value, value)
+            if scale is not None:
+                gradients[name] = gradients[name] * scale
 
     def update(self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> bool:
         """Change the weights. See the contract."""
@@ -164,10 +165,11 @@ class _Updating:
         return True
 
 
-def _converted(gradients: Mapping[str, torch.Tensor], update: BlockUpdate) -> Mapping[str, torch.Tensor]:
-    if not update.widens_gradients:
-        return gradients
-    return {name: widened(gradient) for name, gradient in gradients.items()}
+def _convert(gradients: dict[str, torch.Tensor], update: BlockUpdate) -> None:
+    """Convert 16-bit gradients to float32, if the optimizer wants them so."""
+    if update.widens_gradients:
+        for name in gradients:
+            gradients[name] = widened(gradients[name])
 
 
 class _Batches(NamedTuple):

@@ -19,15 +19,13 @@ from zo2core.types import BlockLayout, ParameterSpec
 class SegmentStep(Protocol):
     """What a sweep does with the gradients of each segment."""
 
-    def complete(self, segment: int, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Check a segment's gradients, and clip and convert them as need be. If it raises, nothing has changed.
+    def complete(self, segment: int, gradients: dict[str, torch.Tensor]) -> None:
+        """Check a segment's gradients, and clip and convert them as need be. If it raises, no weight has changed.
 
         Args:
             segment: Index of the segment.
-            gradients: The gradients of its own parameters by name, contiguous; only read.
-
-        Returns:
-            The gradients to update the segment by.
+            gradients: The gradients of its own parameters by name, contiguous. They may share memory with other tensors, so
+                they are replaced, not changed in place, one at a time: there is memory for two of each.
         """
 
     def update(self, segment: int, weights: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> bool:
@@ -66,7 +64,7 @@ class StoredParameters:
         self._versions: dict[int, int] = {}  # that segments have to have; 0 if there is none
         self._gradients: dict[str, torch.Tensor] = {}
         self._summed: set[str] = set()  # those whose gradients have memory of their own
-        self._completed: Mapping[str, torch.Tensor] = {}  # gradients of the segment that is updated next
+        self._completed: dict[str, torch.Tensor] = {}  # gradients of the segment that is updated next
         self._updated: Collection[int] = ()
         self._step: SegmentStep | None = None
         self._next: int | None = None  # version after the next update; None: the next number
@@ -145,7 +143,8 @@ class StoredParameters:
             assert self._step is not None, "a sweep with gradients has a step"
             names = [name for name in self._names[index] if name in self._gradients]
             self._summed.difference_update(names)
-            self._completed = self._step.complete(index, {name: self._gradients.pop(name) for name in names})
+            self._completed = {name: self._gradients.pop(name) for name in names}
+            self._step.complete(index, self._completed)
 
     @torch.no_grad()
     def update(self, index: int, store: Store, version: int) -> int:
