@@ -146,3 +146,20 @@ def test_what_cannot_stream_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="model: found 1 block"):
         streamed(single, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_pinned_segment_stays_in_memory_whatever_is_acquired(base: Path, tmp_path: Path) -> None:
+    with streamed(base, tmp_path / "run") as engine:
+        source = engine._streamed
+        for pinned in (1, 3):
+            source.pin([pinned])
+            bucket = source.acquire(pinned)
+            bucket.views[0].fill_(7.0)
+            source.release(bucket, 0)
+            for order in ([2, 4, 5], [5, 4, 2]):
+                source.prefetch([*order, pinned])
+                for other in (*order, order[0]):
+                    source.release(source.acquire(other), 0)
+            bucket = source.acquire(pinned)
+            assert bool((bucket.views[0] == 7.0).all())
+            source.release(bucket, 0)
