@@ -70,7 +70,7 @@ COMMANDS: dict[str, CommandEntry] = {
     "evaluate": CommandEntry(
         "zo2adapters.commands.evaluate",
         "Evaluate",
-        "Evaluate a model, or a run at any of its steps, on a data file.",
+        "Evaluate a model, or a run at any of its steps beside its base, on a data file.",
         (_TRAINER, "zo2adapters.tasks.scoring"),
     ),
     "generate": CommandEntry(

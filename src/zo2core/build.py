@@ -248,7 +248,7 @@ def adopt(model: BlockModel, estimator: ZOEstimator, given: GivenParts, options:
         scheduler = given.scheduler
         if scheduler is None:
             scheduler = OverlappedScheduler(given.source, given.device, timeline=timeline)
-        opened.callback(scheduler.settle)  # buckets go back to the source, which lives on
+        opened.callback(scheduler.release_all)  # buckets go back to the source, which lives on
         rows, device, noise = options.micro_batch_size, given.device, given.noise
         return _assembled(
             _Run(model, estimator, rows, journal, trace, timeline, device, noise, workers, None),

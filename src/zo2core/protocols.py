@@ -118,7 +118,7 @@ class Scheduler(Protocol):
         The segments after it are expected to be asked for next.
         """
 
-    def settle(self) -> None:
+    def release_all(self) -> None:
         """Give back all buckets, after what is newer on the device was brought to them. Sweeps may follow as before."""
 
 
@@ -277,11 +277,11 @@ class Wait(Enum):
     EVALUATED = "an upload overwrites a slot only after the forwards that read what was in it"
     RETURNED = "a bucket is released only after the offload into it"
     SENT = "a bucket is released only after the upload from it"
-    MADE = "activations go to the host only after the forward that made them"
-    AWAY = "activations come back only after they went to the host"
-    LEFT = "activations come into a room only after what was in it went to the host"
-    CAME = "a forward reads activations only after they came back"
-    READ = "activations come into a room only after the forward that read what was in it"
+    COMPUTED = "activations are offloaded only after the forward that computed them"
+    ACTIVATIONS_OFFLOADED = "activations are uploaded only after their offload"
+    STAGING_OFFLOADED = "activations are uploaded into a staging buffer only after the offload of what was in it"
+    ACTIVATIONS_UPLOADED = "a forward reads activations only after their upload"
+    STAGING_READ = "activations are uploaded into a staging buffer only after the forward that read what was in it"
 
 
 class Transfer(NamedTuple):

@@ -93,8 +93,8 @@ def test_a_run_is_resumed_exported_and_evaluated_without_the_option(method: str,
     assert files("run")[1:] == files("whole")[1:]
     done("export", "--run", "run", "--output", "exported")
     assert Path("exported/adapter_model.safetensors").read_bytes() == files("run")[1]
-    of_run = done("evaluate", "--run", "run", "--data", "rows.jsonl").out
-    assert of_run == done("evaluate", "--model", "base", "--adapter", "exported", "--data", "rows.jsonl").out
+    of_run = done("evaluate", "--run", "run", "--data", "rows.jsonl", "--no-base").out
+    assert of_run == done("evaluate", "--adapter", "exported", "--data", "rows.jsonl", "--no-base").out
     assert "--lora-rank: found 4; expected 2, as in the run" in refusal(
         "evaluate", "--run", "run", "--data", "rows.jsonl", "--lora-rank", 4
     )
@@ -128,7 +128,8 @@ def test_an_exported_adapter_names_its_base(here: Path) -> None:
 
 def test_a_classifier_gets_an_adapter_in_its_head_too(here: Path) -> None:
     config = small_config("llama", vocab_size=len(WORDS), num_labels=2, pad_token_id=0)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained("classifier")
+    made: Any = AutoModelForSequenceClassification
+    made.from_config(config).save_pretrained("classifier")
     save_tokenizer(Path("classifier"))
     write_rows(Path("labels.jsonl"), [{"text": "the cat", "label": 0}, {"text": "the dog", "label": 1}])
     common = ("--model", "classifier", "--head", "sequence-classification", "--data", "labels.jsonl", "--batch-size", 2)
@@ -138,7 +139,7 @@ def test_a_classifier_gets_an_adapter_in_its_head_too(here: Path) -> None:
     loaded = peft.PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained("classifier"), "run/model")
     rows = [AutoTokenizer.from_pretrained("classifier")(text, return_tensors="pt") for text in ("the cat", "the dog")]
     losses = [loaded(**row, labels=torch.tensor([label])).loss.item() for label, row in enumerate(rows)]
-    told = done("evaluate", "--run", "run", "--data", "labels.jsonl").out
+    told = done("evaluate", "--run", "run", "--data", "labels.jsonl", "--no-base").out
     assert float(told.split()[1].strip(",")) == pytest.approx(sum(losses) / 2, abs=1e-5)
 
 
@@ -151,9 +152,9 @@ def test_verify_holds_the_adapter_against_the_whole_model(method: str, here: Pat
     loads = AutoModelForCausalLM.from_pretrained
 
     def changed(*arguments: Any, **options: Any) -> Any:
-        model = loads(*arguments, **options)
+        model: Any = loads(*arguments, **options)
         with torch.no_grad():
-            model.get_input_embeddings().weight.mul_(1.01)
+            model.model.embed_tokens.weight.mul_(1.01)
         return model
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", changed)

@@ -113,7 +113,7 @@ def test_a_run_is_merged_at_any_of_its_steps(run: str, here: Path) -> None:
         told = done("merge", "--run", run, "--at", step, "--output", f"merged-{step}").out
         assert told == f"merged-{step}: the model after {step} steps\n"
         assert_equal(here / f"merged-{step}", expected)
-    of_run = done("evaluate", "--run", run, "--data", "rows.jsonl").out.split(",")[0]
+    of_run = done("evaluate", "--run", run, "--data", "rows.jsonl", "--no-base").out.split(",")[0]
     merged = done("evaluate", "--model", "merged-4", "--data", "rows.jsonl").out.split(",")[0]
     assert float(merged.split()[1]) == pytest.approx(float(of_run.split()[1]), abs=1e-4)
 
@@ -169,7 +169,7 @@ def test_an_adapter_that_was_trained_with_dropout_is_read(here: Path) -> None:
     done("merge", "--model", "base", "--adapter", "dropped", "--output", "merged")
     assert_equal(here / "merged", merged_by_peft(here / "base", here / "dropped", here / "peft"))
     losses = [
-        done("evaluate", *model, "--data", "rows.jsonl").out.split()[1]
+        done("evaluate", *model, "--data", "rows.jsonl", "--no-base").out.split()[1]
         for model in (("--model", "base", "--adapter", "dropped"), ("--model", "merged"))
     ]
     assert float(losses[0].strip(",")) == pytest.approx(float(losses[1].strip(",")), abs=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from crews import all_equal, attempted, worked
+from crews import SECONDS, all_equal, attempted, worked
 from models import make_batch, save_model, small_config
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +30,7 @@ from zo2core import (
 from zo2core.methods import row_shards
 from zo2core.planning.host_plan import HostPlan
 from zo2core.sources.shared import SharedSource
-from zo2core.workers import TensorExchange
+from zo2core.workers import tensor_exchange
 
 peft: Any = pytest.importorskip("peft")
 
@@ -328,34 +329,38 @@ def test_a_worker_that_fails_ends_the_step_of_all(base: Path) -> None:
     assert "worker 1: found that it has left: MemoryError: none left" in str(errors[0])
 
 
-def test_a_worker_that_dies_between_its_message_and_its_gradients_ends_the_step(base: Path, monkeypatch: Any) -> None:
-    real = TensorExchange._connected
+def test_a_worker_that_dies_within_a_step_ends_it_at_once(base: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tensor_exchange, "_PATIENCE", 0.5)
 
-    def dying(self: Any, call: Callable[[], Any]) -> Any:
-        if getattr(self, "_group", None) is not None and self._exchange.rank == 1:
-            del self._group  # as the end of its process does
+    def step(engine: BackpropEngine, workers: Workers) -> None:
+        if workers.rank == 1:
+            engine._method._row_shards.close()  # as the end of its process does, which says no goodbye
+            workers.close = lambda why=None: None  # type: ignore[method-assign]
             raise KeyboardInterrupt
-        return real(self, call)
+        engine.step(batch_of(0, 4))
 
-    monkeypatch.setattr(TensorExchange, "_connected", dying)
-    errors = raised(base, 2, lambda engine, workers: engine.step(batch_of(0, 4)))
-    assert [type(error) for error in errors] == [WorkerError, KeyboardInterrupt]
-    assert "found a broken connection" in str(errors[0])
+    started = time.monotonic()
+    errors = raised(base, 3, step)
+    assert [type(error) for error in errors] == [WorkerError, KeyboardInterrupt, WorkerError]
+    assert "worker 1: found a broken connection" in str(errors[0])
+    assert time.monotonic() - started < SECONDS / 2, "without waiting for as long as for a slow worker"
 
 
 def test_bytes_that_their_sender_did_not_seal_are_refused(base: Path, monkeypatch: Any) -> None:
-    real = TensorExchange._connected
+    real = tensor_exchange._digest
+    seen = threading.local()
 
-    def forged(self: Any, call: Callable[[], Any]) -> Any:
-        if getattr(self, "_group", None) is not None and self._exchange.rank == 1:
-            [sent] = [cell.cell_contents for cell in call.__closure__ or () if isinstance(cell.cell_contents, torch.Tensor)]
-            sent[0] ^= 1
-        return real(self, call)
+    def forged(tensor: torch.Tensor) -> str:
+        """Each worker digests its own tensor first."""
+        seen.count = getattr(seen, "count", 0) + 1
+        if seen.count > 1:
+            tensor[0] ^= 1
+        return real(tensor)
 
-    monkeypatch.setattr(TensorExchange, "_connected", forged)
-    errors = raised(base, 3, lambda engine, workers: engine.step(batch_of(0, 4)))
-    assert len(errors) == 2, "worker 1 has no other tensors than it should"
-    assert all("worker 1: found other bytes of a tensor than those that it sealed" in str(error) for error in errors)
+    monkeypatch.setattr(tensor_exchange, "_digest", forged)
+    errors = raised(base, 2, lambda engine, workers: engine.step(batch_of(0, 4)))
+    told = [f"worker {rank}: found other bytes of a tensor than those that it sealed" for rank in (1, 0)]
+    assert [told[rank] in str(error) for rank, error in enumerate(errors)] == [True, True]
 
 
 def test_parameters_that_differ_are_found_when_a_snapshot_is_taken(base: Path, tmp_path: Path) -> None:

@@ -420,7 +420,7 @@ def test_losses_of_ones_own_are_refused_where_rows_are_dealt(tmp_path: Path) -> 
     base, batch = save_model(tmp_path / "base", small_config("llama")), make_batch(40, [7, 4])
     with ZOEngine(open_checkpoint(base), PerRowRGE(lr=LR, zo_eps=EPS, perturb_in_place=False, q=2)) as engine:
         evaluation, *_ = engine.ask()
-        with pytest.raises(OptionError, match="not shared out"):
+        with pytest.raises(OptionError, match="not divided into groups"):
             list(engine.forwards([batch], at=evaluation))
 
 

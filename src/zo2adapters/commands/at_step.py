@@ -10,6 +10,7 @@ import tyro
 
 from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.ranges import shown
+from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
@@ -89,6 +90,12 @@ class AtStep:
             adapter_seed=saved.seed,
             journal=self.run_directory / JOURNAL,
         )
+
+    def without_learning(self) -> AtStep:
+        """The base alone, opened as the run or the adapter opens it. Call it on what ``resolved`` returned."""
+        alone: dict[str, Any] = {option.name: option.default for option in fields(AdapterOptions)}
+        model_options = replace(self.model_options, **alone)
+        return AtStep(model=self.model, model_options=model_options, resources=self.resources)
 
     def _base_of_adapter(self) -> str | None:
         """The base that a saved adapter names, for a command without --model; None if there is none."""

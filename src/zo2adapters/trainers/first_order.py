@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -26,6 +27,7 @@ METHODS: Mapping[AdapterMethodName, Callable[..., torch.optim.Optimizer]] = {  #
 }
 SWITCH_EVERY = 50  # steps for which --method badam trains a block, as its authors' program does by default
 
+_OPTIMIZER_OPTIONS: Mapping[str, MethodName] = {"betas": "adamw", "eps": "adamw", "momentum": "sgd", "nesterov": "sgd"}
 _OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options of a zeroth-order step that these steps take, too
 
 
@@ -47,6 +49,33 @@ class FirstOrder:
     stream_blocks: bool = False
     """With --method badam: stream blocks from disk, for a model that is larger than memory. A block is written once, when
     its turn ends, and from there a run resumes."""
+    betas: tuple[float, float] | None = None
+    """With --method adamw: decay rates of the running means of gradients and of their squares; by default 0.9 and 0.999."""
+    eps: float | None = None
+    """With --method adamw: term added to the denominator; by default 1e-8."""
+    momentum: float | None = None
+    """With --method sgd: factor by which the previous change is repeated; by default 0."""
+    nesterov: bool = False
+    """With --method sgd and --momentum: use Nesterov momentum."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> FirstOrder:
+        """The options from JSON values, in which ``betas`` is a list.
+
+        Raises:
+            TypeError, ValueError: if the values are not such options.
+        """
+        values = dict(values)
+        if values.get("betas") is not None:
+            first, second = values["betas"]
+            values["betas"] = (first, second)
+        return cls(**values)
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """The options of the method's optimizer that were given, under the names that torch.optim has."""
+        given = {name: getattr(self, name) for name in _OPTIMIZER_OPTIONS}
+        return {name: value for name, value in given.items() if value is not None and value is not False}
 
     def require_valid(self, options: RunOptions) -> None:
         """Refuse options that do not go with the method.
@@ -57,6 +86,7 @@ class FirstOrder:
         Raises:
             OptionError: naming the option.
         """
+        self._require_optimizer_options()
         if self.method is None:
             expected = "--method beside it; the steps without it have --clip-grad"
             for option in ("max_grad_norm", "max_grad_value", "switch_every", "stream_blocks"):
@@ -109,6 +139,30 @@ class FirstOrder:
                     remedy="leave one of the two out",
                 )
 
+    def _require_optimizer_options(self) -> None:
+        """Refuse options of another optimizer than the method's, and numbers out of range."""
+        for name, value in self.optimizer_options.items():
+            method = _OPTIMIZER_OPTIONS[name]
+            if method != self.method:
+                raise OptionError(
+                    name,
+                    found=" ".join(map(str, value)) if isinstance(value, tuple) else str(value),
+                    expected=f"no such option without --method {method}, which has it",
+                    remedy=f"pass --method {method}, or leave it out",
+                )
+        rates = [("betas", beta) for beta in self.betas or ()]
+        rates += [] if self.momentum is None else [("momentum", self.momentum)]
+        for name, rate in rates:
+            if not 0 <= rate < 1:
+                expected = "a number of at least 0 and below 1"
+                raise OptionError(name, found=repr(rate), expected=expected, remedy="pass one in this range")
+        if self.eps is not None:
+            require_positive("eps", self.eps)
+        if self.nesterov and not self.momentum:
+            raise OptionError(
+                "nesterov", found="it without momentum", expected="--momentum beside it", remedy="pass --momentum 0.9"
+            )
+
     def _refuse(self, group: Any, names: list[str] | tuple[str, ...]) -> None:
         for name in names:
             value = getattr(group, name)
@@ -147,7 +201,14 @@ def require_method(method: MethodName, adapter: AdapterOptions) -> None:
         )
 
 
-def block_update(method: MethodName, *, weight_decay: float, switch_every: int | None = None, seed: int = 0) -> BlockUpdate:
+def block_update(
+    method: MethodName,
+    *,
+    weight_decay: float,
+    switch_every: int | None = None,
+    seed: int = 0,
+    optimizer_options: Mapping[str, Any] = MappingProxyType({}),
+) -> BlockUpdate:
     """The optimizer of all parameters.
 
     Args:
@@ -155,9 +216,11 @@ def block_update(method: MethodName, *, weight_decay: float, switch_every: int |
         weight_decay: Its weight decay.
         switch_every: Steps for which badam trains a block; None is ``SWITCH_EVERY``.
         seed: Seed of the order in which badam trains blocks.
+        optimizer_options: Further options of adamw or sgd, under the names that torch.optim has.
     """
-    options = {"name": method, "weight_decay": weight_decay}
-    adamw = partial(torch.optim.AdamW, weight_decay=weight_decay, fused=True)  # torch's kernel that passes once over memory
+    rates = {"weight_decay": weight_decay, **optimizer_options}
+    options = {"name": method, **rates}
+    adamw = partial(torch.optim.AdamW, **rates, fused=True)  # torch's kernel that passes once over memory
     if method == "lomo":
         return LOMO(weight_decay=weight_decay)
     if method == "adalomo":
@@ -165,5 +228,6 @@ def block_update(method: MethodName, *, weight_decay: float, switch_every: int |
     if method == "badam":
         return BAdam(adamw, every=SWITCH_EVERY if switch_every is None else switch_every, seed=seed, options=options)
     if method == "sgd":
-        return TorchOptimizer(partial(torch.optim.SGD, weight_decay=weight_decay), options=options, state_copies=0)
+        copies = 1 if optimizer_options.get("momentum") else 0
+        return TorchOptimizer(partial(torch.optim.SGD, **rates), options=options, state_copies=copies)
     return TorchOptimizer(adamw, options=options)

@@ -155,6 +155,7 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
         optimization, limit, method = options.optimization, options.first_order.max_grad_norm, options.first_order.method
         assert method == "adamw" or method == "sgd", "others were refused with an adapter"
         rates = {"lr": optimization.lr, "weight_decay": optimization.weight_decay}
+        rates |= options.first_order.optimizer_options
         engine = DurableBackpropEngine(
             opening.model,
             partial(METHODS[method], **rates),

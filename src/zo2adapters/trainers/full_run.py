@@ -55,6 +55,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
             weight_decay=self.options.optimization.weight_decay,
             switch_every=given.switch_every,
             seed=self.options.seed % (1 << 62),
+            optimizer_options=given.optimizer_options,
         )
 
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:

@@ -45,6 +45,26 @@ def evaluations_due(steps: int, every: int | None, *, version: int = 0) -> int:
     return between + (version == 0) + 1
 
 
+def require_eval_split(share: float | None, seed: int, evaluation: Path | None) -> None:
+    """Check the share of training rows that is evaluated on.
+
+    Args:
+        share: The share; None: there is none.
+        seed: Seed that chooses the rows.
+        evaluation: File with other rows to evaluate on; None: there is none.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    if share is not None:
+        if evaluation is not None:
+            raise _conflict("eval_split", "--evaluation", "one source of rows to evaluate on")
+        if not 0 < share < 1:
+            expected = "a share between 0 and 1, such as 0.1"
+            raise OptionError("eval_split", found=repr(share), expected=expected, remedy="pass a share in this range")
+    require_between("eval_seed", seed, -LARGEST, LARGEST)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resources:
     """Limits on what a process uses of this machine."""
@@ -185,18 +205,10 @@ class RunOptions:
                 expected="--evaluation or --eval-split",
                 remedy="pass --evaluation or --eval-split, or leave it out",
             )
-        if self.eval_split is not None:
-            if self.evaluation is not None:
-                raise _conflict("eval_split", "--evaluation", "one source of rows to evaluate on")
-            if not 0 < self.eval_split < 1:
-                expected = "a share between 0 and 1, such as 0.1"
-                raise OptionError(
-                    "eval_split", found=repr(self.eval_split), expected=expected, remedy="pass a share in this range"
-                )
+        require_eval_split(self.eval_split, self.eval_seed, self.evaluation)
         require_between("samples", self.samples, 0, MOST_ROWS)
         if self.samples and self.takes_labels:
             raise _conflict("samples", f"--head {self.model_options.head}", "a causal language model")
-        require_between("eval_seed", self.eval_seed, -LARGEST, LARGEST)
         self.rows.require_valid(takes_labels=self.takes_labels)
         if self.optimization.per_row and not names_model_loss(self.objective):
             raise _conflict("per_row", f"--objective {self.objective}", "loss, which each row has separately")
@@ -339,7 +351,7 @@ class TrainOptions(RunOptions):
                 raise KeyError(f"no {', '.join(sorted(missing))}")
         values = {name: value for name, value in values.items() if name not in model_names}
         optimization, model_options = dict(values.pop("optimization")), dict(values.pop("model_options"))
-        first_order = FirstOrder(**values.pop("first_order", {}))
+        first_order = FirstOrder.from_json(values.pop("first_order", {}))
         rows = dict(values.pop("rows", {"train_on": "all"}))  # runs of earlier versions learned all tokens of messages
         rows["labels"] = tuple(rows.get("labels", ()))
         optimization["decay"] = Decay(optimization["decay"])

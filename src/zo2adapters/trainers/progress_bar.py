@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TypeAlias
+from typing import Any
 
 from tqdm import tqdm
 
-Bar: TypeAlias = "tqdm[None]"
 
-
-def progress_bar(*, total: int, unit: str, desc: str | None = None, quiet: bool = False) -> Bar:
+def progress_bar(*, total: int, unit: str, desc: str | None = None, quiet: bool = False) -> Any:
     """Open a bar on standard error, which is shown in a terminal only.
 
     Args:

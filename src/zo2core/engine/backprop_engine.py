@@ -87,6 +87,8 @@ class BackpropEngine(AdapterRunner):
         parts = build(model, None, options)
         super().__init__(model, parts)
         try:
+            row_shards = AllRows() if parts.workers.size == 1 else WorkerRows(parts.workers, self._trained)
+            parts.opened.callback(row_shards.close)
             self._method = Backprop(
                 optimizer,
                 clip=clip,
@@ -102,12 +104,12 @@ class BackpropEngine(AdapterRunner):
                     streams=parts.device.streams,
                     timeline=parts.timeline,
                 ),
-                row_shards=AllRows() if parts.workers.size == 1 else WorkerRows(parts.workers, self._trained),
+                row_shards=row_shards,
                 micro_batch_size=options.micro_batch_size,
                 commit=self._commit,
                 memory=GradientMemory(
                     blocks=sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts),
-                    room=parts.activation_bytes,
+                    budget=parts.activation_bytes,
                     spare=parts.spare_bytes,
                 ),
             )

@@ -152,7 +152,7 @@ class FullBackpropEngine(StoredRunner):
                 commit=self._commit,
                 memory=GradientMemory(
                     blocks=sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts),
-                    room=parts.activation_bytes,
+                    budget=parts.activation_bytes,
                     spare=parts.spare_bytes,
                 ),
                 versions_are_steps=options.streams,

@@ -40,7 +40,7 @@ class Runner:
         self._recorder = TraceRecorder(parts.timeline, parts.trace)
         parts.opened.callback(self._recorder.flush)
         self._use = ExclusiveUse(type(self).__name__)
-        self._settled = 0  # version at which what stays on the device was last brought back
+        self._offloaded = 0  # version at which what stays on the device was last brought back
 
     @property
     def workers(self) -> Workers:
@@ -156,7 +156,7 @@ class Runner:
     def _visited(self, segments: Iterable[int]) -> Generator[tuple[ParameterSpec, torch.Tensor], None, None]:
         """Parameters of segments that are brought to the present version, and their bytes on the host."""
         self._use.require_open()
-        with self._use.begun():
+        with self._use.locked():
             parts = self._parts
             visitor = parts.visits.visitor(self.version, [], self._model)
             try:
@@ -244,7 +244,7 @@ class Runner:
         Returns:
             What the head gave, a list an evaluation.
         """
-        with self._use.begun():
+        with self._use.locked():
             visitor = self._parts.visits.visitor(self.version, groups, self._model if forward is None else forward)
             return self._run(visitor, range(len(self._model.layouts)))
 
@@ -258,7 +258,7 @@ class Runner:
         Returns:
             What the head gave, a list an evaluation.
         """
-        with self._use.begun():
+        with self._use.locked():
             return self._run(visitor, order)
 
     def _run(self, visitor: SweepVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
@@ -274,13 +274,13 @@ class Runner:
             parts.noise.retain(visitor.seeds)
         return visitor.outputs
 
-    def settle(self, step: int) -> None:
+    def offload_kept(self, step: int) -> None:
         """Before a step, now and then, bring back what stays on the device, so that it can be written back. For methods."""
         every = self._parts.source.write_back_every
-        if every is not None and step > self._settled + every:
-            with self._use.begun():
-                self._parts.scheduler.settle()
-            self._settled = step - 1
+        if every is not None and step > self._offloaded + every:
+            with self._use.locked():
+                self._parts.scheduler.release_all()
+            self._offloaded = step - 1
 
     def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
         """Record that a step has ended; what every lane did for it. For methods."""
@@ -290,7 +290,7 @@ class Runner:
         """Batches, prepared, as many a sweep as activations may take memory."""
         self._use.require_open()
         forward = self._model if forward is None else forward
-        room = self._parts.activation_bytes - self._parts.activations.room_bytes
+        room = self._parts.activation_bytes - self._parts.activations.staging_bytes
         for group in fill_sweeps(self.prepared(batches, forward), forward, room):
             self._use.require_open()
             yield group

@@ -1,4 +1,4 @@
-"""How a step is made: a method turns a batch into a change of the weights, by sweeps that a runner makes for it."""
+"""Methods: how a batch becomes a change of the weights, by sweeps that a runner makes."""
 
 from zo2core.methods.backprop import Backprop as Backprop
 from zo2core.methods.row_shards import AllRows as AllRows

@@ -6,17 +6,17 @@ that runs the shards as micro-batches. So all have the same bits, and the same o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from zo2core.errors import BatchError, OptionError
+from zo2core.errors import BatchError, OptionError, WorkerError
 from zo2core.protocols import Forward, Objective
 from zo2core.sweep.microbatch import labelled_tokens, rows_to_shard, shard_of_rows
-from zo2core.sweep.objective import MicroBatches, cut
+from zo2core.sweep.objective import MicroBatches, split_batches
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.types import Batch
 from zo2core.workers import Split, Workers
@@ -58,6 +58,9 @@ class RowShards(Protocol):
             BatchError: if a batch is not one of the objective.
         """
 
+    def close(self) -> None:
+        """Free what was opened for this."""
+
 
 class _AllRowsOfStep:
     """All micro-batches of a step. See ``StepRows``."""
@@ -81,7 +84,10 @@ class AllRows:
 
     def of_step(self, wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> StepRows:
         """All rows. See the contract."""
-        return _AllRowsOfStep(cut(wholes, rows, forward))
+        return _AllRowsOfStep(split_batches(wholes, rows, forward))
+
+    def close(self) -> None:
+        """Do nothing: nothing is open. See the contract."""
 
 
 class WorkerRows:
@@ -119,9 +125,8 @@ class WorkerRows:
 
     def of_step(self, wholes: Sequence[Batch], rows: int | None, forward: Forward | None) -> StepRows:
         """This worker's shard. See the contract."""
-        self.workers.require_same("batches", self.workers.digest(wholes))
         shards = self._shards(wholes, forward)
-        cuts = [list(cut(shard, rows, forward).batches) for shard in shards]
+        cuts = [list(split_batches(shard, rows, forward).batches) for shard in shards]
         if forward is None:  # parts without a labelled token have no loss; where none has any, one is left and refused
             cuts = [[batch for batch in batches if labelled_tokens(batch)] for batches in cuts]
             cuts[0] = cuts[0] if any(cuts) else shards[0][:1]
@@ -129,7 +134,12 @@ class WorkerRows:
         tokens = [labelled_tokens(batch) for batch in batches] if forward is None else []
         start = sum(map(len, cuts[: self.workers.rank]))
         micro_batches = MicroBatches(forward if isinstance(forward, Objective) else None, batches, tokens)
-        return _ShardOfStep(self, micro_batches, slice(start, start + len(cuts[self.workers.rank])))
+        own = slice(start, start + len(cuts[self.workers.rank]))
+        return _ShardOfStep(self, micro_batches, own, self.workers.digest(wholes))
+
+    def close(self) -> None:
+        """Disconnect from the other workers."""
+        self.tensors.close()
 
     def _shards(self, wholes: Sequence[Batch], forward: Forward | None) -> list[list[Batch]]:
         """Each worker's part of each batch, in the order of ranks."""
@@ -186,12 +196,13 @@ class _ShardOfStep:
         shards: The worker.
         micro_batches: Micro-batches of all workers, in the order of ranks.
         own: Indices of this worker's; there may be none.
+        digest: Digest of the step's batches, which are the same on all workers.
     """
 
-    def __init__(self, shards: WorkerRows, micro_batches: MicroBatches, own: slice) -> None:
+    def __init__(self, shards: WorkerRows, micro_batches: MicroBatches, own: slice, digest: int) -> None:
         self._workers, self._tensors, self._message = shards.workers, shards.tensors, shards.message
         self._micro_batches = micro_batches
-        self._own = own
+        self._digest = digest
         self.batches = micro_batches.batches[own]
         weights = _weights(micro_batches)
         self.weights = None if weights is None else weights[own]
@@ -200,18 +211,35 @@ class _ShardOfStep:
 
     def joint_loss(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss of all workers' outputs, of which this worker's have a gradient. See the contract."""
-        return self._loss(outputs, self._workers.all_gather(_to_json(outputs)))
+        return self._loss(outputs, self._workers.all_gather(self._note(outputs)))
 
     def finish(self, outputs: Sequence[torch.Tensor]) -> float:
         """Add up the gradients of all workers, and return the loss. See the contract."""
-        gathered = self._tensors.all_gather(self._message.packed(), [self._message.present, _to_json(outputs)])
-        self._message.add_up([tensor for tensor, _ in gathered], [present for _, (present, _) in gathered])
-        return float(self._loss(outputs, [of_worker for _, (_, of_worker) in gathered]))
+        gathered = self._tensors.all_gather(self._message.packed(), self._note(outputs))
+        loss = self._loss(outputs, [note for _, note in gathered])
+        self._message.add_up([tensor for tensor, _ in gathered], [note["present"] for _, note in gathered])
+        return float(loss)
 
-    def _loss(self, outputs: Sequence[torch.Tensor], of_workers: Sequence[Any]) -> torch.Tensor:
-        others = [[_from_json(value) for value in values] for values in of_workers]
-        others[self._workers.rank] = [output.cpu() for output in outputs]
-        return self._micro_batches.loss([output for of_worker in others for output in of_worker])
+    def _note(self, outputs: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """What this worker says of its gradients, as JSON values with all their bits."""
+        listed = [[str(output.dtype).removeprefix("torch."), output.tolist()] for output in outputs]
+        return {"batches": self._digest, "present": self._message.present, "outputs": listed}
+
+    def _loss(self, outputs: Sequence[torch.Tensor], notes: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        """The step's loss, from the outputs of all workers; this worker's stay in their graph."""
+        for rank, note in enumerate(notes):
+            if note["batches"] != notes[0]["batches"]:
+                raise WorkerError(
+                    f"worker {rank}",
+                    found="other batches than worker 0's",
+                    expected="the same",
+                    remedy="start all workers with the same command and the same rows",
+                )
+        of_workers = [
+            [torch.tensor(values, dtype=getattr(torch, dtype)) for dtype, values in note["outputs"]] for note in notes
+        ]
+        of_workers[self._workers.rank] = [output.cpu() for output in outputs]
+        return self._micro_batches.loss([output for of_worker in of_workers for output in of_worker])
 
 
 class _Message:
@@ -256,16 +284,6 @@ class _Message:
         """One parameter's gradient in a message, 1-d."""
         start, parameter = self._starts[number], self._parameters[number]
         return message[start : start + parameter.numel() * parameter.element_size()].view(parameter.dtype)
-
-
-def _to_json(outputs: Sequence[torch.Tensor]) -> list[Any]:
-    """The head's outputs as JSON values, with all their bits."""
-    return [[str(output.dtype).removeprefix("torch."), output.tolist()] for output in outputs]
-
-
-def _from_json(value: Any) -> torch.Tensor:
-    dtype, values = value
-    return torch.tensor(values, dtype=getattr(torch, dtype))
 
 
 def _weights(micro_batches: MicroBatches) -> list[float] | None:

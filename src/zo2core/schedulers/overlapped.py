@@ -191,7 +191,7 @@ class OverlappedScheduler:
             self._let_go(arrival)
             self._release_all()
 
-    def settle(self) -> None:
+    def release_all(self) -> None:
         """Release segments uploaded early, and offload segments that stay. See the contract."""
         for arrival in self._ahead.values():
             self._let_go(arrival)

@@ -81,7 +81,7 @@ class SerialScheduler:
         finally:
             self._source.release(bucket, version)
 
-    def settle(self) -> None:
+    def release_all(self) -> None:
         """Do nothing, since no bucket is held between sweeps and nothing newer is on the device."""
 
     @staticmethod

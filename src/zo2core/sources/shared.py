@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import accumulate
 
 import torch
 
@@ -21,6 +20,7 @@ from zo2core.io.shared_memory import SharedMemory
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import TensorReader
 from zo2core.sources.base_digests import BaseDigests
+from zo2core.sources.loader import portions
 from zo2core.sources.segment_source import SegmentSource
 from zo2core.types import BlockLayout, Bucket
 
@@ -79,12 +79,14 @@ class SharedSource(SegmentSource):
         self._weights = weights
         self._memory = memory
         self._base_digests = base_digests
+        whole = torch.frombuffer(memory.buffer, dtype=torch.uint8)
+        header_bytes = _header_bytes(len(self._layouts))
         count = len(self._layouts)
-        self._marks = _tensor(memory, 0, count * _MARK).view(torch.int64)
-        self._digests = _tensor(memory, count * _MARK, count * _DIGEST).view(count, _DIGEST)
+        self._marks = whole[: count * _MARK].view(torch.int64)
+        self._digests = whole[count * _MARK : count * (_MARK + _DIGEST)].view(count, _DIGEST)
         sizes = [whole_pages(layout.nbytes) for layout in self._layouts]
-        starts = accumulate(sizes[:-1], initial=_header_bytes(count))
-        self._pages = [_tensor(memory, start, size) for start, size in zip(starts, sizes, strict=True)]
+        # `.data` has its own version counter: otherwise a mark that changes would change all weights for torch.autograd.
+        self._pages = [pages.data for pages in portions(whole[header_bytes:], sizes)]
         self._views = [
             layout.views(pages[: layout.nbytes]) for layout, pages in zip(self._layouts, self._pages, strict=True)
         ]
@@ -180,14 +182,6 @@ class SharedSource(SegmentSource):
         with self._locked(index):
             if int(self._marks[index]) == UNREAD:
                 self._read(index)
-
-
-def _tensor(memory: SharedMemory, start: int, nbytes: int) -> torch.Tensor:
-    """A range of the memory as a tensor of its own.
-
-    Slices of one tensor would have one version counter: to ``torch.autograd`` a mark that changes would change all weights.
-    """
-    return torch.frombuffer(memory.buffer, dtype=torch.uint8, offset=start, count=nbytes)
 
 
 def shared_bytes(layouts: Sequence[BlockLayout]) -> int:

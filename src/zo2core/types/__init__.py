@@ -1,4 +1,4 @@
-"""The values that pass between the parts."""
+"""The values that the parts of the library exchange."""
 
 from zo2core.types.encodings import EncodedPart, Encoding, Float8Blocks, Int8Rows, NF4Blocks, encoded_bytes
 from zo2core.types.lanes import COMPUTE, Event, Lane, LaneUse, bound_seconds

@@ -308,15 +308,18 @@ class _StoreThread:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            function, future = call
-            try:
-                result = function()
-            except BaseException as error:
-                self._is_busy = False
-                future.set_exception(error)
-            else:
-                self._is_busy = False
-                future.set_result(result)
+            self._run_call(*call)
+            del call  # a result, such as a connection, is its caller's alone
+
+    def _run_call(self, function: Callable[[], Any], future: Future[Any]) -> None:
+        try:
+            result = function()
+        except BaseException as error:
+            self._is_busy = False
+            future.set_exception(error)
+        else:
+            self._is_busy = False
+            future.set_result(result)
 
 
 def silent_worker(rank: int, timeout: float, error: Exception) -> WorkerError:

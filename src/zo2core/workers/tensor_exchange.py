@@ -7,7 +7,7 @@ authenticate its peers, so each sender seals a digest of its bytes, and every ot
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import json
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from zo2core.io.direct_file import byte_view
 from zo2core.workers.exchange import Exchange
 
 _LOOPBACK = "127.0.0.1"
+_PATIENCE = 5.0  # seconds that the collector waits for other workers after a connection has broken
 
 
 class GatheredTensor(NamedTuple):
@@ -47,7 +48,10 @@ class TensorExchange:
         options = gloo._Options()
         options._timeout = timedelta(seconds=exchange.timeout)
         options._devices = [gloo.create_device(hostname=_LOOPBACK) if is_one_host else gloo.create_default_device()]
-        self._group: Any = self._connected(lambda: gloo(store, rank, size, options))
+        try:
+            self._group: Any = exchange.call(lambda: gloo(store, rank, size, options))
+        except RuntimeError as error:
+            raise _broken("another worker", error) from error
 
     def all_gather(self, tensor: torch.Tensor, note: Any) -> list[GatheredTensor]:
         """Send a tensor and return the tensors of all workers.
@@ -62,9 +66,19 @@ class TensorExchange:
         Raises:
             WorkerError: if a worker leaves, sends nothing for too long, or its bytes are not those that it sealed.
         """
-        messages = self._exchange.all_gather("tensors", {"digest": _digest(tensor), "note": note})
-        tensors = [torch.empty_like(tensor) for _ in messages]
-        self._connected(lambda: self._group.allgather([tensors], [tensor]).wait())
+        tensors = [torch.empty_like(tensor) for _ in range(self._exchange.size)]
+        broken: RuntimeError | None = None
+        try:  # first, since gloo notices at once that another worker has ended
+            self._exchange.call(lambda: self._group.allgather([tensors], [tensor]).wait())
+        except RuntimeError as error:
+            broken = error
+        local = {"digest": _digest(tensor), "note": note, "broken": broken is not None}
+        patience = None if broken is None else _PATIENCE
+        payloads = self._exchange.gather(json.dumps(local).encode(), "tensors", deadline=patience)  # a goodbye says why
+        messages = {rank: json.loads(payload) for rank, payload in payloads.items()}
+        lost = [rank for rank in range(self._exchange.size) if rank not in messages]
+        if lost or any(message["broken"] for message in messages.values()):
+            raise _broken(f"worker {lost[0]}" if lost else "another worker", broken) from broken
         for rank, message in messages.items():
             if rank != self._exchange.rank and _digest(tensors[rank]) != message["digest"]:
                 raise WorkerError(
@@ -75,18 +89,19 @@ class TensorExchange:
                 )
         return [GatheredTensor(tensors[rank], message["note"]) for rank, message in messages.items()]
 
-    def _connected(self, call: Callable[[], Any]) -> Any:
-        """Call gloo in the exchange's thread, so that the calling thread handles signals while it waits."""
-        try:
-            return self._exchange.call(call)
-        except RuntimeError as error:
-            first_line = (str(error).splitlines() or [type(error).__name__])[0][-160:]
-            raise WorkerError(
-                "another worker",
-                found=f"a broken connection ({first_line})",
-                expected="an open connection to each worker",
-                remedy="look at the output of the other workers, and start them again: they continue from the last snapshot",
-            ) from error
+    def close(self) -> None:
+        """Close the connections; workers that wait for this one then go no further. May be called twice."""
+        self._group = None
+
+
+def _broken(where: str, error: RuntimeError | None) -> WorkerError:
+    first_line = "" if error is None else f" ({(str(error).splitlines() or [''])[0][-120:]})"
+    return WorkerError(
+        where,
+        found=f"a broken connection{first_line}",
+        expected="an open connection between all workers",
+        remedy="look at the output of the other workers, and start them again: they continue from the last snapshot",
+    )
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -56,7 +56,8 @@ class PeftBlockModel(HFBlockModel):
 
     def module_at(self, path: str) -> nn.Module:
         """A module of the model, such as peft's around a layer, by its path."""
-        return self._modules[path]
+        module: nn.Module = self._modules[path]
+        return module
 
     def require_stackable(self) -> None:
         """Patch the modules for directions beside the activations. See the contract."""
