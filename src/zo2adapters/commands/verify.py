@@ -55,7 +55,7 @@ class Verify:
             given, missing = ("method", "--adapter") if self.adapter is None else ("adapter", "--method")
             found = str(self.method or self.adapter)
             raise OptionError(given, found=found, expected=f"{missing} beside it", remedy="pass both, or leave it out")
-        MeZOSGD(lr=size.lr, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses values out of range
+        MeZOSGD(lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses values out of range
         size.require_sane()
         batches = RandomBatches(steps=self.steps, rows=self.batch_size, tokens=self.tokens, seed=self.seed)
         directory = resolve_directory(self.model)

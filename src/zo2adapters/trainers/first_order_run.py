@@ -37,6 +37,7 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
 
     has_gradient = True
     learning_rates = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
+    few_learning_rates = (3e-4, 1e-3, 3e-3)
     forwards = FORWARDS
 
     def __init__(self, options: TrainOptions) -> None:
@@ -44,7 +45,7 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
         optimization = options.optimization
         steps = options.steps if options.schedule_steps is None else options.schedule_steps
         self._lr = LearningRate(
-            peak=optimization.lr, decay=optimization.decay, warmup_steps=optimization.warmup_steps, steps=steps
+            peak=optimization.rate, decay=optimization.decay, warmup_steps=optimization.warmup_steps, steps=steps
         )
         self._policy = SnapshotPolicy(options.storage.snapshot_every, time.perf_counter)
 
@@ -52,9 +53,9 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
         """Forwards, as none is saved by a graph that is kept. See the contract."""
         return FORWARDS * measured_forward_seconds(model, shape, running=self.options.batching.micro_batch_size)
 
-    def losses(self, engine: DurableBackpropEngine) -> list[float]:
-        """Those of the journal's commits. See the contract."""
-        return [commit.loss for commit in engine.journal.commits]
+    def losses(self, journal: Journal) -> list[float]:
+        """Those of its commits. See the contract."""
+        return [commit.loss for commit in journal.commits]
 
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
         """Memory for the input of each block, and for one segment's graph. See the contract."""
@@ -72,7 +73,7 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
             raise self._refusal("replay", execution.replay, "none: nothing is replayed")
         optimization, limit = options.optimization, options.first_order.max_grad_norm
         assert options.first_order.method is not None, "it is what chose this class"
-        rates = {"lr": optimization.lr, "weight_decay": optimization.weight_decay}
+        rates = {"lr": optimization.rate, "weight_decay": optimization.weight_decay}
         engine = DurableBackpropEngine(
             opening.model,
             partial(METHODS[options.first_order.method], **rates),

@@ -46,7 +46,7 @@ def verify_first_order(
     given["adapter"] = Adapter(config=adapter, seed=batches.seed)
     model = open_checkpoint(directory, head=opening.head, loss_chunk=None, **given)
     require_fit(model, batches)
-    optimizer = partial(METHODS[method], lr=size.lr, weight_decay=size.weight_decay)
+    optimizer = partial(METHODS[method], lr=size.rate, weight_decay=size.weight_decay)
     with BackpropEngine(model, optimizer) as engine:
         whole = _resident(model, directory, adapter, opening.head)
         trained = {name: parameter for name, parameter in whole.named_parameters() if name in engine.parameters}

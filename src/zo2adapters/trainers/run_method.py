@@ -40,6 +40,7 @@ class RunMethod(ABC, Generic[EngineT]):
 
     has_gradient: bool  # whether steps differentiate the objective
     learning_rates: Sequence[float]  # to try where a user names none
+    few_learning_rates: Sequence[float]  # to try where a run is too short to try all of these
 
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
@@ -54,8 +55,8 @@ class RunMethod(ABC, Generic[EngineT]):
         """Expected seconds of a step on the CPU, all blocks in memory. The probes take a few seconds."""
 
     @abstractmethod
-    def losses(self, engine: EngineT) -> list[float]:
-        """The loss of each step so far, before its update."""
+    def losses(self, journal: Journal) -> list[float]:
+        """The loss of each step of a journal, before its update."""
 
     @abstractmethod
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
@@ -88,8 +89,8 @@ class RunMethod(ABC, Generic[EngineT]):
         """The error with which a run ends whose step was refused. By default the step's own."""
         return error
 
-    def verdict(self, engine: EngineT) -> str | None:
-        """Say if the steps left nothing of the model, in a line; None if they did not. By default nothing is said."""
+    def verdict(self, journal: Journal) -> str | None:
+        """Say if a journal's steps left nothing of the model, in a line; None if they did not. By default nothing is said."""
         return None
 
     def ways_on(self, engine: EngineT) -> str:

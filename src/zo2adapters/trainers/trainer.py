@@ -81,6 +81,7 @@ class Trainer:
         label: Text before the progress bar, which then disappears when the run ends; None: no text, and the bar stays.
         execution: How to execute the run; by default as fast as possible, and without a trace.
         workers: Processes that work on the run together, each in a directory of its own; None: this process works alone.
+        evaluates: Whether to evaluate. Without, rows that are held out to evaluate on are still not trained on.
 
     Raises:
         ZO2Error: of the kind that fits, if an option cannot be used. A new output directory is removed again.
@@ -95,6 +96,7 @@ class Trainer:
         label: str | None = None,
         execution: Execution | None = None,
         workers: Workers | None = None,
+        evaluates: bool = True,
     ) -> None:
         options.require_valid()
         method_of(options)  # checks the options that depend on neither model nor data
@@ -130,7 +132,7 @@ class Trainer:
         files = [self._data, *([] if self._evaluation is None else [self._evaluation])]
         self._evaluated = (
             None
-            if self._evaluation is None
+            if self._evaluation is None or not evaluates
             else make_evaluation(self._task, model, self._data, self._evaluation, task_options, tokenizer)
         )
         longest, sequences = max(rows.longest for rows in files), max(rows.most_sequences for rows in files)
@@ -194,12 +196,12 @@ class Trainer:
     @property
     def losses(self) -> list[float]:
         """The loss of each step so far, before its update."""
-        losses: list[float] = self._method.losses(self.engine)
+        losses: list[float] = self._method.losses(self.engine.journal)
         return losses
 
     def divergence(self) -> str | None:
         """A line that says that the steps have destroyed the model; None if they have not."""
-        verdict: str | None = self._method.verdict(self.engine)
+        verdict: str | None = self._method.verdict(self.engine.journal)
         return verdict
 
     def storage(self) -> str:
@@ -412,7 +414,7 @@ class Trainer:
     def _evaluations_left(self, version: int) -> int:
         """Evaluations that are still due after this number of steps."""
         options = self.options
-        return 0 if self._evaluation is None else evaluations_due(options.steps, options.evaluate_every, version=version)
+        return 0 if self._evaluated is None else evaluations_due(options.steps, options.evaluate_every, version=version)
 
     def _evaluate(
         self, evaluated: Callable[[Runner], dict[str, float]], metrics: IO[bytes], live: LiveMetrics, bar: StepBar

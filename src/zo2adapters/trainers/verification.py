@@ -74,7 +74,7 @@ def verify(directory: Path, opening: ModelOptions, size: StepSize, batches: Rand
     require_fit(model, batches)
     stored = model.layouts[0].parameters[0].dtype
     whole = head_of(opening.head).class_of(model.config).from_pretrained(directory, dtype=stored, trust_remote_code=False)
-    numbers: Any = {"lr": size.lr, "zo_eps": size.zo_eps, "weight_decay": size.weight_decay}
+    numbers: Any = {"lr": size.rate, "zo_eps": size.zo_eps, "weight_decay": size.weight_decay}
     mono = MonolithicMeZO(whole, autocast=model.autocast, **numbers)
     count = sum(len(layout.parameters) for layout in model.layouts)
     with ZOEngine(model, MeZOSGD(**numbers)) as engine:
