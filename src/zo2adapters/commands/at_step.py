@@ -61,6 +61,11 @@ class AtStep:
             if model_options.adapter is not None and not model_options.adapter.is_dir():
                 expected = "a directory that save_pretrained wrote"
                 raise OptionError("adapter", found=str(model_options.adapter), expected=expected, remedy="check the path")
+            if model_options.lora_rank is not None:
+                expected = "none: the adapter that a run has trained is in its directory"
+                raise OptionError(
+                    "lora_rank", found=str(model_options.lora_rank), expected=expected, remedy="pass --run or --adapter DIR"
+                )
             on_cpu, replays = (
                 self.resources.device == "cpu",
                 self.journal is not None,

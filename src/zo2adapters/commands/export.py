@@ -53,7 +53,7 @@ class Export(AtStep):
                 version=engine.version,
                 base=str(at.model),
                 head=at.model_options.head,
-                is_adapter=self.as_adapter or at.model_options.adapter is not None,
+                is_adapter=self.as_adapter or at.model_options.trains_adapter,
                 data=data,
             )
             if self.as_adapter:

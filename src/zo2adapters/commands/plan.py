@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from zo2adapters.ranges import require_at_least, require_between
 from zo2adapters.tasks.row_options import RowOptions
+from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import MethodName
 from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
@@ -51,8 +52,7 @@ class Plan:
     """Print JSON instead of a table."""
     method: MethodName | None = None
     """Plan a run that trains an adapter by gradients, with this optimizer. By default, steps are zeroth-order."""
-    adapter: Path | None = None
-    """With --method: the adapter to train, as for training."""
+    adapter_options: AdapterOptions = field(default_factory=AdapterOptions)
     directions: Directions = field(default_factory=Directions)
     data: Path | None = None
     """File to train on, as in zo2 train, whose rows are tokenised for their lengths. Without it every row is as long as
@@ -95,15 +95,17 @@ class Plan:
                 )
         require_at_least("steps", self.steps, 1)
         self.rows.require_valid(takes_labels=self.model_options.head != "causal-lm")
-        if self.method is not None or self.adapter is not None:
-            self._plan_first_order()
+        self.adapter_options.require_valid()
+        if self.method is not None:
+            self._plan_first_order(self.method)
             return
         optimization = Optimization(**vars(self.directions))
         optimization.require_consistent()
         self.batching.require_valid()
         directory = resolve_directory(self.model)
         on_cpu = self.device_memory is None
-        exact, model_options = optimization.exact_mezo or optimization.rank is not None, self.model_options
+        model_options, adapter = self.model_options, self.adapter_options.adapter_of(self.model_options.head)
+        exact = optimization.exact_mezo or optimization.rank is not None or adapter is not None
         model = open_checkpoint(
             directory,
             head=model_options.head,
@@ -111,6 +113,7 @@ class Plan:
             dtype=model_options.dtype,
             precision=precision_of_run(model_options.precision, exact_mezo=exact, on_cpu=on_cpu),
             transfer_dtype=self.transfer_dtype,
+            adapter=adapter,
             loss_chunk=self.batching.loss_chunk or "auto",
         )
         shapes = self._shapes(model, directory)
@@ -151,23 +154,19 @@ class Plan:
         )
         print(planned.to_json() if self.json else planned.table())
 
-    def _plan_first_order(self) -> None:
+    def _plan_first_order(self, method: MethodName) -> None:
         """Print the plan of a run that trains an adapter by gradients.
 
         Raises:
-            OptionError: if one of method and adapter is missing, or an option has no effect on such a run.
+            OptionError: if the adapter is missing, or an option has no effect on such a run.
         """
         from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
-        from zo2adapters.models.peft_model import Adapter
         from zo2adapters.trainers.first_order_plan import plan_first_order_run
 
-        if self.method is None or self.adapter is None:
-            given, missing = ("method", "--adapter") if self.adapter is None else ("adapter", "--method")
-            found = str(self.method or self.adapter)
-            raise OptionError(given, found=found, expected=f"{missing} beside it", remedy="pass both, or leave it out")
+        self.adapter_options.require_adapter(method)
         for option in ("transfer_dtype", "replay", "write_limit_tb", "device_memory", "workers", "directions"):
             if getattr(self, option) != getattr(Plan(model=self.model), option):
-                expected = f"no such option with --method {self.method}, on which it has no effect"
+                expected = f"no such option with --method {method}, on which it has no effect"
                 raise OptionError(option, found=str(getattr(self, option)), expected=expected, remedy="leave it out")
         self.batching.require_valid()
         directory, opening = resolve_directory(self.model), self.model_options
@@ -177,7 +176,7 @@ class Plan:
             architecture=opening.architecture,
             dtype=opening.dtype,
             precision=opening.precision,
-            adapter=Adapter(config=self.adapter),
+            adapter=self.adapter_options.adapter_of(opening.head),
             loss_chunk=self.batching.loss_chunk or "auto",
         )
         planned = plan_first_order_run(

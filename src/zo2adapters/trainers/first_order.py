@@ -29,7 +29,7 @@ class FirstOrder:
 
     method: MethodName | None = None
     """Train an adapter by gradients, with this optimizer; a block is read at most twice a step, and never written. Needs
-    --adapter and an --lr of its scale, such as 2e-4. Without it steps are zeroth-order."""
+    --lora-rank or --adapter, and an --lr of its scale, such as 2e-4. Without it steps are zeroth-order."""
     max_grad_norm: float | None = None
     """With --method: largest 2-norm of all gradients together; larger ones are scaled down to it."""
 
@@ -49,13 +49,7 @@ class FirstOrder:
                     "max_grad_norm", found=f"{self.max_grad_norm:g}", expected=expected, remedy="leave one of the two out"
                 )
             return
-        if options.model_options.adapter is None:
-            raise OptionError(
-                "method",
-                found=f"{self.method} without an adapter",
-                expected="--adapter beside it: gradients train adapters, on weights that are only read",
-                remedy="name an adapter_config.json as peft writes it, or leave --method out",
-            )
+        options.model_options.require_adapter(self.method)
         optimization, storage = options.optimization, options.storage
         unused = [name.name for name in fields(optimization) if name.name not in _OPTIMIZATION]
         self._refuse(optimization, unused)

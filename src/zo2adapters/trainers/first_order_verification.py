@@ -9,19 +9,23 @@ from typing import Any
 import torch
 
 from zo2adapters.models.checkpoint import open_checkpoint
-from zo2adapters.models.heads import head_of
-from zo2adapters.models.hf import HFBlockModel
-from zo2adapters.models.peft_model import Adapter, peft_config
-from zo2adapters.optional_package import optional_package
+from zo2adapters.models.peft_model import Adapter
 from zo2adapters.trainers.first_order import METHODS, MethodName
 from zo2adapters.trainers.model_options import ModelOptions
 from zo2adapters.trainers.optimization import StepSize
-from zo2adapters.trainers.verification import Comparison, RandomBatches, first_difference, require_fit
-from zo2core import BackpropEngine, OptionError
+from zo2adapters.trainers.verification import (
+    Comparison,
+    RandomBatches,
+    copy_trained,
+    first_difference,
+    require_fit,
+    whole_model,
+)
+from zo2core import BackpropEngine
 
 
 def verify_first_order(
-    directory: Path, opening: ModelOptions, method: MethodName, adapter: Path, size: StepSize, batches: RandomBatches
+    directory: Path, opening: ModelOptions, method: MethodName, adapter: Adapter, size: StepSize, batches: RandomBatches
 ) -> Comparison:
     """Train an adapter over the stream and on the whole model, and compare losses, gradient norms and the adapter.
 
@@ -31,9 +35,9 @@ def verify_first_order(
         directory: Model directory.
         opening: How the checkpoint is opened.
         method: Names the optimizer.
-        adapter: Adapter of peft: a config, or a directory.
+        adapter: The adapter that is trained.
         size: The optimizer's learning rate and weight decay.
-        batches: What to compare on; their seed is that of the adapter's first values, too.
+        batches: What to compare on.
 
     Returns:
         The comparison.
@@ -43,15 +47,12 @@ def verify_first_order(
         MemoryBudgetError: if model and batch do not fit into the memory that is free.
     """
     given: dict[str, Any] = {"architecture": opening.architecture, "dtype": opening.dtype, "precision": opening.precision}
-    given["adapter"] = Adapter(config=adapter, seed=batches.seed)
-    model = open_checkpoint(directory, head=opening.head, loss_chunk=None, **given)
+    model = open_checkpoint(directory, head=opening.head, loss_chunk=None, adapter=adapter, **given)
     require_fit(model, batches)
     optimizer = partial(METHODS[method], lr=size.rate, weight_decay=size.weight_decay)
     with BackpropEngine(model, optimizer) as engine:
-        whole = _resident(model, directory, adapter, opening.head)
-        trained = {name: parameter for name, parameter in whole.named_parameters() if name in engine.parameters}
-        for name, value in engine.parameters.items():
-            trained[name].data = value.detach().clone()
+        whole = whole_model(model, directory, opening.head, adapter)
+        trained = copy_trained(model, whole, engine.parameters)
         resident = optimizer(list(trained.values()))
         for step in range(batches.steps):
             batch = batches.batch(model, step)
@@ -70,26 +71,3 @@ def verify_first_order(
             if place is not None:
                 return Comparison(batches.steps, len(trained), f"after {batches.steps} steps, {name}{place}")
     return Comparison(batches.steps, len(trained), None)
-
-
-def _resident(model: HFBlockModel, directory: Path, adapter: Path, head: str) -> Any:
-    """The whole model with peft's modules; only the adapter requires gradients.
-
-    Raises:
-        OptionError: for an adapter that peft does not inject.
-    """
-    peft = optional_package("peft", install="zo2core[peft]")
-    config = peft_config(Adapter(config=adapter)).config
-    if config.is_prompt_learning:
-        expected = "an adapter whose modules stand in the model, as LoRA's"
-        raise OptionError("adapter", found=str(config.peft_type), expected=expected, remedy="verify with LoRA")
-    dtype = torch.float32 if model.autocast is not None else model.config.dtype
-    whole = head_of(head).class_of(model.config).from_pretrained(directory, dtype=dtype, trust_remote_code=False)
-    peft.inject_adapter_in_model(config, whole)
-    names = {spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen}
-    for name, parameter in whole.named_parameters():
-        parameter.requires_grad = name in names
-        parameter.data = (
-            parameter.data.clone()
-        )  # what is mapped from a file lies unaligned, and products round otherwise there
-    return whole.eval()

@@ -218,9 +218,13 @@ class RunOptions:
         if self.optimization.rank is not None and self.storage.snapshot_every is not None:
             raise _conflict("rank", "--snapshot-every", "no snapshots, because no weights change")
         self.first_order.require_valid(self)
-        has_snapshots = self.model_options.adapter is None or self.first_order.method is not None
+        has_snapshots = not self.model_options.trains_adapter or self.first_order.method is not None
         if self.storage.snapshot_every is not None and not has_snapshots:
-            raise _conflict("adapter", "--snapshot-every", "no snapshots, because only parameters in memory change")
+            raise _conflict(
+                self.model_options.adapter_option,
+                "--snapshot-every",
+                "no snapshots, because only parameters in memory change",
+            )
         self.model_options.require_valid()
         require_between("seed", self.seed, -LARGEST, LARGEST)
         self.batching.require_valid()
@@ -244,7 +248,7 @@ class TrainOptions(RunOptions):
         """Precision to open the model in."""
         model_options, on_cpu = self.model_options, self.storage.device == "cpu"
         # Factors and adapters are float32 in either precision.
-        exact = self.optimization.exact_mezo or self.optimization.rank is not None or model_options.adapter is not None
+        exact = self.optimization.exact_mezo or self.optimization.rank is not None or model_options.trains_adapter
         return precision_of_run(model_options.precision, exact_mezo=exact, on_cpu=on_cpu)
 
     def files(self) -> DataFiles:
@@ -346,7 +350,8 @@ class TrainOptions(RunOptions):
         optimization.setdefault("guard", False)
         for group, name in ((values, "evaluation"), (model_options, "architecture"), (model_options, "adapter")):
             group[name] = None if group.get(name) is None else Path(group[name])
-        model_options["adapter_frozen"] = tuple(model_options.get("adapter_frozen", ()))
+        for name in ("adapter_frozen", "lora_targets"):
+            model_options[name] = tuple(model_options.get(name, ()))
         options = cls(
             output=output,
             data=Path(values.pop("data")),
@@ -374,7 +379,7 @@ _LATER = {
     *("architecture", "precision", "transfer_dtype", "schedule_steps", "estimator", "guard", "objective", "keep_best"),
     *("beta", "head", "report_to"),
     *("clip_grad", "clip_median", "write_limit_tb", "rank", "period", "stack", "per_row"),
-    *("adapter", "adapter_frozen", "pack", "first_order"),
+    *("adapter", "adapter_frozen", "lora_rank", "lora_targets", "lora_alpha", "pack", "first_order"),
     *("rows", "eval_split", "eval_seed", "samples"),
 }
 """Options that runs of earlier versions did not save."""

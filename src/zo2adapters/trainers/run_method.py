@@ -90,7 +90,7 @@ class RunMethod(ABC, Generic[EngineT]):
         return error
 
     def verdict(self, journal: Journal) -> str | None:
-        """Say if a journal's steps left nothing of the model, in a line; None if they did not. By default nothing is said."""
+        """Say in a line that a journal's steps left nothing of the model; None if they did not. By default nothing is said."""
         return None
 
     def ways_on(self, engine: EngineT) -> str:

@@ -345,7 +345,7 @@ class Trainer:
             version=step,
             base=options.model,
             head=options.model_options.head,
-            is_adapter=options.model_options.adapter is not None,
+            is_adapter=options.model_options.trains_adapter,
             data=str(options.data),
         )
         return {CARD: card}
