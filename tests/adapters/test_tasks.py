@@ -365,7 +365,6 @@ def test_evaluations_say_what_the_rows_are_about_and_the_best_is_kept(
 
 
 REFUSED = [
-    ("choices", "loss", "found loss for rows with prompt, candidates"),
     ("choices", "exact-match", "found exact-match for rows with prompt, candidates"),
     ("pairs", "accuracy", "found accuracy for rows with text, or prompt and completion"),
     ("pairs", "f2", "found 'f2'; expected one of auto, loss, choice-loss"),

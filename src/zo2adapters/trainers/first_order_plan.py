@@ -23,6 +23,8 @@ from zo2core.planning.memory_plan import MemoryPart
 from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes
 from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.sweep.activation_offload import flattened
+from zo2core.sweep.gradient_visitor import contents
 from zo2core.sweep.kept_graphs import KeptGraph
 
 _PROBED_TOKENS = 64  # of one row: a graph grows with tokens
@@ -96,6 +98,28 @@ def plan_first_order_run(
         evaluations=evaluations,
         evaluation_seconds=of_evaluation,
     )
+
+
+def hands_over_tensors(model: HFBlockModel) -> bool:
+    """Whether a block hands tensors to later blocks beside its output, so that its gradient would be lost.
+
+    Every block runs once on a row of two tokens.
+
+    Args:
+        model: The model; an engine binds its modules anew.
+    """
+    ids = torch.ones(1, 2, dtype=torch.long)
+    bind_probe(model)
+    with torch.no_grad():
+        activations = model.embed({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+        for index in range(1, len(model.layouts) - 1):
+            bind_probe(model, index)
+            given, nesting = flattened(activations)
+            before = [contents(value) for value in given]
+            activations = model.block(index - 1, activations)
+            if flattened(activations)[1] != nesting or before != [contents(value) for value in given]:
+                return True
+    return False
 
 
 def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> int:

@@ -103,10 +103,13 @@ class FirstOrderRun(RunMethod[DurableBackpropEngine]):
 
     def storage(self, engine: DurableBackpropEngine, host: HostPlan, model: HFBlockModel) -> str:
         """Where blocks are, and how often a snapshot is taken. See the contract."""
+        return storage(host, engine.device_plan, self.options.storage, self.writes(None, model))
+
+    def writes(self, every: int | None, model: HFBlockModel) -> str:
+        """How often a snapshot is taken: no block is written. See the contract."""
         every = self._policy.every
         often = "as often as costs 2 % of the time" if every is None else f"every {every} steps"
-        written = f"a snapshot of adapter and optimizer {often}"
-        return storage(host, engine.device_plan, self.options.storage.device, written)
+        return f"negligible, a snapshot of adapter and optimizer {often}"
 
     def after_step(self, engine: DurableBackpropEngine, report: StepReport) -> list[str]:
         """Take a snapshot if one is due, at the end, and where one is missing of the best step. See the contract."""

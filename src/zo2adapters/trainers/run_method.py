@@ -75,6 +75,10 @@ class RunMethod(ABC, Generic[EngineT]):
         """Where the weights live and what the run writes, in words."""
 
     @abstractmethod
+    def writes(self, every: int | None, model: HFBlockModel) -> str:
+        """What the run writes, in words, if each block is written back every so many steps; None: never."""
+
+    @abstractmethod
     def after_step(self, engine: EngineT, report: StepReport) -> list[str]:
         """Do what is due after a step; what there is to say, a line each."""
 
@@ -90,7 +94,7 @@ class RunMethod(ABC, Generic[EngineT]):
         return error
 
     def verdict(self, journal: Journal) -> str | None:
-        """Say in a line that a journal's steps left nothing of the model; None if they did not. By default nothing is said."""
+        """Say in a line that a journal's steps left nothing of the model; None if they did not, and by default."""
         return None
 
     def ways_on(self, engine: EngineT) -> str:

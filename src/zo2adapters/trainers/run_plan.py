@@ -286,13 +286,20 @@ def _factor_share(layouts: Sequence[BlockLayout], rank: int) -> float:
     return numbers / sum(spec.numel for spec in specs)
 
 
-def bind_probe(model: HFBlockModel) -> None:
-    """Bind the modules of embedding, head and one block to memory, the block's filled with a constant."""
-    for index in (0, 1, len(model.layouts) - 1):
+def bind_probe(model: HFBlockModel, block: int = 1) -> None:
+    """Bind the modules of embedding, head and one block to memory, the block's filled with a constant.
+
+    Args:
+        model: The model.
+        block: Index of the block's segment.
+    """
+    for index in (0, block, len(model.layouts) - 1):
         specs = [spec.in_forward() for spec in model.layouts[index].used]
         memory = HostDevice().host_memory(sum(aligned(spec.nbytes) for spec in specs))
         views = zip(specs, flat_views(specs, memory), strict=True)
-        model.bind(index, {spec.name: (view.fill_(0.01) if index == 1 else view).view(spec.shape) for spec, view in views})
+        model.bind(
+            index, {spec.name: (view.fill_(0.01) if index == block else view).view(spec.shape) for spec, view in views}
+        )
 
 
 def measured_forward_seconds(model: HFBlockModel, shape: BatchShape, *, running: int | None = None) -> float:

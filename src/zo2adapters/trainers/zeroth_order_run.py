@@ -62,8 +62,11 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
 
     def storage(self, engine: ZOEngine, host: HostPlan, model: HFBlockModel) -> str:
         """Where blocks are kept, and how often they are written. See the contract."""
-        writes = disk_writes(self.options, engine.write_back_every, model.layouts)
-        return storage(host, engine.device_plan, self.options.storage.device, writes)
+        return storage(host, engine.device_plan, self.options.storage, self.writes(engine.write_back_every, model))
+
+    def writes(self, every: int | None, model: HFBlockModel) -> str:
+        """Blocks, or factors of finished periods. See the contract."""
+        return disk_writes(self.options, every, model.layouts)
 
     def after_step(self, engine: ZOEngine, report: StepReport) -> list[str]:
         """Warnings, each of which is given once. See the contract."""
