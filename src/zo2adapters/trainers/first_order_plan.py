@@ -9,12 +9,14 @@ import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
-from zo2adapters.trainers.first_order_run import FORWARDS, gradient_bytes
+from zo2adapters.trainers.first_order_run import gradient_bytes
 from zo2adapters.trainers.run_plan import (
     RunPlan,
     bind_probe,
     decoding_seconds,
+    embedded_probe,
     evaluation_sweeps,
+    fastest,
     measured_forward_seconds,
 )
 from zo2core import Machine, MemoryPolicy, PhiloxNoise, RunRequest, plan
@@ -70,7 +72,7 @@ def plan_first_order_run(
     host_plan = spec.host_plan
     forward = measured_forward_seconds(model, shapes.step, running=micro_rows)
     blocks = sum(not layout.resident for layout in layouts)
-    graph = measured_graph_bytes(model, longest)
+    graph, times = measured_graph_bytes(model, longest), measured_backward(model, shapes.step, micro_rows)
     kept = min(host_plan.spare // max(graph, 1), blocks)
     host_plan = replace(
         host_plan, parts=(*host_plan.parts, MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
@@ -91,7 +93,7 @@ def plan_first_order_run(
         read_bytes=read,
         written_bytes=0,
         terabytes_per_1000_steps=0.0,
-        forward_seconds=(FORWARDS - kept / blocks) * forward,
+        forward_seconds=(times + 1 - kept / blocks) * forward,
         update_seconds=decoding,
         disk_seconds=read_seconds,
         steps=steps,
@@ -120,6 +122,29 @@ def hands_over_tensors(model: HFBlockModel) -> bool:
             if flattened(activations)[1] != nesting or before != [contents(value) for value in given]:
                 return True
     return False
+
+
+def measured_backward(model: HFBlockModel, shape: BatchShape, running: int | None) -> float:
+    """Measure a block's forward with its backward, as a multiple of its forward alone.
+
+    Args:
+        model: The model, with its adapter; an engine binds its modules anew.
+        shape: Shape of the batch.
+        running: Rows that run at a time; None: all.
+    """
+    trained = {spec.name for layout in model.layouts for spec in layout.parameters if not spec.frozen}
+    with torch.no_grad():
+        activations, _ = embedded_probe(model, shape, running)
+        forward = fastest(lambda: model.block(0, activations))
+    hidden = activations.hidden.detach().requires_grad_()
+    wanted = [hidden, *(leaf.requires_grad_() for name, leaf in model.leaves(1).items() if name in trained)]
+
+    def both() -> None:
+        with torch.enable_grad():
+            output = model.block(0, activations._replace(hidden=hidden)).hidden
+            torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
+
+    return fastest(both) / forward
 
 
 def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> int:

@@ -69,7 +69,7 @@ class InitialRecipe:
     """A recipe with its reasons, and what its run is expected to take."""
 
     choices: Sequence[Choice]
-    summary: Sequence[str]  # method, steps, time, memory and disk, in words
+    summary: str  # method, steps, time, memory and disk, in words
 
     def text(self) -> str:
         """The recipe as YAML, with the reasons as comments."""
@@ -179,7 +179,7 @@ def _with_precision(options: TrainOptions, model: HFBlockModel, reason: str) -> 
         why = f"auto keeps the quantised weights as they are, {trained}."
     elif model.autocast is not None:
         why = f"auto keeps weights in float32, so that no small update is lost, and computes in {_name(model.autocast)}."
-    elif options.storage.device == "cpu" and stored in (torch.float16, torch.float32):
+    elif options.first_order.method is not None and stored in (torch.float16, torch.float32):
         times = product_seconds(stored) / product_seconds(torch.bfloat16)
         if times * _MUCH_FASTER > 1:
             speed = f"this CPU multiplies matrices {times:.1f} times as fast in bfloat16 as in {_name(stored)}"
@@ -192,6 +192,10 @@ def _with_precision(options: TrainOptions, model: HFBlockModel, reason: str) -> 
         options = replace(options, model_options=replace(options.model_options, **changed))
         model = options.opened(resolve_directory(options.model))
     return _Opened(options, model, reason, why[0].upper() + why[1:])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _with_lengths(opened: _Opened) -> tuple[TrainOptions, _Lengths, int]:
@@ -372,14 +376,14 @@ def _evaluation_choices(options: TrainOptions, inputs: RunInputs, plan: RunPlan,
         yield Choice("samples", _SAMPLES, "So many prompts are answered before and after training.")
 
 
-def _summary(inputs: RunInputs, options: TrainOptions, plan: RunPlan, schedule: Schedule) -> list[str]:
+def _summary(inputs: RunInputs, options: TrainOptions, plan: RunPlan, schedule: Schedule) -> str:
     trials = schedule.steps * plan.seconds
+    evaluations = f", {plan.evaluations} evaluations" if plan.evaluations else ""
     writes = method_of(replace(options, optimization=replace(options.optimization, lr=1.0))).writes(
         plan.write_back_every, inputs.model
     )
-    return [
-        f"{method_words(options)}: {options.steps} steps of {options.batching.batch_size} rows, "
-        f"{plan.evaluations} evaluations and {schedule.steps} steps to choose the learning rate, about "
-        f"{duration(plan.run_seconds + trials)} in all.",
-        storage(plan.host_plan, None, options.storage, writes),
-    ]
+    return (
+        f"{method_words(options)}: {options.steps} steps of {options.batching.batch_size} rows{evaluations}, and "
+        f"{schedule.steps} steps to choose the learning rate: about {duration(plan.run_seconds + trials)} in all. "
+        + storage(plan.host_plan, None, options.storage, writes)
+    )
