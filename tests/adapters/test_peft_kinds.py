@@ -406,7 +406,7 @@ def test_every_call_of_a_layer_has_a_cache_of_its_own(tmp_path: Path) -> None:
             activations = model.embed(prepared)
             first, second = model.block(0, activations), model.block(0, activations)
         assert torch.equal(first.hidden, second.hidden)
-        held = [value for value in first.calls[0][1].values() if isinstance(value, LayerPrefix)]
+        held = [value for value in first.calls.layer(0)[1].values() if isinstance(value, LayerPrefix)]
         assert [own.keys.shape for own in held] == [(1, 3, 3, 4)]
 
 
@@ -439,6 +439,20 @@ def test_text_is_generated_behind_a_prefix_as_by_peft(model_type: str, tmp_path:
         theirs = loaded.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
         assert theirs[0, len(prompt) :].tolist() == continuation
     assert again == ours
+
+
+@pytest.mark.parametrize("model_type", TARGETS)
+def test_branches_recorded_before_a_sweep_are_those_that_it_takes(model_type: str, tmp_path: Path) -> None:
+    base, batch = save_model(tmp_path, small_config(model_type)), make_batch(40, [7, 5])
+    runs: list[tuple[float, list[Any]]] = []
+    for records in (False, True):
+        model = open_checkpoint(base, adapter=Adapter(config=prefix(model_type)), loss_chunk=3)
+        with Replayer(model) as replayer:
+            if records:  # as for a GPU
+                model.record_branches(model.prepared(batch))
+                assert model._stand_in_branches._cached == runs[0][1]
+            runs.append((replayer.evaluate([batch]).loss, model._stand_in_branches._cached))
+    assert runs[0] == runs[1]
 
 
 def test_packed_rows_would_share_a_prefix_and_are_refused(tmp_path: Path) -> None:

@@ -285,6 +285,39 @@ def test_the_last_blocks_keep_their_graphs_as_far_as_there_is_room(base: Path, b
     assert all(outcome[1:] == outcomes[1][1:] for outcome in outcomes.values())
 
 
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "down_proj"]])
+def test_a_forward_that_runs_again_ends_where_nothing_more_is_saved(base: Path, targets: list[str]) -> None:
+    """As in torch's checkpointing: behind the last tensor that a backward reads, a frozen projection is not repeated."""
+    config, batch = lora(target_modules=targets, init_lora_weights=False), make_batch(40, [7, 5])
+    model: Any = open_checkpoint(base, adapter=Adapter(config=config, seed=1))
+    projection, calls = model._layers[0].mlp.down_proj, []
+    getattr(projection, "base_layer", projection).register_forward_hook(lambda *_: calls.append(1))
+    resident = Resident(base, config, first_values(model), OPTIMIZERS["sgd"])
+    with BackpropEngine(model, OPTIMIZERS["sgd"], memory=memory(1, room=1)) as engine:
+        for _ in range(2):
+            calls.clear()  # the first step of a shape tries it out before
+            assert engine.step(batch).loss == resident.step([batch], None)
+            assert_equal(engine, resident)
+    is_last_projection_trained = "down_proj" in targets
+    assert len(calls) == (2 if is_last_projection_trained else 1)
+
+
+def test_a_block_that_saves_other_tensors_when_it_runs_again_is_refused(base: Path) -> None:
+    with make(base, 1, room=1) as engine:
+        shift = torch.nn.Parameter(torch.zeros(()))
+        runs: list[int] = []
+
+        def changed(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            runs.append(1)
+            return output * (1 + shift) if len(runs) == 1 else output
+
+        model: Any = engine._model
+        model._layers[0].input_layernorm.register_forward_hook(changed)
+        with pytest.raises(OptionError, match="saves other tensors for its backward when it runs again"):
+            engine.step(make_batch(40, [7, 5]))
+        assert engine.steps == 0
+
+
 @pytest.mark.parametrize("model_type", ["opt", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("room", [1, 1 << 28])
@@ -574,6 +607,6 @@ def test_blocks_that_share_keys_and_values_are_refused(tmp_path: Path) -> None:
     save_model(directory, config, torch.float32)
     model = open_checkpoint(directory, adapter=Adapter(config=lora(target_modules=["q_proj"]), seed=1))
     with BackpropEngine(model, OPTIMIZERS["sgd"]) as engine:
-        with pytest.raises(OptionError, match=r"block \d, which hands tensors to later blocks beside its output"):
+        with pytest.raises(OptionError, match=r"block \d, which passes tensors to later blocks besides its output"):
             engine.step(make_batch(40, [7, 5]))
         assert engine.steps == 0

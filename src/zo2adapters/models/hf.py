@@ -25,6 +25,7 @@ from zo2adapters.models.branch_cache import BranchCache
 from zo2adapters.models.chunked_loss import chunked_loss
 from zo2adapters.models.decisive_config import decisive_config
 from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
+from zo2adapters.models.layer_calls import LayerCalls
 from zo2adapters.models.low_rank import LowRankModules, set_batch_shape
 from zo2adapters.models.packing import require_separating_masks
 from zo2adapters.models.prepared_batch import (
@@ -48,7 +49,7 @@ class Activations(NamedTuple):
     """The data that one segment passes to the next."""
 
     hidden: torch.Tensor  # (rows, tokens, hidden size), or other axes, which ``HFBlockModel.by_token`` reorders
-    calls: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]  # each layer's other arguments: masks, positions, ...
+    calls: LayerCalls
 
 
 class HFBlockModel:
@@ -198,7 +199,7 @@ class HFBlockModel:
     def _prepared(self, batch: Batch) -> Batch:
         prepared = PreparedBatch(batch)
         if prepared.is_packed:
-            require_separating_masks(prepared, lambda: self.embed(prepared).calls)
+            require_separating_masks(prepared, lambda: self.embed(prepared).calls.by_layer())
         if batch["input_ids"].device.type != "cpu":  # on the CPU the first forward may record them
             self.record_branches(prepared)
         return prepared
@@ -247,11 +248,11 @@ class HFBlockModel:
         assert recorder.hidden is not None, "HF's forward did not reach the last layer"
         if self.takes_single_tokens:
             require_axes(recorder.hidden, inputs["input_ids"], self._axes, self.config.model_type)
-        return Activations(recorder.hidden, recorder.calls)
+        return Activations(recorder.hidden, LayerCalls.of(recorder.calls))
 
     def block(self, index: int, activations: Activations) -> Activations:
         """Run one layer with its recorded arguments."""
-        args, kwargs = activations.calls[index]
+        args, kwargs = activations.calls.layer(index)
         set_batch_shape(self._low_rank, self.by_token(activations.hidden))
         with self._casting():
             out = self._layers[index](activations.hidden, *args, **kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zo2adapters.models.layer_calls import LayerCall
 from zo2core import UnsupportedModelError
 
 
@@ -30,7 +31,7 @@ class CallRecorder:
 
     def reset(self) -> None:
         """Clear the records."""
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self.calls: list[LayerCall] = []
         self.hidden: torch.Tensor | None = None  # the last layer's input
         self.final: torch.Tensor | None = None  # set during the epilogue
 

@@ -1,4 +1,4 @@
-"""What a run of first-order steps would take: memory, reads and seconds, from headers and quick probes."""
+"""Plan of a run of first-order steps: memory, reads and seconds, from headers and quick probes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zo2adapters.trainers.run_plan import (
     bind_probe,
     decoding_seconds,
     embedded_probe,
-    evaluation_sweeps,
+    evaluation_pass_seconds,
     fastest,
     measured_forward_seconds,
 )
@@ -26,10 +26,10 @@ from zo2core.planning.speeds import MeasuredSpeeds
 from zo2core.planning.write_interval import streamed_bytes
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sweep.activation_offload import flattened
+from zo2core.sweep.block_graph import BlockGraph
 from zo2core.sweep.gradient_visitor import contents
-from zo2core.sweep.kept_graphs import KeptGraph
 
-_PROBED_TOKENS = 64  # of one row: a graph grows with tokens
+_PROBED_TOKENS = 64  # most tokens of the probed row; a graph grows in proportion to tokens
 
 
 def plan_first_order_run(
@@ -37,26 +37,24 @@ def plan_first_order_run(
     shapes: RowShapes,
     *,
     memory: int | str = "auto",
-    micro_rows: int | None = None,
     steps: int = 0,
     evaluations: int = 0,
 ) -> RunPlan:
     """Plan a run on the CPU that trains an adapter by gradients. Nothing is loaded; the probes take a few seconds.
 
     Args:
-        model: From ``open_checkpoint``, with an adapter.
+        model: Model from ``open_checkpoint``, with an adapter.
         shapes: Shapes of the run's batches.
-        memory: Host memory the process may take in all.
-        micro_rows: Rows that run at a time; None: all of a batch.
+        memory: Host memory the process may use in total.
         steps: Steps of the run.
         evaluations: Evaluations of the run.
 
     Raises:
-        MemoryBudgetError: if no arrangement fits.
+        MemoryBudgetError: if no plan fits.
         CheckpointError: if the checkpoint cannot be read.
     """
     longest, on_disk = shapes.longest, laid_out_as_on_disk(model.layouts, model.weights)
-    activations, _ = gradient_bytes(model, longest.rows, round(longest.tokens), micro_rows)
+    activations, _ = gradient_bytes(model, longest.rows, round(longest.tokens), shapes.micro_rows)
     request = RunRequest(
         layouts=model.layouts,
         on_disk=on_disk,
@@ -68,23 +66,18 @@ def plan_first_order_run(
     )
     speeds = MeasuredSpeeds(model.weights)
     spec = plan(request, Machine(), speeds)
-    layouts = spec.layouts
-    host_plan = spec.host_plan
-    forward = measured_forward_seconds(model, shapes.step, running=micro_rows)
+    layouts, host_plan = spec.layouts, spec.host_plan
+    forward = measured_forward_seconds(model, shapes.step, running=shapes.micro_rows)
     blocks = sum(not layout.resident for layout in layouts)
-    graph, times = measured_graph_bytes(model, longest), measured_backward(model, shapes.step, micro_rows)
+    graph, times = measured_graph_bytes(model, longest), measured_backward(model, shapes.step, shapes.micro_rows)
     kept = min(host_plan.spare // max(graph, 1), blocks)
     host_plan = replace(
         host_plan, parts=(*host_plan.parts, MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
     )
     read = 2 * streamed_bytes(layouts, host_plan.buckets)
     read_seconds = read / speeds.reading(layouts) if read else 0.0
-    decoding = 2 * decoding_seconds(layouts)
-    of_evaluation = 0.0
-    if shapes.evaluation is not None and evaluations:
-        computing = shapes.evaluation_batches * measured_forward_seconds(model, shapes.evaluation, running=micro_rows)
-        sweeps = evaluation_sweeps(model, shapes, activations, micro_rows)
-        of_evaluation = max(computing + sweeps * decoding / 2, sweeps * read_seconds / 2)
+    decoding = decoding_seconds(layouts)
+    evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, read_seconds / 2) if evaluations else 0.0
     return RunPlan(
         host_plan=host_plan,
         model_bytes=sum(layout.nbytes for layout in layouts),
@@ -94,11 +87,11 @@ def plan_first_order_run(
         written_bytes=0,
         terabytes_per_1000_steps=0.0,
         forward_seconds=(times + 1 - kept / blocks) * forward,
-        update_seconds=decoding,
+        update_seconds=2 * decoding,
         disk_seconds=read_seconds,
         steps=steps,
         evaluations=evaluations,
-        evaluation_seconds=of_evaluation,
+        evaluation_seconds=evaluation,
     )
 
 
@@ -161,7 +154,7 @@ def measured_graph_bytes(model: HFBlockModel, shape: BatchShape) -> int:
         activations = model.embed({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
     hidden = activations.hidden.detach().requires_grad_()
     weights = dict(model.leaves(1))
-    graph = KeptGraph(weights, [hidden])
-    with torch.enable_grad(), graph.recorded():
+    graph = BlockGraph(weights, [hidden])
+    with torch.enable_grad(), graph.recorded(keep=True):
         model.block(0, activations._replace(hidden=hidden))
     return math.ceil(graph.nbytes / tokens * shape.rows * shape.tokens)

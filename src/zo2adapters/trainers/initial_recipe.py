@@ -20,17 +20,14 @@ from zo2adapters.tasks.row_format import RowFormat
 from zo2adapters.tasks.row_survey import Survey, survey
 from zo2adapters.tasks.tokenizer import load_tokenizer
 from zo2adapters.trainers.automatic_rate import schedule_of
-from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import FirstOrder
 from zo2adapters.trainers.first_order_plan import hands_over_tensors
-from zo2adapters.trainers.first_order_run import gradient_bytes
 from zo2adapters.trainers.lr_schedules import Decay
 from zo2adapters.trainers.methods import method_of
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions, evaluations_due
 from zo2adapters.trainers.outlook import LORA_RANK, method_words, plan_of
-from zo2adapters.trainers.run_engine import reserved_for
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.run_plan import RunPlan, duration
@@ -115,7 +112,7 @@ def initial_recipe(request: TrainOptions) -> InitialRecipe:
     opened = _opened(replace(request, rows=surveyed.options, objective=objective))
     options, lengths, rows = _with_lengths(opened)
     inputs = RunInputs.read(_with_held_out_rows(options, rows))
-    batching = _fitting(inputs, opened)
+    batching = _fitting(inputs)
     inputs = replace(inputs, options=replace(inputs.options, batching=batching))
     inputs, plan = _planned(inputs)
     options = _with_steps(replace(opened.options, eval_split=inputs.options.eval_split, batching=batching), inputs, plan)
@@ -230,22 +227,20 @@ def _with_held_out_rows(options: TrainOptions, rows: int) -> TrainOptions:
     return replace(options, eval_split=float(f"{share:.2g}"))
 
 
-def _fitting(inputs: RunInputs, opened: _Opened) -> Batching:
+def _fitting(inputs: RunInputs) -> Batching:
     """Choose the rows of a batch, and of them those that run at a time."""
-    options, model = inputs.options, inputs.model
+    options, rows = inputs.options, inputs.files
     budget = free_memory() if options.storage.memory == "auto" else parse_size(options.storage.memory)
+    longest, sequences = max(file.longest for file in rows), max(file.most_sequences for file in rows)
     batching = replace(options.batching, batch_size=min(_BATCH, len(inputs.data)))
-    longest = inputs.shapes().longest
-    tokens, sequences = round(longest.tokens), longest.rows // options.batching.batch_size
-    rows = batching.batch_size * sequences
     for micro_rows in _MICRO_BATCHES:
-        if options.first_order.method is not None:
-            needed, _ = gradient_bytes(model, rows, tokens, micro_rows)
-        else:
-            needed = reserved_for(model, BatchShape.whole(rows, tokens), options.optimization, micro_rows)
-        if needed <= _ACTIVATIONS * budget:
+        if micro_rows is not None and micro_rows >= batching.batch_size * sequences:
+            continue
+        batching = replace(batching, micro_batch_size=micro_rows)
+        method = method_of(replace(options, batching=batching, optimization=replace(options.optimization, lr=1e-6)))
+        if method.reserved_bytes(inputs.model, longest, sequences)[0] <= _ACTIVATIONS * budget:
             break
-    return replace(batching, micro_batch_size=micro_rows if micro_rows is None or micro_rows < rows else None)
+    return batching
 
 
 def _planned(inputs: RunInputs) -> tuple[RunInputs, RunPlan]:

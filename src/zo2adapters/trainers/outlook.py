@@ -12,7 +12,7 @@ from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions, evaluations_due
 from zo2adapters.trainers.run_inputs import RunInputs
 from zo2adapters.trainers.run_plan import RunPlan, duration, plan_run
-from zo2core import MemoryBudgetError, ZO2Error
+from zo2core import MemoryBudgetError, WriteBackPolicy, ZO2Error
 from zo2core.types import shown_bytes
 
 LORA_RANK = 8  # of the adapter that a run of first-order steps is planned with
@@ -46,7 +46,6 @@ def plan_of(inputs: RunInputs) -> RunPlan:
     options = inputs.options
     given: Any = {
         "memory": options.storage.memory,
-        "micro_rows": options.batching.micro_batch_size,
         "steps": options.steps,
         "evaluations": evaluations_due(options.steps, options.evaluate_every) if options.evaluates else 0,
     }
@@ -56,8 +55,7 @@ def plan_of(inputs: RunInputs) -> RunPlan:
         inputs.model,
         inputs.shapes(),
         replace(options.optimization, lr=Optimization().lr, warmup_steps=0),  # which no cost depends on
-        scratch=options.output,
-        write_limit_tb=options.storage.write_limit_tb,
+        write_back=WriteBackPolicy(directory=options.output, terabytes_per_1000_steps=options.storage.write_limit_tb),
         **given,
     )
 

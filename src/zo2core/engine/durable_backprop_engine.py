@@ -1,4 +1,4 @@
-"""First-order steps that outlive their process: each is noted in a journal, and snapshots are what a run goes on from."""
+"""First-order steps in runs that can be resumed: each step is recorded in a journal, and a run resumes from a snapshot."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from zo2core.types import Commit
 
 
 class DurableBackpropEngine(BackpropEngine):
-    """A ``BackpropEngine`` that goes on with a run where its last snapshot was taken.
+    """A ``BackpropEngine`` that resumes a run from its last snapshot.
 
-    Steps that the journal has beyond that snapshot are repeated. Their losses and gradient norms have to be the same again;
-    the journal gets no second record of them.
+    Steps that the journal has beyond that snapshot are repeated. Their losses and gradient norms must be the same again;
+    they are not recorded a second time.
 
     Args:
-        model, optimizer, clip, device, memory, micro_batch_size, overlap, trace: as for ``BackpropEngine``.
-        directory: Directory of the run; its snapshots are there.
-        journal: Journal of the run, or the path of one, which is made if it is not there.
-        method: What decides the steps beside model and batches, as JSON values: the optimizer with its options. The journal
-            keeps it and refuses another one.
-        lr: The learning rate of a 0-based step; the optimizer is given it before the step.
-        provenance: What else of the caller's decides the run, as JSON values: the journal keeps it and refuses another one.
+        model, optimizer, clip, device, memory, micro_batch_size, overlap, trace: As for ``BackpropEngine``.
+        directory: Directory of the run, with its snapshots.
+        journal: Journal of the run, or its path; a missing file is created.
+        method: The optimizer and its options, as JSON values. The journal records them, and other values are refused.
+        lr: Learning rate of a 0-based step, set in the optimizer before the step.
+        provenance: Other values that decide the run, as JSON values. The journal records them, and other values are refused.
 
     Raises:
-        JournalError: if the journal is damaged, or of another run.
-        CheckpointError: if there are snapshots, and none is whole.
-        ZO2Error: as ``BackpropEngine`` says.
+        JournalError: if the journal is damaged, or belongs to another run.
+        CheckpointError: if there are snapshots, but all are damaged.
+        ZO2Error: as for ``BackpropEngine``.
     """
 
     def __init__(
@@ -81,11 +80,11 @@ class DurableBackpropEngine(BackpropEngine):
 
     @property
     def version(self) -> int:
-        """Steps taken: fewer than the journal has, while steps since a snapshot are repeated."""
+        """Number of steps taken; fewer than the journal has while steps after a snapshot are repeated."""
         return self.steps
 
     def take_snapshot(self, *, keep: Collection[int] = ()) -> None:
-        """Write a snapshot of the present step, durably; of the others the one before it is kept.
+        """Write a snapshot of the present step durably, and delete all older ones but the newest of them.
 
         Args:
             keep: Steps whose snapshots are kept as well.
@@ -101,23 +100,22 @@ class DurableBackpropEngine(BackpropEngine):
             group["lr"] = self._lr(self.steps)
 
     def _commit(self, loss: float, norm: float) -> None:
-        """Note a step in the journal, before a parameter changes; or see that it is the one that was noted before.
+        """Record a step in the journal before a parameter changes, or compare a repeated step with its record.
 
         A process that dies after this has not lost the step: it is repeated from the last snapshot.
 
         Raises:
-            JournalError: if it cannot be written, or a repeated step is another one.
+            JournalError: if the record cannot be written, or a repeated step differs from its record.
         """
         journal, commit = self.journal, Commit(self.steps, loss, norm, self._lr(self.steps))
         if self.steps == journal.version:
             self._parts.base_digests.note(journal)
             journal.append(commit)
         elif journal.commits[self.steps] != commit:
-            known = journal.commits[self.steps]
+            recorded = journal.commits[self.steps]
             raise JournalError(
                 f"{journal.name}, step {self.steps}",
                 found=f"loss {loss!r}, gradient norm {norm!r} and lr {commit.lr!r} when the step was repeated",
-                expected=f"loss {known.loss!r}, gradient norm {known.grad_norm!r} and lr {known.lr!r}, as before",
-                remedy="go on where the run was begun, with the same torch and transformers and as many threads; "
-                "the step was not taken",
+                expected=f"loss {recorded.loss!r}, gradient norm {recorded.grad_norm!r} and lr {recorded.lr!r}, as before",
+                remedy="resume with the same machine, torch, transformers and number of threads; the step was not taken",
             )

@@ -1,4 +1,4 @@
-"""First-order steps: a sweep forward and back takes the gradients, then an optimizer changes the parameters."""
+"""First-order steps: a sweep forward and backward computes gradients, then an optimizer changes the parameters."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.sweep.visits import SweepVisitor
 from zo2core.types import Batch, GradientStepResult, Lane, LaneUse
 
-OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Any]  # returns what has torch.optim.Optimizer's interface
+OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Any]  # the result has the interface of torch.optim.Optimizer
 
 
 class GradientSweeps(Protocol):
-    """What the method asks of the runner that owns the parts."""
+    """The methods of the runner that a first-order method calls."""
 
     def prepared(self, batches: Iterable[Batch], forward: Forward) -> Iterator[Batch]:
-        """Batches on the device, checked by what runs them."""
+        """Yield the batches on the device, checked by their forward."""
 
     def run(self, visitor: SweepVisitor, order: Sequence[int]) -> list[list[torch.Tensor]]:
-        """Visit segments in this order; what the head gave."""
+        """Visit segments in this order, and return the head's outputs."""
 
     def ended(self, sweep: Sweep) -> Mapping[Lane, LaneUse]:
-        """Record that a step ended, and return what every lane did for it."""
+        """Record that a step ended, and return the use of each lane in it."""
 
 
 class Backprop:
-    """The first-order method: gradients of the trained parameters, clipped if asked for, and a step of the optimizer.
+    """The first-order method: it computes and clips the gradients of the trained parameters, and calls the optimizer.
 
     Args:
-        optimizer: Called with the trained parameters, in registration order: ``partial(torch.optim.AdamW, lr=2e-4)``. None:
+        optimizer: Called with the trained parameters in registration order: ``partial(torch.optim.AdamW, lr=2e-4)``. None:
             the caller changes the parameters, and ``step`` must not be called.
         clip: Largest 2-norm of all gradients together; None does not clip.
-        sweeps: Makes the sweeps.
-        model: Runs batches where a step is given no other forward.
-        trained: The parameters, and their gradients.
+        sweeps: Runs the sweeps.
+        model: The default forward of a step.
+        trained: The trained parameters and their gradients.
         visits: Makes the visitor of each sweep.
-        micro_batch_size: Rows of a micro-batch; None: batches run whole.
-        commit: Called with a step's loss and norm of gradients right before the optimizer changes a parameter; what it
-            raises refuses the step.
-        memory: What micro-batches may keep from their forward to their backward.
+        micro_batch_size: Rows of a micro-batch; None does not split batches.
+        commit: Called with a step's loss and gradient norm before the optimizer changes a parameter. If it raises an error,
+            the step is not taken.
+        memory: Memory for inputs and graphs that micro-batches keep from their forward to their backward pass.
 
     Raises:
-        OptionError: if the optimizer is none, or wants a closure; or ``clip`` is not above 0.
+        OptionError: if the factory returns no optimizer, the optimizer needs a closure, or ``clip`` is not above 0.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Backprop:
     def step(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> GradientStepResult:
         """Take a step on a batch. See ``BackpropEngine.step``."""
         assert self.optimizer is not None, "an engine without an optimizer takes no steps"
-        began = time.perf_counter()
+        started = time.perf_counter()
         try:
             loss = self.gradients(batch, forward)
             norm = self._clipped(loss)
@@ -95,20 +95,20 @@ class Backprop:
         finally:
             self._trained.clear_gradients()
         self.steps += 1
-        sweep = Sweep.of_step(self.steps - 1, began, time.perf_counter())
-        return GradientStepResult(self.steps - 1, loss, norm, sweep.done - began, self._sweeps.ended(sweep))
+        sweep = Sweep.of_step(self.steps - 1, started, time.perf_counter())
+        return GradientStepResult(self.steps - 1, loss, norm, sweep.done - started, self._sweeps.ended(sweep))
 
     def gradients(self, batch: Batch | Sequence[Batch], forward: Forward | None) -> float:
-        """Add the gradients of a batch to the parameters'. See ``BackpropEngine.gradients``."""
-        is_own_shard = forward is None and not isinstance(self._model, Objective)
-        runs = self._model if forward is None else forward
-        micro_batches = cut(batches_of(batch), self._micro_batch_size, None if is_own_shard else runs)
-        prepared = list(self._sweeps.prepared(micro_batches.batches, runs))
+        """Add the gradients of a batch to those of the parameters. See ``BackpropEngine.gradients``."""
+        is_model_loss = forward is None and not isinstance(self._model, Objective)
+        forward = self._model if forward is None else forward
+        micro_batches = cut(batches_of(batch), self._micro_batch_size, None if is_model_loss else forward)
+        prepared = list(self._sweeps.prepared(micro_batches.batches, forward))
         weights = _weights(micro_batches)
         outputs: list[torch.Tensor] = []
-        for start, stop, graph_bytes in self._memory.groups(runs, prepared, together=weights is None):
+        for start, stop, graph_bytes in self._memory.groups(forward, prepared, together=weights is None):
             visitor = self._visits.visitor(
-                runs,
+                forward,
                 prepared[start:stop],
                 weights=None if weights is None else weights[start:stop],
                 joint_loss=micro_batches.loss,
@@ -118,7 +118,7 @@ class Backprop:
         return float(micro_batches.loss(outputs))
 
     def _clipped(self, loss: float) -> float:
-        """Clip the gradients; returns their norm before.
+        """Clip the gradients, and return their norm before clipping.
 
         Raises:
             NonFiniteLossError: if the loss or the norm is not finite.
@@ -129,7 +129,7 @@ class Backprop:
             raise NonFiniteLossError(
                 f"step {self.steps}",
                 found=f"loss {loss}, norm of the gradients {norm.item()}",
-                expected="finite ones",
+                expected="a finite loss and a finite norm",
                 remedy="lower the learning rate, or use bfloat16 or float32 where float16 overflows; no step was taken",
             )
         if self._clip is not None:
@@ -138,7 +138,7 @@ class Backprop:
 
 
 def _weights(micro_batches: MicroBatches) -> list[float] | None:
-    """The weight of each micro-batch in a mean over labelled tokens; None for an objective, which says it itself."""
+    """Return each micro-batch's weight in the mean over labelled tokens; None for an objective, which weighs them itself."""
     if micro_batches.objective is not None:
         return None
     if len(micro_batches.batches) == 1:
@@ -147,10 +147,10 @@ def _weights(micro_batches: MicroBatches) -> list[float] | None:
 
 
 def _optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Any:
-    """The optimizer of these parameters.
+    """Make the optimizer of these parameters.
 
     Raises:
-        OptionError: if it is none, or its step wants a closure.
+        OptionError: if the factory returns no optimizer, or the optimizer's step needs a closure.
     """
     optimizer = factory(parameters) if callable(factory) else None
     step = getattr(optimizer, "step", None)
@@ -158,15 +158,15 @@ def _optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Any
         raise OptionError(
             "optimizer",
             found=repr(factory)[:80],
-            expected="a factory that is called with the parameters, as partial(torch.optim.AdamW, lr=2e-4)",
-            remedy="pass one",
+            expected="a factory that is called with the parameters, such as partial(torch.optim.AdamW, lr=2e-4)",
+            remedy="pass such a factory",
         )
     closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptionError(
             "optimizer",
             found=f"{type(optimizer).__name__}, whose step evaluates the loss again by a closure",
-            expected="one whose step only reads gradients",
-            remedy="use another one, such as torch.optim.AdamW",
+            expected="an optimizer whose step only reads gradients",
+            remedy="use another optimizer, such as torch.optim.AdamW",
         )
     return optimizer

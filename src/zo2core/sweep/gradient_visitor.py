@@ -1,17 +1,20 @@
-"""Gradients, segment by segment: forward keeping each segment's input, then backward from the head.
+"""Gradients computed segment by segment: a forward pass that keeps each segment's input, then a backward pass.
 
-Backward, a segment's forward runs again, with a graph, from the input that was kept. ``torch.autograd`` takes the gradients
-of its trained parameters and of its input, and the latter goes on to the segment before. The bits are those of autograd on
-the whole model: the same operations run on the same numbers, and gradients add up in the same order. This is gradient
-checkpointing (Chen et al., arXiv 1604.06174) with one segment a checkpoint, over blocks that are in memory one at a time.
-The last blocks keep their graphs where memory allows, and need no second forward.
+In the backward pass a segment's forward runs again from its kept input, and restores what its graph needs.
+``torch.autograd`` computes the gradients of its trained parameters and of its input; the previous segment continues from the
+latter. The bits are those of autograd on the whole model: the same operations run on the same numbers, and gradients are
+added in the same order. This is gradient checkpointing (Chen et al., arXiv 1604.06174) with one checkpoint per segment, over
+blocks that are in memory one at a time. The last blocks keep their activations where memory allows, and need no second
+forward.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
@@ -20,33 +23,44 @@ from zo2core.errors import OptionError
 from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import flattened
-from zo2core.sweep.kept_graphs import KeptGraphs
+from zo2core.sweep.block_graph import BlockGraph
+from zo2core.sweep.graph_room import GraphRoom
 from zo2core.sweep.trained_parameters import PresentWeights, TrainedParameters
 from zo2core.types import Batch, BlockLayout, Lane
 
 
-class _Kept:
-    """What a segment was given by the one before, as backward needs it again."""
+class _SegmentInput:
+    """The input of a segment: the output of the one before, without its graph."""
 
-    def __init__(self, values: Sequence[Any], nesting: TreeSpec, places: Collection[int]) -> None:
-        self.values = values  # in a row, detached
+    def __init__(self, values: Sequence[Any], nesting: TreeSpec, differentiable: Collection[int]) -> None:
+        self.values = values  # the flattened activations, detached
         self.nesting = nesting
-        self.places = frozenset(places)  # of the values through which gradients flow
+        self.differentiable = frozenset(differentiable)  # indices of the values through which gradients flow
 
     def with_leaves(self) -> tuple[Activations, dict[int, torch.Tensor]]:
-        """The activations with leaves of a new graph where gradients flow, and these leaves by their place."""
-        leaves = {place: self.values[place].detach().requires_grad_() for place in sorted(self.places)}
-        values = [leaves.get(place, value) for place, value in enumerate(self.values)]
+        """Return the activations with leaves of a new graph where gradients flow, and these leaves by index."""
+        leaves = {index: self.values[index].detach().requires_grad_() for index in sorted(self.differentiable)}
+        values = [leaves.get(index, value) for index, value in enumerate(self.values)]
         return tree_unflatten(values, self.nesting), leaves
 
 
+class _Pass(NamedTuple):
+    """The forward of a segment for one micro-batch, whose backward is still to come."""
+
+    forward: Callable[[], object]  # runs it again
+    graph: BlockGraph
+    outputs: Sequence[Any]  # flattened, connected to the graph
+    inputs: Mapping[int, torch.Tensor]  # leaves of the graph, by their index in the flattened input
+
+
 class _Stream:
-    """A micro-batch on its way forward and back."""
+    """The state of a micro-batch in a sweep."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.inputs: dict[int, _Kept] = {}  # by segment
-        self.gradients: Mapping[int, torch.Tensor] = {}  # of the input of the segment visited last, by place
+        self.next_input: _SegmentInput  # of the segment that is visited next; the embedding has none
+        self.passes: dict[int, _Pass] = {}  # by segment
+        self.gradients: Mapping[int, torch.Tensor] = {}  # of the input of the last visited segment, by index of the value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +68,10 @@ class GradientVisits:
     """Makes the visitors of first-order steps."""
 
     layouts: Sequence[BlockLayout]  # in visiting order
-    present: PresentWeights  # brings weights to where forwards read them
-    trained: TrainedParameters  # takes gradients
-    leaves: Sequence[Mapping[str, torch.Tensor]]  # of each segment: what its modules read trained parameters from, by name
-    weights: Sequence[Mapping[str, torch.Tensor]]  # of each segment: what its modules read since it was visited last
+    present: PresentWeights  # loads weights into the work buffer
+    trained: TrainedParameters  # accumulates gradients
+    leaves: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' trained parameters by name
+    weights: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' weights since its last visit, by name
     streams: Streams
     timeline: Timeline
 
@@ -74,84 +88,83 @@ class GradientVisits:
 
         Args:
             forward: Runs the segments.
-            batches: Micro-batches, prepared; all pass a segment before the next one comes.
-            weights: The weight of each micro-batch's loss in the step's loss. None: ``joint_loss`` computes it from all
-                outputs of the head, whose graphs are then in memory at the same time.
-            joint_loss: The step's loss, 0-d, of what the head gave for each micro-batch; differentiable.
-            graph_bytes: Memory for graphs that blocks keep from their forward to their backward.
+            batches: Prepared micro-batches; all pass a segment before the next segment is visited.
+            weights: The weight of each micro-batch's loss in the step's loss. None: ``joint_loss`` computes the step's loss
+                from all outputs of the head, whose graphs are then in memory at the same time.
+            joint_loss: Computes the step's loss, 0-d and differentiable, from the head's outputs for all micro-batches.
+            graph_bytes: Memory for graphs that blocks keep from their forward to their backward pass.
         """
         self.trained.begin_sweep()
         sizes = [forward.held_bytes(batch) for batch in batches]
-        return GradientVisitor(self, forward, batches, weights, joint_loss, KeptGraphs(self.weights, graph_bytes, sizes))
+        return GradientVisitor(self, forward, batches, weights, joint_loss, GraphRoom(graph_bytes, sizes))
 
 
 class GradientVisitor:
-    """Visits the segments once forward and once back, and adds gradients to the trained parameters.
+    """Visits the segments once forward and once backward, and adds gradients to the trained parameters.
 
     Args:
-        parts: What all sweeps share.
-        forward, batches, weights, joint_loss: As ``GradientVisits.visitor`` takes them.
-        graphs: Keeps the graphs of the last blocks.
+        visits: The objects that all sweeps share.
+        forward, batches, weights, joint_loss: As for ``GradientVisits.visitor``.
+        room: The memory in which the last blocks keep their graphs.
     """
 
     def __init__(
         self,
-        parts: GradientVisits,
+        visits: GradientVisits,
         forward: Forward,
         batches: Sequence[Batch],
         weights: Sequence[float] | None,
         joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
-        graphs: KeptGraphs,
+        room: GraphRoom,
     ) -> None:
-        self._layouts = parts.layouts
-        self._present = parts.present
-        self._trained = parts.trained
-        self._leaves = parts.leaves
-        self._queues = parts.streams
-        self._timeline = parts.timeline
+        self._layouts = visits.layouts
+        self._present = visits.present
+        self._trained = visits.trained
+        self._leaves = visits.leaves
+        self._queues = visits.streams
+        self._timeline = visits.timeline
         self._forward = forward
         self._streams = [_Stream(batch) for batch in batches]
         self._weights = weights
         self._joint_loss = joint_loss
-        self._graphs = graphs
-        users = [name for own in self._leaves for name in own]
-        self._tied = {name for name in users if users.count(name) > 1}
-        self._tied_sums: dict[
-            tuple[str, int], torch.Tensor
-        ] = {}  # by name and stream, added up as autograd does: head first
+        self._room = room
+        self._segment_weights = visits.weights
+        uses = Counter(name for leaves in self._leaves for name in leaves)
+        self._tied = {name for name, count in uses.items() if count > 1}
+        self._tied_sums: dict[tuple[str, int], torch.Tensor] = {}  # by name and stream, in autograd's order: head first
         self._head = len(self._layouts) - 1
-        self._first = next(index for index, own in enumerate(self._leaves) if own)  # segments before it have no gradient
-        self._turned = False
+        self._first = next(index for index, leaves in enumerate(self._leaves) if leaves)  # the first with a gradient
+        self._is_backward = False
         self._stores: dict[int, Store] = {}
-        self.outputs: list[list[torch.Tensor]] = [[]]  # what the head gave for each micro-batch
+        self.outputs: list[list[torch.Tensor]] = [[]]  # outputs of the head, one per micro-batch
 
     @property
     def order(self) -> Sequence[int]:
-        """Forward over all segments, and back to the first block that takes part. The embedding's turn comes with that."""
+        """All segments, then back to the first block with a gradient, whose visit includes the embedding's backward."""
         return [*range(self._head + 1), *range(self._head - 1, max(self._first, 1) - 1, -1)]
 
     @property
     def seeds(self) -> Collection[int]:
-        """None: nothing is drawn."""
+        """No seeds: nothing is drawn."""
         return ()
 
     def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
-        """Run a segment's forwards, or on the way back its gradients. See the contract."""
+        """Run a segment's forwards, or compute its gradients in the backward pass. See the contract."""
         commit(self.replay(index, store, version))
-        begun = self._queues.mark()
+        started = self._queues.mark()
         self._load(index)
         if index == self._head:
-            self._turn()
-        elif self._turned:
-            self._backward(index)
+            self._run_head()
+        elif self._is_backward:
+            self._run_backward(index)
         else:
             self._run_forwards(index)
-        if self._turned and index == max(self._first, 1):
+        if self._is_backward and index == max(self._first, 1):
             if self._first == 0:
                 self._load(0)
-                self._backward(0)
-            self._add_tied()
-        self._timeline.note(Lane.EVALUATE, self._layouts[index].name, begun, self._queues.mark(), track=0)
+                self._run_backward(0)
+            self._add_tied_gradients()
+        self._timeline.note(Lane.EVALUATE, self._layouts[index].name, started, self._queues.mark(), track=0)
         if not self._layouts[index].resident:
             del self._stores[index]
 
@@ -162,9 +175,8 @@ class GradientVisitor:
         return self._present.replay(index, self._stores, version)
 
     def finish(self) -> None:
-        """Let go of all that was kept, however the sweep ended."""
+        """Free inputs, graphs and sums, however the sweep ended."""
         self._streams.clear()
-        self._graphs.clear()
         self._tied_sums.clear()
 
     @torch.no_grad()
@@ -173,41 +185,54 @@ class GradientVisitor:
         self._present.perturb(index, self._stores, None, None)
 
     def _run_forwards(self, index: int) -> None:
-        """Run a segment's forward of each micro-batch, and keep what the next segment is given.
+        """Run a segment's forward for each micro-batch, and keep the next segment's input.
 
-        A graph is made even where it is dropped at once: torch chooses kernels by what requires gradients, and some of them
-        round otherwise than those that it takes without a graph.
+        A graph is made even where its activations are not kept: torch chooses kernels by whether their inputs require
+        gradients, and some kernels round differently from those that it uses without a graph.
         """
         for number, stream in enumerate(self._streams):
-            if index == 0:
-                with torch.enable_grad():
-                    values, nesting = flattened(self._forward.embed(stream.batch))
-            else:
-                values, nesting = self._run_block(index, number, stream)
-            places = {i for i, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad}
-            values = [value.detach() if place in places else value for place, value in enumerate(values)]
-            stream.inputs[index + 1] = _Kept(values, nesting, places)
+            outputs, nesting = self._run_embedding(stream) if index == 0 else self._run_block(index, number, stream)
+            differentiable = {
+                i for i, value in enumerate(outputs) if isinstance(value, torch.Tensor) and value.requires_grad
+            }
+            values = [value.detach() if i in differentiable else value for i, value in enumerate(outputs)]
+            stream.next_input = _SegmentInput(values, nesting, differentiable)
+
+    def _run_embedding(self, stream: _Stream) -> tuple[list[Any], TreeSpec]:
+        """Run the embedding's forward for one micro-batch. Its activations are not kept: it is cheap to run again."""
+        forward = partial(self._forward.embed, stream.batch)
+        graph = BlockGraph(self._segment_weights[0], ())
+        with torch.enable_grad(), graph.recorded(keep=False):
+            outputs, nesting = flattened(forward())
+        if self._first == 0:
+            stream.passes[0] = _Pass(forward, graph, outputs, {})
+        return outputs, nesting
 
     def _run_block(self, index: int, number: int, stream: _Stream) -> tuple[list[Any], TreeSpec]:
-        """Run a block's forward of one micro-batch; keep its graph if there is room for it, else its input."""
-        given = stream.inputs.pop(index)
-        before = [contents(value) for value in given.values]
-        activations, inputs = given.with_leaves()
+        """Run a block's forward for one micro-batch, and keep its activations if there is room for them."""
+        segment_input = stream.next_input
+        before = [_tensor_ids(value) for value in segment_input.values]
+        activations, inputs = segment_input.with_leaves()
         blocks = self._head - index
-        graph = self._graphs.graph(index, number, blocks, [one for one in given.values if isinstance(one, torch.Tensor)])
-        with torch.enable_grad(), graph.recorded():
-            values, nesting = flattened(self._forward.block(index - 1, activations))
-        self._require_alike(index, given, nesting, before)
-        if index >= self._first and not self._graphs.offer(graph, index, number, blocks, values, inputs):
-            stream.inputs[index] = given
-        return values, nesting
+        keep = index >= self._first and self._room.has_room(number, blocks)
+        tensors = [value for value in segment_input.values if isinstance(value, torch.Tensor)]
+        forward = partial(self._forward.block, index - 1, activations)
+        graph = BlockGraph(self._segment_weights[index], tensors)
+        with torch.enable_grad(), graph.recorded(keep=keep):
+            outputs, nesting = flattened(forward())
+        self._require_unchanged(index, segment_input, nesting, before)
+        if keep:
+            self._room.take(graph, number, blocks)
+        if index >= self._first:
+            stream.passes[index] = _Pass(forward, graph, outputs, inputs)
+        return outputs, nesting
 
-    def _turn(self) -> None:
-        """Run the head of each micro-batch, and begin the way back from the step's loss."""
-        self._turned = True
+    def _run_head(self) -> None:
+        """Run the head for each micro-batch, and start the backward pass from the step's loss."""
+        self._is_backward = True
         graphs = []
         for number, stream in enumerate(self._streams):
-            activations, inputs = stream.inputs.pop(self._head).with_leaves()
+            activations, inputs = stream.next_input.with_leaves()
             with torch.enable_grad():
                 output = self._forward.head(stream.batch, activations)
             _require_gradient(output)
@@ -216,7 +241,7 @@ class GradientVisitor:
                 graphs.append((number, stream, inputs, output))
             else:
                 gradient = torch.full_like(output, self._weights[number])
-                self._take(self._head, number, stream, inputs, [output], [gradient])
+                self._add_gradients(self._head, number, stream, inputs, [output], [gradient])
         if graphs:
             outputs = [output.detach().requires_grad_() for *_, output in graphs]
             with torch.enable_grad():
@@ -224,31 +249,17 @@ class GradientVisitor:
             _require_gradient(loss)
             gradients = torch.autograd.grad(loss, outputs)
             for (number, stream, inputs, output), gradient in zip(graphs, gradients, strict=True):
-                self._take(self._head, number, stream, inputs, [output], [gradient])
+                self._add_gradients(self._head, number, stream, inputs, [output], [gradient])
 
-    def _backward(self, index: int) -> None:
-        """Take a segment's gradients: of the graph that was kept, else of one that its forward makes again."""
+    def _run_backward(self, index: int) -> None:
+        """Compute a segment's gradients, from activations that were kept or that its forward restores."""
         for number, stream in enumerate(self._streams):
-            values, inputs = self._graphs.pop(index, number) or self._run_again(index, stream)
-            outputs = [values[place] for place in stream.gradients]
-            self._take(index, number, stream, inputs, outputs, list(stream.gradients.values()))
+            forward, graph, outputs, inputs = stream.passes.pop(index)
+            graph.restore(forward)
+            reached = [outputs[i] for i in stream.gradients]
+            self._add_gradients(index, number, stream, inputs, reached, list(stream.gradients.values()))
 
-    def _run_again(self, index: int, stream: _Stream) -> tuple[Sequence[Any], Mapping[int, torch.Tensor]]:
-        """Run a segment's forward again, with a graph.
-
-        Returns:
-            What it gave, and the leaves of its graph by their place in what it was given.
-        """
-        inputs: Mapping[int, torch.Tensor] = {}
-        with torch.enable_grad():
-            if index == 0:
-                given = self._forward.embed(stream.batch)
-            else:
-                activations, inputs = stream.inputs.pop(index).with_leaves()
-                given = self._forward.block(index - 1, activations)
-        return flattened(given)[0], inputs
-
-    def _take(
+    def _add_gradients(
         self,
         index: int,
         number: int,
@@ -257,16 +268,16 @@ class GradientVisitor:
         outputs: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
     ) -> None:
-        """Take the gradients of a segment's inputs and trained parameters, of one micro-batch."""
+        """Compute one micro-batch's gradients of a segment's inputs and trained parameters, and add the latter."""
         leaves = self._leaves[index]
-        wanted = [*inputs.values(), *leaves.values()]
-        if not wanted:
+        sources = [*inputs.values(), *leaves.values()]
+        if not sources:
             stream.gradients = {}
             return
-        taken: Sequence[torch.Tensor | None] = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
-        back = zip(inputs, taken[: len(inputs)], strict=True)
-        stream.gradients = {place: gradient for place, gradient in back if gradient is not None}
-        for name, gradient in zip(leaves, taken[len(inputs) :], strict=True):
+        computed: Sequence[torch.Tensor | None] = torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
+        of_inputs = zip(inputs, computed[: len(inputs)], strict=True)
+        stream.gradients = {i: gradient for i, gradient in of_inputs if gradient is not None}
+        for name, gradient in zip(leaves, computed[len(inputs) :], strict=True):
             if gradient is None:
                 continue
             if name not in self._tied:
@@ -276,38 +287,40 @@ class GradientVisitor:
             else:
                 self._tied_sums[key] = gradient
 
-    def _add_tied(self) -> None:
-        """Add what several segments gave for one parameter, micro-batch after micro-batch, as a plain loop would."""
+    def _add_tied_gradients(self) -> None:
+        """Add the summed gradients of tied parameters, one micro-batch after the other, as a plain loop does."""
         for number in range(len(self._streams)):
             for name in self._trained.parameters:
                 if (name, number) in self._tied_sums:
                     self._trained.add_gradient(name, self._tied_sums.pop((name, number)))
 
-    def _require_alike(self, index: int, given: _Kept, nesting: TreeSpec, before: Sequence[object]) -> None:
-        """Refuse a block that hands something to later ones beside its output: its gradient would be lost."""
-        if nesting != given.nesting or before != [contents(value) for value in given.values]:
+    def _require_unchanged(
+        self, index: int, segment_input: _SegmentInput, nesting: TreeSpec, before: Sequence[object]
+    ) -> None:
+        """Refuse a block that passes tensors to later blocks other than by its output: their gradients would be lost."""
+        if nesting != segment_input.nesting or before != [_tensor_ids(value) for value in segment_input.values]:
             raise OptionError(
                 "model",
-                found=f"{self._layouts[index].name}, which hands tensors to later blocks beside its output",
+                found=f"{self._layouts[index].name}, which passes tensors to later blocks besides its output",
                 expected="blocks that are connected by their outputs alone",
                 remedy="train this model with ZOEngine, whose steps need no gradient",
             )
 
 
-def contents(value: object) -> object:
-    """Which tensors an object of another library holds, so that one can see whether a block has put others there."""
+def _tensor_ids(value: object) -> object:
+    """Identify the tensors in another library's object, to see whether a block has changed which ones it holds."""
     if isinstance(value, torch.Tensor) or value is None or isinstance(value, str | int | float):
         return None
-    held = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-    return [id(leaf) for leaf in tree_leaves(dict(held)) if isinstance(leaf, torch.Tensor)]
+    attributes = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    return [id(leaf) for leaf in tree_leaves(dict(attributes)) if isinstance(leaf, torch.Tensor)]
 
 
 def _require_gradient(output: torch.Tensor) -> None:
-    """Refuse what autograd cannot differentiate."""
+    """Refuse a loss that autograd cannot differentiate."""
     if not (isinstance(output, torch.Tensor) and output.requires_grad):
         raise OptionError(
             "forward",
             found="a loss that has no gradient",
             expected="a loss that torch.autograd can differentiate",
-            remedy="use ZOEngine, whose steps need none",
+            remedy="use ZOEngine, whose steps need no gradient",
         )

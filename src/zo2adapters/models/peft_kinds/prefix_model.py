@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from zo2adapters.models.footprint import POSITION_BYTES, cache_bytes, expected_held_bytes
 from zo2adapters.models.hf import Activations
+from zo2adapters.models.layer_calls import LayerCall, LayerCalls
 from zo2adapters.models.packing import is_packed
 from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.models.peft_kinds.kind import OpenedAdapter
@@ -60,8 +61,8 @@ class PrefixBlockModel(PeftBlockModel):
         return super()._prepared(batch)
 
     @torch.inference_mode()
-    def learn(self, batch: Batch) -> None:
-        """Have HF's forward ask all that it asks about a batch, and about what stands in for final hidden states."""
+    def record_branches(self, batch: Batch) -> None:
+        """Record as the class above does, the stand-in tokens without a prefix, as ``logits`` passes them."""
         self.embed(batch)
         with self._without_prefix(), self._stand_in_branches:
             self.prologue(input_ids=torch.zeros_like(batch["input_ids"][:1, :1]), use_cache=False)
@@ -73,8 +74,8 @@ class PrefixBlockModel(PeftBlockModel):
             UnsupportedModelError: if a layer is called without a cache.
         """
         activations = super().embed(batch)
-        calls = [_with_prefix(call, index) for index, call in enumerate(activations.calls)]
-        return activations._replace(calls=calls)
+        calls = (_with_prefix(call, index) for index, call in enumerate(activations.calls.by_layer()))
+        return activations._replace(calls=LayerCalls.of(calls))
 
     def prologue(self, **inputs: Any) -> Activations:
         """Run HF's forward up to the first layer. A cache that is passed begins with the prefix, and is the caller's."""
@@ -95,9 +96,10 @@ class PrefixBlockModel(PeftBlockModel):
 
     def block(self, index: int, activations: Activations) -> Activations:
         """Run one layer with the arguments HF gave it, and a cache of this call alone."""
-        calls = list(activations.calls)
+        calls = list(activations.calls.by_layer())
         calls[index] = _with_cache(calls[index], index, len(self.by_token(activations.hidden)))
-        return activations._replace(hidden=super().block(index, activations._replace(calls=calls)).hidden)
+        with_cache = activations._replace(calls=LayerCalls.of(calls))
+        return activations._replace(hidden=super().block(index, with_cache).hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Run HF's norm and head on final hidden states of single tokens. See there."""
@@ -150,7 +152,7 @@ class _OtherLayer:
         )
 
 
-def _with_prefix(call: tuple[tuple[Any, ...], dict[str, Any]], index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_prefix(call: LayerCall, index: int) -> LayerCall:
     """A layer's call with its prefix in place of the cache of all layers.
 
     Raises:
@@ -174,9 +176,7 @@ def _with_prefix(call: tuple[tuple[Any, ...], dict[str, Any]], index: int) -> tu
     return tuple(map(of_layer, args)), {key: of_layer(value) for key, value in kwargs.items()}
 
 
-def _with_cache(
-    call: tuple[tuple[Any, ...], dict[str, Any]], index: int, rows: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_cache(call: LayerCall, index: int, rows: int) -> LayerCall:
     """A layer's call with a cache that begins with its prefix, for so many rows."""
 
     def of_layer(value: Any) -> Any:

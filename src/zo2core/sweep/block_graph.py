@@ -1,0 +1,188 @@
+"""The autograd graph of one segment's forward, whose saved tensors are kept, or computed again when its backward runs.
+
+What autograd saves for a backward pass are activations and weights. Weights lie in memory that later segments fill in
+between; when the sweep comes back to a segment, its modules read its weights again, though perhaps at another address. So a
+saved weight is kept as a name and an offset within it, and read there in the backward pass. Activations are kept where
+memory allows. Otherwise their places stay empty, and the forward runs again to fill them. That second forward ends as soon
+as the last one is filled: the operations behind it, such as a frozen output projection, save nothing and are not repeated.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from zo2core.errors import OptionError
+
+
+class _Weight(NamedTuple):
+    """A saved tensor that is a weight, or a view of one."""
+
+    name: str
+    offset: int  # from the weight's beginning, in bytes
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Activation:
+    """A saved tensor that is no weight, or the empty place of one. It lives as long as the graph needs it."""
+
+    __slots__ = ("__weakref__", "_tensor", "_version", "kind")
+
+    def __init__(self, dtype: torch.dtype, shape: torch.Size) -> None:
+        self.kind = (dtype, shape)
+        self._tensor: torch.Tensor | None = None
+        self._version = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return self._tensor is None
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()  # detached, so that no graph holds itself
+        self._version = tensor._version
+
+    def empty(self) -> None:
+        self._tensor = None
+
+    def read(self) -> torch.Tensor:
+        assert self._tensor is not None, "the forward of a graph runs again before its backward"
+        # Hooks replace autograd's own check.
+        assert self._tensor._version == self._version, "a tensor that backward reads was changed in place"
+        return self._tensor
+
+
+_Saved: TypeAlias = _Weight | _Activation
+
+
+class _FilledError(BaseException):
+    """Ends a forward that runs again, once all that its backward reads is there. No ``except Exception`` catches it."""
+
+
+class BlockGraph:
+    """The graph of one forward of a segment.
+
+    Args:
+        weights: The weights that the segment's modules read, by name, at each of its visits.
+        inputs: Tensors that are kept in any case, and do not count as memory of the graph.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
+        self._weights = weights
+        self._inputs = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        self._storages: dict[int, int] = {}  # bytes by address
+        self._activations: list[weakref.ref[_Activation]] = []  # in the order in which they were saved
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the activations that the forward kept, besides weights and inputs."""
+        return sum(nbytes for address, nbytes in self._storages.items() if address not in self._inputs)
+
+    def recorded(self, *, keep: bool) -> AbstractContextManager[object]:
+        """A context in which the forward runs.
+
+        Args:
+            keep: Whether its activations are kept for the backward pass.
+        """
+        locate = self._weight_locator()
+
+        def pack(tensor: torch.Tensor) -> _Saved:
+            weight = locate(tensor)
+            if weight is not None:
+                return weight
+            activation = _Activation(tensor.dtype, tensor.shape)
+            if keep:
+                storage = tensor.untyped_storage()
+                self._storages[storage.data_ptr()] = storage.nbytes()
+                activation.fill(tensor)
+            self._activations.append(weakref.ref(activation))
+            return activation
+
+        return saved_tensors_hooks(pack, self._unpack)
+
+    def drop(self) -> None:
+        """Free the activations that were kept."""
+        for reference in self._activations:
+            activation = reference()
+            if activation is not None:
+                activation.empty()
+
+    def restore(self, forward: Callable[[], object]) -> None:
+        """Run the forward again as far as needed to restore the activations, if they were not kept.
+
+        Args:
+            forward: The same forward on the same inputs; it runs with gradients enabled.
+
+        Raises:
+            OptionError: if it saves other tensors than the first time.
+        """
+        activations = [reference() for reference in self._activations]
+        needed = [number for number, one in enumerate(activations) if one is not None and one.is_empty]
+        if not needed:
+            return
+        locate = self._weight_locator()
+        number = 0
+
+        def pack(tensor: torch.Tensor) -> None:
+            nonlocal number
+            if locate(tensor) is not None:
+                return
+            activation = activations[number]
+            if activation is not None:
+                if activation.kind != (tensor.dtype, tensor.shape):
+                    raise _other_tensors(f"{(tensor.dtype, tensor.shape)} for {activation.kind}")
+                activation.fill(tensor)
+            if number == needed[-1]:
+                raise _FilledError
+            number += 1
+
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(pack, _unpack_never):
+                forward()
+        except _FilledError:
+            return
+        raise _other_tensors(f"{number} for {needed[-1] + 1}")
+
+    def _weight_locator(self) -> Callable[[torch.Tensor], _Weight | None]:
+        """A function that says which weight a tensor lies in, by the addresses that weights have now."""
+        ranges = sorted((weight.data_ptr(), weight.nbytes, name) for name, weight in self._weights.items())
+        starts = [start for start, _, _ in ranges]
+
+        def locate(tensor: torch.Tensor) -> _Weight | None:
+            address = tensor.data_ptr()
+            if not (index := bisect_right(starts, address)):
+                return None
+            start, nbytes, name = ranges[index - 1]
+            if address >= start + nbytes:
+                return None
+            return _Weight(name, address - start, tensor.dtype, tensor.size(), tensor.stride())
+
+        return locate
+
+    def _unpack(self, saved: _Saved) -> torch.Tensor:
+        if isinstance(saved, _Activation):
+            return saved.read()
+        weight = self._weights[saved.name]
+        start = weight.storage_offset() * weight.itemsize + saved.offset
+        view = torch.empty(0, dtype=saved.dtype, device=weight.device)
+        return view.set_(weight.untyped_storage(), start // saved.dtype.itemsize, saved.size, saved.stride)
+
+
+def _unpack_never(saved: None) -> torch.Tensor:
+    raise AssertionError("a forward that runs again is not differentiated")
+
+
+def _other_tensors(found: str) -> OptionError:
+    return OptionError(
+        "model",
+        found=f"a forward that saves other tensors for its backward when it runs again: {found}",
+        expected="layers that compute the same when they run again on the same input",
+        remedy="train this model with ZOEngine, whose steps need no gradient",
+    )
