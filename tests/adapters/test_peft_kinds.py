@@ -521,9 +521,9 @@ def test_any_kind_on_the_command_line(kind: str, tmp_path: Path, capsys: pytest.
     assert resumed.keys() == whole.keys() == exported.keys()
     assert all(torch.equal(resumed[name], whole[name]) and torch.equal(exported[name], whole[name]) for name in whole)
     capsys.readouterr()
-    main(["evaluate", "--run", str(run), "--data", str(options.data)])
+    main(["evaluate", "--run", str(run), "--data", str(options.data), "--no-base"])
     of_run = capsys.readouterr().out
-    main(["evaluate", "--model", options.model, "--adapter", str(run / "model"), "--data", str(options.data)])
+    main(["evaluate", "--model", options.model, "--adapter", str(run / "model"), "--data", str(options.data), "--no-base"])
     assert capsys.readouterr().out == of_run
     main(["export", "--run", str(run), "--output", str(tmp_path / "first"), "--at", "0"])
     main([*train[:-1], str(tmp_path / "first"), "--output", str(tmp_path / "again"), "--steps", "4"])

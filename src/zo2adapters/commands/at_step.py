@@ -10,6 +10,7 @@ import tyro
 
 from zo2adapters.commands.run_journal import read_journal
 from zo2adapters.ranges import shown
+from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.model_options import DtypeName, RunModelOptions, precision_of_run
 from zo2adapters.trainers.options import Resources
 from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
@@ -27,7 +28,7 @@ class AtStep:
     """A base model, or a run at any of its steps."""
 
     model: str | None = None
-    """Directory of the base model, with safetensors weights, or a hub id."""
+    """Directory of the base model, with safetensors weights, or a hub id. By default the base that --adapter names."""
     journal: Path | None = None
     """Journal of a run on that base; the weights are those after its last step. Without it they are the base's."""
     run_directory: Annotated[Path | None, tyro.conf.arg(name="run", aliases=("--run-directory",))] = None
@@ -48,6 +49,8 @@ class AtStep:
         Raises:
             OptionError: if neither or both of base and run are given, or an option differs from the run's.
         """
+        if self.model is None and self.run_directory is None and (base := self._base_of_adapter()) is not None:
+            return replace(self, model=base).resolved()
         if (self.model is None) == (self.run_directory is None) or (self.run_directory and self.journal):
             raise OptionError(
                 "model",
@@ -88,6 +91,22 @@ class AtStep:
             journal=self.run_directory / JOURNAL,
         )
 
+    def without_learning(self) -> AtStep:
+        """The base alone, opened as the run or the adapter opens it. Call it on what ``resolved`` returned."""
+        alone: dict[str, Any] = {option.name: option.default for option in fields(AdapterOptions)}
+        model_options = replace(self.model_options, **alone)
+        return AtStep(model=self.model, model_options=model_options, resources=self.resources)
+
+    def _base_of_adapter(self) -> str | None:
+        """The base that a saved adapter names, for a command without --model; None if there is none."""
+        adapter = self.model_options.adapter
+        if adapter is None or not adapter.is_dir():
+            return None
+        from zo2adapters.models.peft_model import Adapter, peft_config
+
+        base: str | None = peft_config(Adapter(config=adapter, is_trained=False)).config.base_model_name_or_path
+        return base
+
     def base(self) -> Path:
         """The base model's directory."""
         from zo2adapters.models.checkpoint import resolve_directory
@@ -103,7 +122,12 @@ class AtStep:
             export_dtype: Dtype of exported weights, as in ``open_checkpoint``.
         """
         return self.model_options.opened(
-            self.base(), seed=self.adapter_seed, loss_chunk=loss_chunk, export_dtype=export_dtype
+            self.base(),
+            seed=self.adapter_seed,
+            base=self.model,
+            is_trained=False,
+            loss_chunk=loss_chunk,
+            export_dtype=export_dtype,
         )
 
     def engine(

@@ -18,7 +18,7 @@ from zo2adapters.ranges import require_at_least
 from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.model_options import ModelOptions, RunModelOptions
 from zo2adapters.trainers.options import Resources
-from zo2adapters.trainers.run_directory import MODEL
+from zo2adapters.trainers.run_directory import name_of
 from zo2core import DataError, NonFiniteLossError, OptionError, Runner
 
 if TYPE_CHECKING:
@@ -89,10 +89,10 @@ class Chat:
                 found, expected = f"{self.adapters[0]} with a run", "--model with --adapter, or a run alone"
                 raise OptionError("adapter", found=found, expected=expected, remedy="leave it out")
             run = AtStep(run_directory=self.run_directory, at=self.at, model_options=opening, **shared)
-            return {_name_of(self.run_directory.resolve()): run.resolved(), _BASE: replace(run, at=0).resolved()}
+            return {name_of(self.run_directory): run.resolved(), _BASE: replace(run, at=0).resolved()}
         if self.at is not None:
             raise OptionError("at", found=f"{self.at} without a run", expected="a run's directory", remedy="leave it out")
-        names = [_name_of(path.resolve()) for path in self.adapters]
+        names = [name_of(path) for path in self.adapters]
         if len({*names, _BASE}) <= len(names):
             raise OptionError(
                 "adapter",
@@ -103,11 +103,6 @@ class Chat:
         base = AtStep(model=self.model, model_options=opening, **shared)
         with_adapters = (replace(base, model_options=replace(opening, adapter=path)).resolved() for path in self.adapters)
         return {**dict(zip(names, with_adapters, strict=True)), _BASE: base.resolved()}
-
-
-def _name_of(directory: Path) -> str:
-    """The name of a directory; of a run's export, that of the run."""
-    return directory.parent.name if directory.name == MODEL else directory.name
 
 
 def _lines() -> Iterator[str]:

@@ -13,7 +13,7 @@ from zo2adapters.trainers.batching import Batching
 from zo2adapters.trainers.first_order import MethodName
 from zo2adapters.trainers.model_options import ModelOptions, TransferName, precision_of_run
 from zo2adapters.trainers.optimization import MOST_QUERIES, Directions, Optimization
-from zo2adapters.trainers.options import evaluations_due
+from zo2adapters.trainers.options import evaluations_due, require_eval_split
 from zo2core import OptionError, SequentialNoise, WriteBackPolicy
 from zo2core.perturbation import require_perturbation
 from zo2core.planning.low_bit import Replay, choose_low_bit_transfer
@@ -59,6 +59,10 @@ class Plan:
     --sequence-length."""
     evaluation: Path | None = None
     """File to evaluate on, as in zo2 train."""
+    eval_split: float | None = None
+    """Share of the training rows that is evaluated on instead, as in zo2 train."""
+    eval_seed: int = 0
+    """Seed with which --eval-split chooses the rows."""
     evaluate_every: int | None = None
     """Steps between evaluations, as in zo2 train."""
     rows: RowOptions = field(default_factory=RowOptions)
@@ -85,13 +89,14 @@ class Plan:
                 expected="1, because workers with GPUs do not share blocks",
                 remedy="leave one of the two out",
             )
-        for option in ("evaluation", "evaluate_every"):
-            if getattr(self, option) is not None and (self.data is None or self.evaluation is None):
+        require_eval_split(self.eval_split, self.eval_seed, self.evaluation)
+        for option in ("evaluation", "eval_split", "evaluate_every"):
+            if getattr(self, option) is not None and (self.data is None or not self._evaluates):
                 raise OptionError(
                     option,
                     found=f"{getattr(self, option)} without the rows",
-                    expected="--data and --evaluation",
-                    remedy="pass both files, or leave it out",
+                    expected="--data, with --evaluation or --eval-split",
+                    remedy="pass the rows, or leave it out",
                 )
         require_at_least("steps", self.steps, 1)
         self.rows.require_valid(takes_labels=self.model_options.head != "causal-lm")
@@ -141,9 +146,14 @@ class Plan:
             write_back=write_back,
             workers=self.workers,
             steps=self.steps,
-            evaluations=evaluations_due(self.steps, self.evaluate_every) if self.evaluation is not None else 0,
+            evaluations=evaluations_due(self.steps, self.evaluate_every) if self._evaluates else 0,
         )
         print(planned.to_json() if self.json else planned.table())
+
+    @property
+    def _evaluates(self) -> bool:
+        """Whether there are rows to evaluate on."""
+        return self.evaluation is not None or self.eval_split is not None
 
     def _plan_first_order(self, method: MethodName) -> None:
         """Print the plan of a run that trains an adapter by gradients.
@@ -175,7 +185,7 @@ class Plan:
             self._shapes(model, directory),
             memory=self.memory,
             steps=self.steps,
-            evaluations=evaluations_due(self.steps, self.evaluate_every) if self.evaluation is not None else 0,
+            evaluations=evaluations_due(self.steps, self.evaluate_every) if self._evaluates else 0,
         )
         print(planned.to_json() if self.json else planned.table())
 
@@ -191,5 +201,5 @@ class Plan:
         labelled_for = None if self.model_options.head == "causal-lm" else model.config
         options: dict[str, Any] = {"sequence_length": length, "labelled_for": labelled_for}
         options["tokenizer"] = load_tokenizer(directory)
-        data, evaluation = DataFiles(self.data, self.evaluation, self.rows).read(**options)
+        data, evaluation = DataFiles(self.data, self.evaluation, self.rows, self.eval_split, self.eval_seed).read(**options)
         return RowShapes.of_rows(self.batching, data, evaluation, seed=0)

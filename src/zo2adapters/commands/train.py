@@ -57,6 +57,8 @@ class Train(RunOptions):
         "output",
         "steps",
         "lr",
+        "method",
+        "lora_rank",
         "batch_size",
         "evaluation",
         "memory",

@@ -57,7 +57,7 @@ class Verify:
         size.require_sane()
         batches = RandomBatches(steps=self.steps, rows=self.batch_size, tokens=self.tokens, seed=self.seed)
         directory = resolve_directory(self.model)
-        adapter = self.adapter_options.adapter_of(opening.head, self.seed)
+        adapter = self.adapter_options.adapter_of(opening.head, seed=self.seed)
         if self.method is not None and adapter is not None:
             result = verify_first_order(directory, opening, self.method, adapter, size, batches)
             self._tell(result, "losses, gradient norms")

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from zo2adapters.models.peft_kinds.files import CONFIG_FILE, WEIGHTS_FILE
 from zo2adapters.models.peft_kinds.injected import INJECTED
-from zo2adapters.models.peft_kinds.kind import NEUTRAL, AdapterKind, FirstValues, OpenBase, OpenedAdapter
+from zo2adapters.models.peft_kinds.kind import DROPOUT, NEUTRAL, AdapterKind, FirstValues, OpenBase, OpenedAdapter
 from zo2adapters.models.peft_kinds.lora import LoRAKind
 from zo2adapters.models.peft_kinds.prefix import PrefixKind
 from zo2adapters.models.peft_kinds.reader import read_values
@@ -51,11 +51,15 @@ class Adapter:
             saved: then its values are what the run begins with.
         frozen: Parts of parameters' names that are not trained, as ``("lora_A",)`` for LoRA-FA (arXiv 2308.03303).
         seed: Seed of a new adapter's values.
+        base: Path or hub id of the base, which an exported config names if ``config`` names none.
+        is_trained: Whether it will be trained. One that is only read may have been trained with dropout.
     """
 
     config: Any
     frozen: Sequence[str] = ()
     seed: int = 0
+    base: str | None = None
+    is_trained: bool = True
 
     def __post_init__(self) -> None:
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
@@ -97,7 +101,7 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
             "adapter", found=name, expected=f"one of {', '.join(KINDS)} as peft_type", remedy=f"use one of {classes}"
         )
     plain, defaults = config.to_dict(), type(config)().to_dict()
-    known = kind.decisive | kind.supported | NEUTRAL
+    known = kind.decisive | kind.supported | NEUTRAL | (frozenset() if adapter.is_trained else DROPOUT)
     unused_options = [key for key, value in plain.items() if key not in known and value != defaults.get(key)]
     unused_options += kind.unused_options(config)
     if unused_options:
@@ -107,6 +111,8 @@ def peft_config(adapter: Adapter) -> ChosenConfig:
             expected=kind.accepted,
             remedy="leave it out",
         )
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = adapter.base
     return ChosenConfig(kind, config, weights)
 
 

@@ -87,6 +87,8 @@ class AnswerScores:
     texts: tuple[str, ...]  # generated answer to each prompt of this worker
     f1: float  # mean over prompts of the best F1 with a right answer, 0 to 1
     exact_match: float  # share of prompts whose generated answer is a right one, 0 to 1
+    f1_of_rows: tuple[float, ...]  # of each prompt
+    exact_match_of_rows: tuple[float, ...]  # of each prompt, 0 or 1
 
 
 def read_questions(
@@ -180,8 +182,9 @@ def answer(
             f1.append(max(f1_of_words(text, right) for right in row.answers))
             exact.append(float(any(normalized(text) == normalized(right) for right in row.answers)))
     counts = [len(group) for group in groups]
-    means = [sum(gather_in_order(engine, values, counts, questions.rows)) / len(questions) for values in (f1, exact)]
-    return AnswerScores(tuple(texts), *means)
+    f1_of_rows, exact_of_rows = (tuple(gather_in_order(engine, values, counts, questions.rows)) for values in (f1, exact))
+    f1_mean, exact_mean = (sum(values) / len(questions) for values in (f1_of_rows, exact_of_rows))
+    return AnswerScores(tuple(texts), f1_mean, exact_mean, f1_of_rows, exact_of_rows)
 
 
 def evaluate_answers(

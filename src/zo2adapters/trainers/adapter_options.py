@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from zo2adapters.ranges import require_at_least
 from zo2core import OptionError
@@ -88,6 +88,14 @@ class AdapterOptions:
                 remedy=f"leave {ALL_LINEAR} or the names out",
             )
 
+    def with_lora_defaults(self) -> Self:
+        """The options with the values that stand for those that were left out."""
+        if self.lora_rank is None:
+            return self
+        return replace(
+            self, lora_targets=self.lora_targets or (ALL_LINEAR,), lora_alpha=self.lora_alpha or 2 * self.lora_rank
+        )
+
     def require_adapter(self, method: str) -> None:
         """Refuse a first-order method without an adapter to train.
 
@@ -105,12 +113,14 @@ class AdapterOptions:
                 remedy="pass --lora-rank 8 for LoRA, or --adapter with another of peft's",
             )
 
-    def adapter_of(self, head: str, seed: int = 0) -> Adapter | None:
+    def adapter_of(self, head: str, *, seed: int = 0, base: str | None = None, is_trained: bool = True) -> Adapter | None:
         """The adapter to open the model with; None: the weights are trained.
 
         Args:
             head: Name of the model's head.
             seed: Seed of a new adapter's initial values.
+            base: Directory or hub id of the base, which an exported adapter names.
+            is_trained: Whether it will be trained; one that is only read may have been trained with dropout.
 
         Raises:
             MissingPackageError: without peft.
@@ -120,18 +130,19 @@ class AdapterOptions:
         from zo2adapters.models.peft_model import Adapter
 
         config = self.adapter if self.lora_rank is None else self._lora_config(head)
-        return Adapter(config=config, frozen=self.adapter_frozen, seed=seed)
+        if base is not None and Path(base).is_dir():
+            base = str(Path(base).resolve())
+        return Adapter(config=config, frozen=self.adapter_frozen, seed=seed, base=base, is_trained=is_trained)
 
     def _lora_config(self, head: str) -> Any:
         """Peft's config of the new adapter."""
         from zo2adapters.optional_package import optional_package
 
-        assert self.lora_rank is not None, "the adapter is a new one"
+        filled = self.with_lora_defaults()
         peft: Any = optional_package("peft", install="zo2core[peft]")
-        names = self.lora_targets or (ALL_LINEAR,)
         return peft.LoraConfig(
-            r=self.lora_rank,
-            lora_alpha=self.lora_alpha or 2 * self.lora_rank,
-            target_modules=ALL_LINEAR if names == (ALL_LINEAR,) else list(names),
+            r=filled.lora_rank,
+            lora_alpha=filled.lora_alpha,
+            target_modules=ALL_LINEAR if filled.lora_targets == (ALL_LINEAR,) else list(filled.lora_targets),
             task_type="CAUSAL_LM" if head == "causal-lm" else None,  # peft's own for others add a head of theirs
         )

@@ -54,13 +54,22 @@ class RunModelOptions(AdapterOptions, ModelOptions):
     update is rounded to it. Evaluations use the transferred values, so the dtype is part of the result, also on the CPU."""
 
     def opened(
-        self, directory: Path, *, seed: int, loss_chunk: int | None = None, export_dtype: DtypeName = "auto"
+        self,
+        directory: Path,
+        *,
+        seed: int,
+        base: str | None = None,
+        is_trained: bool = True,
+        loss_chunk: int | None = None,
+        export_dtype: DtypeName = "auto",
     ) -> HFBlockModel:
         """Open a checkpoint.
 
         Args:
             directory: Directory of the checkpoint.
             seed: Seed of a new adapter's initial values.
+            base: The directory or hub id as the user passed it, which an exported adapter names as its base.
+            is_trained: Whether its adapter will be trained; one that is only read may have been trained with dropout.
             loss_chunk: Labelled tokens whose logits are in memory at a time; None: as the precision needs.
             export_dtype: Dtype to which exported weights are rounded. See ``open_checkpoint``.
         """
@@ -70,7 +79,7 @@ class RunModelOptions(AdapterOptions, ModelOptions):
             directory,
             head=self.head,
             architecture=self.architecture,
-            adapter=self.adapter_of(self.head, seed),
+            adapter=self.adapter_of(self.head, seed=seed, base=base, is_trained=is_trained),
             dtype=self.dtype,
             precision=self.precision,
             transfer_dtype=self.transfer_dtype,

@@ -45,6 +45,26 @@ def evaluations_due(steps: int, every: int | None, *, version: int = 0) -> int:
     return between + (version == 0) + 1
 
 
+def require_eval_split(share: float | None, seed: int, evaluation: Path | None) -> None:
+    """Check the share of training rows that is evaluated on.
+
+    Args:
+        share: The share; None: there is none.
+        seed: Seed that chooses the rows.
+        evaluation: File with other rows to evaluate on; None: there is none.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    if share is not None:
+        if evaluation is not None:
+            raise _conflict("eval_split", "--evaluation", "one source of rows to evaluate on")
+        if not 0 < share < 1:
+            expected = "a share between 0 and 1, such as 0.1"
+            raise OptionError("eval_split", found=repr(share), expected=expected, remedy="pass a share in this range")
+    require_between("eval_seed", seed, -LARGEST, LARGEST)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resources:
     """Limits on what a process uses of this machine."""
@@ -186,18 +206,10 @@ class RunOptions:
                 expected="--evaluation or --eval-split",
                 remedy="pass --evaluation or --eval-split, or leave it out",
             )
-        if self.eval_split is not None:
-            if self.evaluation is not None:
-                raise _conflict("eval_split", "--evaluation", "one source of rows to evaluate on")
-            if not 0 < self.eval_split < 1:
-                expected = "a share between 0 and 1, such as 0.1"
-                raise OptionError(
-                    "eval_split", found=repr(self.eval_split), expected=expected, remedy="pass a share in this range"
-                )
+        require_eval_split(self.eval_split, self.eval_seed, self.evaluation)
         require_between("samples", self.samples, 0, MOST_ROWS)
         if self.samples and self.takes_labels:
             raise _conflict("samples", f"--head {self.model_options.head}", "a causal language model")
-        require_between("eval_seed", self.eval_seed, -LARGEST, LARGEST)
         self.rows.require_valid(takes_labels=self.takes_labels)
         if self.optimization.per_row and not names_model_loss(self.objective):
             raise _conflict("per_row", f"--objective {self.objective}", "loss, which each row has separately")
@@ -261,16 +273,17 @@ class TrainOptions(RunOptions):
     def opened(self, directory: Path) -> HFBlockModel:
         """Open the run's model from its directory."""
         model_options = replace(self.model_options, precision=self.precision_asked())
-        return model_options.opened(directory, seed=self.seed, loss_chunk=self.batching.loss_chunk)
+        return model_options.opened(directory, seed=self.seed, base=self.model, loss_chunk=self.batching.loss_chunk)
 
     def settled(self, model: HFBlockModel) -> TrainOptions:
-        """Replace what was chosen for this machine by its value, so that a resumed run computes the same."""
+        """Replace what was chosen for this machine, or left out, by its value, so that a resumed run computes the same."""
+        model_options = self.model_options.with_lora_defaults()
         if model.autocast is None:
-            return replace(self, model_options=replace(self.model_options, precision="exact"))
+            return replace(self, model_options=replace(model_options, precision="exact"))
         computed = cast("DtypeName", str(model.autocast).removeprefix("torch."))
         return replace(
             self,
-            model_options=replace(self.model_options, precision="mixed", dtype=computed),
+            model_options=replace(model_options, precision="mixed", dtype=computed),
             batching=replace(self.batching, loss_chunk=model.loss_chunk),
         )
 

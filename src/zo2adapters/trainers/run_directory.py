@@ -441,6 +441,12 @@ def _unwritable(path: Path, error: OSError) -> OutputError:
     )
 
 
+def name_of(directory: Path) -> str:
+    """What a model, adapter or run is called: the name of its directory, or of the run that exported it."""
+    directory = directory.resolve()
+    return directory.parent.name if directory.name == MODEL else directory.name
+
+
 def holds_model(directory: Path) -> bool:
     """Whether a model was exported to this directory; False if it does not exist or is empty.
 

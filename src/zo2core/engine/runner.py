@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -168,12 +168,19 @@ class Runner:
                 parts.noise.retain(visitor.seeds)
                 self._recorder.flush()
 
-    def export(self, directory: Path | str, *, files: Mapping[str, Path | bytes] | None = None) -> None:
+    def export(
+        self,
+        directory: Path | str,
+        *,
+        files: Mapping[str, Path | bytes] | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> None:
         """Write the model at the present version: a directory that ``from_pretrained`` loads, or what the model writes.
 
         Args:
             directory: Must not exist, or be empty. It appears whole or not at all.
             files: Further files of the directory: name to content, or to the file to copy. None: there are none.
+            progress: Called with the bytes of each parameter once it is written. None: nothing is called.
 
         Raises:
             OutputError: if the directory is in use or cannot be written.
@@ -184,12 +191,12 @@ class Runner:
         if isinstance(self._model, CustomExport):
             exported, layouts = self._model.exported_parameters, enumerate(self._model.layouts)
             segments = [i for i, layout in layouts if any(spec.name in exported for spec in layout.parameters)]
-            with closing(self._present(segments)) as tensors:
+            with closing(_counted(self._present(segments), progress)) as tensors:
                 self._model.write(Path(directory), tensors, files)
             return
         model, specs = self._model, [spec.decoded for layout in self._model.layouts for spec in layout.parameters]
         form = saved_form(model)
-        with closing(self.parameters_now()) as tensors:  # lets go of its bucket, also when writing fails
+        with closing(_counted(self.parameters_now(), progress)) as tensors:  # lets go of its bucket, also when writing fails
             companions = {**model.companions, **files}
             write_checkpoint(Path(directory), specs, tensors, companions, dtype=model.export_dtype, form=form)
 
@@ -287,3 +294,14 @@ class Runner:
         for group in fill_sweeps(self.prepared(batches, forward), forward, room):
             self._use.require_open()
             yield group
+
+
+def _counted(
+    tensors: Generator[tuple[str, torch.Tensor], None, None], progress: Callable[[int], object] | None
+) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Yield the same tensors, and report the bytes of each once the next is asked for."""
+    with closing(tensors):
+        for name, tensor in tensors:
+            yield name, tensor
+            if progress is not None:
+                progress(tensor.nbytes)

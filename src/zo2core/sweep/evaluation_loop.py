@@ -88,7 +88,8 @@ def evaluate(
             "batches", found="no labelled token", expected="at least one", remedy="pass labels that are not all -100"
         )
     mean = math.fsum(loss * count for loss, count in zip(of_batches, counts, strict=True) if count) / sum(counts)
-    return EvaluationResult(mean, tuple(of_batches), sum(counts), sweeps, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    return EvaluationResult(mean, tuple(of_batches), sum(counts), sweeps, seconds, tuple(counts))
 
 
 def evaluate_objective(

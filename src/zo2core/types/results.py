@@ -72,6 +72,7 @@ class EvaluationResult(NamedTuple):
     tokens: int  # labelled tokens; 0 for an objective, which counts in its own way
     sweeps: int
     seconds: float  # wall time
+    tokens_of_batches: tuple[int, ...] = ()  # labelled tokens, one a batch; empty for an objective
 
 
 def _bytes_moved(lanes: Mapping[Lane, LaneUse]) -> int:

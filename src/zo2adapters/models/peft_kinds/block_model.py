@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from zo2adapters.models.head_model import HFHeadModel
 from zo2adapters.models.hf import HFBlockModel
@@ -52,6 +53,11 @@ class PeftBlockModel(HFBlockModel):
         names = self.adapter.inserted.parameters
         saved = {names[name]: tensor.clone() for name, tensor in tensors if name in names}
         write_adapter(directory, plain_config(self.adapter.config), saved, files)
+
+    def module_at(self, path: str) -> nn.Module:
+        """A module of the model, such as peft's around a layer, by its path."""
+        module: nn.Module = self._modules[path]
+        return module
 
     def require_stackable(self) -> None:
         """Patch the modules for directions beside the activations. See the contract."""

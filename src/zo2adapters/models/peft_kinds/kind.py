@@ -17,6 +17,8 @@ NEUTRAL = frozenset(  # options of every config that decide nothing of a run
     {"peft_type", "task_type", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
 )
 
+DROPOUT = frozenset({"lora_dropout", "rank_dropout", "module_dropout"})  # options that decide training alone
+
 OpenBase = Callable[[], HFBlockModel]  # the base as it is without the adapter
 FirstValues = Callable[[], Mapping[str, torch.Tensor]]  # by parameter, in its dtype
 
