@@ -55,7 +55,7 @@ def done(*arguments: object) -> Ended:
 
 def outcome(run: str) -> dict[str, Any]:
     """What a run came to, without its times."""
-    [weights] = [path for path in Path(run, "model").glob("*.safetensors")]
+    [weights] = Path(run, "model").glob("*.safetensors")
     recipe = yaml.safe_load(Path(run, "recipe.yaml").read_text())
     return {
         "journal": Path(run, "journal.jsonl").read_bytes(),

@@ -118,8 +118,8 @@ def test_each_choice_has_a_reason_of_one_or_two_lines(here: Path) -> None:
 def test_the_command_prints_what_the_run_takes_and_the_next_command(here: Path) -> None:
     said = done("init", "--model", "base", "--data", "labels.csv", "-o", "other.yaml").out.splitlines()
     steps = yaml.safe_load(Path("other.yaml").read_text())["steps"]
-    line = rf"AdamW trains LoRA of rank 8: {steps} steps of 16 rows, \d evaluations, and \d+ steps to choose the learning rate: "
-    assert re.match(rf"{line}about .* in all. Memory: .* free. Disk writes: negligible", said[0])
+    line = rf"AdamW trains LoRA of rank 8: {steps} steps of 16 rows, \d evaluations, and \d+ steps to choose the learning "
+    assert re.match(rf"{line}rate: about .* in all. Memory: .* free. Disk writes: negligible", said[0])
     assert said[1:] == ["next: zo2 train other.yaml"]
 
 

@@ -66,8 +66,8 @@ def test_a_zeroth_order_run_says_what_gradients_would_take(here: Path, monkeypat
     shutil.rmtree("run")
     monkeypatch.setattr(outlook, "_COMPARED_FROM", 0.0)
     expected = (
-        rf"By gradients \(--method adamw --lora-rank 8 --lr auto\) a step would take about {TIME} instead of {TIME}, and the "
-        rf"run {SIZE} instead of {SIZE} of memory"
+        rf"By gradients \(--method adamw --lora-rank 8 --lr auto\) a step would take about {TIME} instead of {TIME}, and "
+        rf"the run {SIZE} instead of {SIZE} of memory"
     )
     assert re.match(expected, lines("--lr", 1e-3)[1])
     shutil.rmtree("run")
