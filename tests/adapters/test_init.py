@@ -156,7 +156,7 @@ def test_a_model_without_an_adapter_gets_zeroth_order_steps(here: Path, monkeypa
 
 
 def test_blocks_that_hand_over_tensors_are_found_before_a_run(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40}
+    sizes: Any = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40}
     config = Gemma3nTextConfig(
         **sizes,
         num_hidden_layers=3,

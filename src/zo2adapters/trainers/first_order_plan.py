@@ -27,7 +27,7 @@ from zo2core.planning.write_interval import streamed_bytes
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sweep.activation_offload import flattened
 from zo2core.sweep.block_graph import BlockGraph
-from zo2core.sweep.gradient_visitor import contents
+from zo2core.sweep.gradient_visitor import tensor_ids
 
 _PROBED_TOKENS = 64  # most tokens of the probed row; a graph grows in proportion to tokens
 
@@ -110,9 +110,9 @@ def hands_over_tensors(model: HFBlockModel) -> bool:
         for index in range(1, len(model.layouts) - 1):
             bind_probe(model, index)
             given, nesting = flattened(activations)
-            before = [contents(value) for value in given]
+            before = [tensor_ids(value) for value in given]
             activations = model.block(index - 1, activations)
-            if flattened(activations)[1] != nesting or before != [contents(value) for value in given]:
+            if flattened(activations)[1] != nesting or before != [tensor_ids(value) for value in given]:
                 return True
     return False
 
