@@ -11,7 +11,7 @@ from zo2adapters.trainers.first_order_plan import plan_first_order_run
 from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import Storage, TrainOptions, evaluations_due
 from zo2adapters.trainers.run_inputs import RunInputs
-from zo2adapters.trainers.run_plan import RunPlan, duration, plan_run
+from zo2adapters.trainers.run_plan import RunPlan, duration, plan_run, release_probe
 from zo2core import MemoryBudgetError, WriteBackPolicy, ZO2Error
 from zo2core.types import shown_bytes
 
@@ -76,6 +76,8 @@ def outlook_of(inputs: RunInputs) -> Outlook | None:
         plan = plan_of(inputs)
     except ZO2Error:
         return None
+    finally:
+        release_probe(inputs.model)
     evaluations = f", {plan.evaluations} evaluations" if plan.evaluations else ""
     rows = options.batching.batch_size
     summary = (

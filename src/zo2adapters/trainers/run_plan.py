@@ -367,6 +367,17 @@ def bind_probe(model: HFBlockModel, block: int = 1) -> None:
         )
 
 
+def release_probe(model: HFBlockModel) -> None:
+    """Free the memory that probes have bound, before an engine allocates its own.
+
+    Args:
+        model: The model, whose modules get parameters without memory.
+    """
+    for index in (0, 1, len(model.layouts) - 1):
+        specs = [spec.in_forward() for spec in model.layouts[index].used]
+        model.bind(index, {spec.name: torch.empty(1, dtype=spec.dtype).expand(spec.shape) for spec in specs})
+
+
 def embedded_probe(model: HFBlockModel, shape: BatchShape, running: int | None) -> tuple[Activations, int]:
     """Bind the modules as ``bind_probe`` does, and embed a batch of this shape, or a part of it, for a block to run on.
 
