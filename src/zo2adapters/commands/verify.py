@@ -53,7 +53,7 @@ class Verify:
         self.adapter_options.require_valid()
         if self.method is not None:
             require_method(self.method, self.adapter_options)
-        MeZOSGD(lr=size.lr, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses values out of range
+        MeZOSGD(lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses values out of range
         size.require_sane()
         batches = RandomBatches(steps=self.steps, rows=self.batch_size, tokens=self.tokens, seed=self.seed)
         directory = resolve_directory(self.model)

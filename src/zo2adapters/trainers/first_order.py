@@ -176,13 +176,15 @@ class FirstOrder:
 
     def _require_lr(self, optimization: Any) -> None:
         """Refuse invalid rates, and the default of zeroth-order steps, which is far too small for an optimizer."""
+        if optimization.lr == "auto":
+            return
         require_positive("lr", optimization.lr)
         if optimization.lr == type(optimization).lr:
             raise OptionError(
                 "lr",
                 found=f"{optimization.lr:g}, the default of zeroth-order steps",
                 expected=f"a learning rate for {self.method}",
-                remedy="pass one, such as 2e-4 for adamw",
+                remedy="pass one, such as 2e-4 for adamw, or auto",
             )
 
 

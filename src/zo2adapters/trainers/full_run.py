@@ -38,6 +38,7 @@ class FullRun(GradientRun[FullBackpropEngine]):
         super().__init__(options)
         assert options.first_order.method is not None, "it is what chose this class"
         self.learning_rates = _LEARNING_RATES[options.first_order.method]
+        self.few_learning_rates = self.learning_rates[1:-1]
 
     @property
     def forwards(self) -> int:

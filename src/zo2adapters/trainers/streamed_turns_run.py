@@ -10,13 +10,11 @@ from zo2adapters.trainers.full_run import FullRun
 from zo2adapters.trainers.options import Order
 from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.run_method import Opening
-from zo2adapters.trainers.run_notices import storage
 from zo2adapters.trainers.worker_options import worker_trace
 from zo2core import (
     BAdam,
     BlockLayout,
     FullBackpropEngine,
-    HostPlan,
     Journal,
     OptionError,
     Runner,
@@ -53,12 +51,12 @@ class StreamedTurnsRun(FullRun):
         """The first step: how many turns were written is known only when the scratch file is open. See the contract."""
         return 0
 
-    def storage(self, engine: FullBackpropEngine, host: HostPlan, model: HFBlockModel) -> str:
-        """Where blocks are, and what is written. See the contract."""
-        assert isinstance(self.update, BAdam), "other methods were refused"
-        written = shown_bytes(1000 * written_bytes(model.layouts, self.update))
-        writes = f"one block every {self.update.every} steps, {written} in 1,000"
-        return storage(host, None, self.options.storage.device, writes)
+    def writes(self, every: int | None, model: HFBlockModel) -> str:
+        """One block a turn. See the contract."""
+        update = self.update
+        assert isinstance(update, BAdam), "other methods were refused"
+        written = shown_bytes(1000 * written_bytes(model.layouts, update))
+        return f"one block every {update.every} steps, {written} in 1,000"
 
     def after_step(self, engine: FullBackpropEngine, report: StepReport) -> list[str]:
         """Do nothing: the engine writes what has to be written. See the contract."""

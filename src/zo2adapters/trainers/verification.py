@@ -81,7 +81,7 @@ def verify(
     model = open_checkpoint(directory, head=opening.head, loss_chunk=None, adapter=adapter, **given)
     require_fit(model, batches)
     whole = whole_model(model, directory, opening.head, adapter)
-    numbers: Any = {"lr": size.lr, "zo_eps": size.zo_eps, "weight_decay": size.weight_decay}
+    numbers: Any = {"lr": size.rate, "zo_eps": size.zo_eps, "weight_decay": size.weight_decay}
     count = sum(not spec.frozen for layout in model.layouts for spec in layout.parameters)
     with ZOEngine(model, MeZOSGD(**numbers)) as engine:
         if adapter is not None:
