@@ -46,6 +46,7 @@ class Export(AtStep):
         """
         from zo2adapters.models.adapter_export import export_adapter
         from zo2adapters.trainers.model_card import CARD, model_card
+        from zo2adapters.trainers.progress_bar import export_bar
 
         require_unused(self.output)
         self._require_format()
@@ -73,7 +74,8 @@ class Export(AtStep):
                 base, kind = at.base(), self.gguf_type
                 export_gguf(engine, model, self.output, base=base, tokenizer=load_tokenizer, kind=kind, files={CARD: card})
             else:
-                engine.export(self.output, files={CARD: card})
+                with export_bar(model) as progress:
+                    engine.export(self.output, files={CARD: card}, progress=progress)
             print(f"{self.output}: the {'adapter' if self.as_adapter else 'model'} after {engine.version} steps")
 
     def _require_format(self) -> None:

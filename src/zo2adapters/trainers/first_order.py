@@ -1,4 +1,4 @@
-"""First-order steps as a user asks for them: which optimizer, and which other options then have no effect."""
+"""Options of first-order steps: the optimizer, and checks of the options that have no effect with it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ METHODS: Mapping[AdapterMethodName, Callable[..., torch.optim.Optimizer]] = {  #
 SWITCH_EVERY = 50  # steps for which --method badam trains a block, as its authors' program does by default
 
 _OPTIMIZER_OPTIONS: Mapping[str, MethodName] = {"betas": "adamw", "eps": "adamw", "momentum": "sgd", "nesterov": "sgd"}
-_OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options of a zeroth-order step that these steps take, too
+_OPTIMIZATION = ("lr", "weight_decay", "decay", "warmup_steps")  # options that first-order steps use, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +75,10 @@ class FirstOrder:
         return {name: value for name, value in given.items() if value is not None and value is not False}
 
     def require_valid(self, options: RunOptions) -> None:
-        """Refuse options that do not go with the method.
+        """Refuse options that cannot be combined with the method.
 
         Args:
-            options: Options of the run that these are part of.
+            options: Options of the run.
 
         Raises:
             OptionError: naming the option.
@@ -152,7 +152,7 @@ class FirstOrder:
                 )
 
     def _require_lr(self, optimization: Any) -> None:
-        """Refuse a rate that is none, and the default of zeroth-order steps, which changes next to nothing here."""
+        """Refuse invalid rates, and the default of zeroth-order steps, which is far too small for an optimizer."""
         require_positive("lr", optimization.lr)
         if optimization.lr == type(optimization).lr:
             raise OptionError(

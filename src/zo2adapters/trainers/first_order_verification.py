@@ -1,4 +1,4 @@
-"""Hold first-order steps against transformers, peft and torch.optim on a given checkpoint and machine, bit for bit."""
+"""Compare first-order steps with transformers, peft and torch.optim on a given checkpoint and machine, bit for bit."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def verify_first_order(
     Args:
         directory: Model directory.
         opening: How the checkpoint is opened.
-        method: Names the optimizer.
+        method: Name of the optimizer.
         adapter: The adapter that is trained; None: all parameters.
         size: The optimizer's learning rate and weight decay.
-        batches: What to compare on.
+        batches: The batches to compare on.
 
     Returns:
         The comparison.
 
     Raises:
-        OptionError: if the model does not take rows of so many tokens, or the adapter is a prefix.
-        MemoryBudgetError: if model and batch do not fit into the memory that is free.
+        OptionError: if rows are longer than the model's limit, or the adapter is a prefix.
+        MemoryBudgetError: if model and batch do not fit in free memory.
     """
     given: dict[str, Any] = {"architecture": opening.architecture, "dtype": opening.dtype, "precision": opening.precision}
     model = open_checkpoint(directory, head=opening.head, loss_chunk=None, adapter=adapter, **given)

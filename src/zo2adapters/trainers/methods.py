@@ -1,4 +1,4 @@
-"""Which steps a run takes, by its options."""
+"""The method of a run, chosen by its options."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zo2adapters.trainers.zeroth_order_run import ZerothOrderRun
 
 
 def method_of(options: TrainOptions) -> RunMethod[Any]:
-    """How the run's steps are taken.
+    """The method that the options name; zeroth-order steps by default.
 
     Raises:
-        OptionError: if a number is out of its range, or options do not go together.
+        OptionError: if a number is out of range, or options cannot be combined.
     """
     if options.first_order.method is None:
         return ZerothOrderRun(options)
