@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf_files import Tensor, gguf_bytes
+from gguf_files import Tensor, damage, gguf_bytes
 from gguf_models import metadata, save_gguf, tensors, tiny_config
 from models import make_batch, random_model
 from peft import LoraConfig
@@ -302,6 +303,20 @@ def test_a_run_on_a_file_is_resumed_evaluated_and_verified(tmp_path: Path, capsy
     lora.write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}))
     main(["verify", "--model", path, "--adapter", str(lora), "--method", "adamw"])
     assert "bit for bit" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers warns of much that it finds odd
+def test_any_damaged_model_is_opened_or_refused(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    whole = save_gguf(tmp_path / "model.gguf", "llama", "Q8_0").read_bytes()
+    start, end = whole.index(b"llama.block_count"), whole.index(b"tokenizer.ggml.tokens")
+    rng, opened = random.Random(0), 0
+    for number in range(600 if pytestconfig.getoption("--long") else 60):
+        changed = damage(whole[start:end], rng) if number % 2 else damage(whole[: end + 200], rng) + whole[end + 200 :]
+        (tmp_path / "model.gguf").write_bytes(whole[:start] + changed + whole[end:] if number % 2 else changed)
+        with contextlib.suppress(ZO2Error):
+            open_checkpoint(tmp_path / "model.gguf")
+            opened += 1
+    assert opened > 0
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -11,13 +11,12 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gguf_files import Tensor, gguf_bytes, write_gguf
+from gguf_files import Tensor, damage, gguf_bytes, write_gguf
 
 from zo2core import CheckpointError, UnsupportedModelError, ZO2Error
 from zo2core.checkpoint import GGUFFile, read_gguf
 from zo2core.types import GGUF_BLOCKS
 
-HOSTILE = [0, 1, 2**16, 2**31, 2**32 - 1, 2**40, 2**61, 2**63 - 1, 2**63, 2**64 - 1]
 METADATA: dict[str, Any] = {
     "general.architecture": "llama",
     "general.alignment": 32,
@@ -158,27 +157,6 @@ def test_a_key_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     raw = gguf_bytes({"aaaa": 1, "bbbb": 2}, []).replace(b"bbbb", b"aaaa")
     with pytest.raises(CheckpointError, match="occurs twice"):
         read(tmp_path, raw)
-
-
-def damage(raw: bytes, rng: random.Random) -> bytes:
-    """Overwrite some numbers or bytes, or cut, repeat or take out a part; most of it in the header's ends."""
-    for _ in range(rng.randint(1, 3)):
-        end = max(len(raw), 1)
-        at = rng.randrange(min(300, end)) if rng.random() < 0.5 else rng.randrange(end)
-        kind = rng.randrange(6)
-        if kind == 0:
-            raw = raw[:at] + struct.pack("<Q", rng.choice(HOSTILE)) + raw[at + 8 :]
-        elif kind == 1:
-            raw = raw[:at] + struct.pack("<I", rng.choice(HOSTILE) & 0xFFFFFFFF) + raw[at + 4 :]
-        elif kind == 2:
-            raw = raw[:at] + rng.randbytes(rng.randint(1, 9)) + raw[at + 1 :]
-        elif kind == 3:
-            raw = raw[:at]
-        elif kind == 4:
-            raw = raw[: at + rng.randint(0, 40)] + raw[at:]
-        else:
-            raw = raw[:at] + raw[at + rng.randint(1, 40) :]
-    return raw
 
 
 def test_any_damaged_file_is_read_inside_its_bounds_or_refused(tmp_path: Path, pytestconfig: pytest.Config) -> None:

@@ -115,14 +115,13 @@ def open_checkpoint(
     config = files.config
     if files.is_encoded:
         precision = exact_where_encoded(precision, transfer_dtype)
-    is_given = dtype != "auto"
-    chosen = choose_precision(precision, _dtype(dtype, files), is_given=is_given, transfer_dtype=transfer_dtype)
+    chosen = choose_precision(precision, _dtype(dtype, files), is_given=dtype != "auto", transfer_dtype=transfer_dtype)
     model_class: type[HFBlockModel] = (
         HFHeadModel if kind is not CAUSAL_LM else HFVisionModel if reads_images(config) else HFBlockModel
     )
     if adapter_config is not None:
         _require_adapter_fits(adapter_config, chosen, model_class, where=f"model type {config.model_type}, head {head}")
-    skeleton = _build(directory, config, chosen.stored, kind, Bounds.of(files.shapes))
+    skeleton = _build(files, chosen.stored, kind)
     entries, encoded = files.tensors(skeleton)
     architecture = _architecture(architecture, skeleton, kind)
     matched = match_tensors(directory, entries, skeleton, architecture)
@@ -292,24 +291,24 @@ def _read_config(directory: Path) -> tuple[PretrainedConfig, Quantization | None
     return config, Quantization.of(directory / "config.json", quantization)
 
 
-def _build(directory: Path, config: PretrainedConfig, dtype: torch.dtype, head: Head, bounds: Bounds) -> PreTrainedModel:
+def _build(files: ModelFiles, dtype: torch.dtype, head: Head) -> PreTrainedModel:
     try:
-        return build_skeleton(config, dtype, head, bounds=bounds)
+        return build_skeleton(files.config, dtype, head, bounds=Bounds.of(files.shapes))
     except ZO2Error:
         raise
     except OversizedError as error:
         raise CheckpointError(
-            directory / "config.json",
+            files.described_in,
             found=f"the config of a model with {error}",
             expected="the sizes of the weights",
-            remedy="use the config.json that belongs to these shards",
+            remedy="use the config that belongs to these weights",
         ) from error
     except Exception as error:  # any: sizes that contradict each other surface inside the model's own code
         raise UnsupportedModelError(
-            directory / "config.json",
+            files.described_in,
             found=f"a config that transformers cannot build a model from ({type(error).__name__}: {_first_line(error)})",
             expected=f"the config of a model with a head for {head.name}",
-            remedy="use the config.json that belongs to these shards, or another head",
+            remedy="use the config that belongs to these weights, or another head",
         ) from error
 
 
@@ -349,6 +348,7 @@ class ModelFiles(Protocol):
     """What a model's files say before the model is built."""
 
     config: PretrainedConfig
+    described_in: Path  # the file that has the config
     converts: bool  # whether tensors may have another dtype than the model's, to which they are converted
 
     @property
@@ -379,7 +379,7 @@ class _DirectoryFiles:
     converts = False
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self._directory, self.described_in = directory, directory / "config.json"
         self.config, quantization = _read_config(directory)
         _refuse_pickled(directory)
         self._entries, self._encoded = find_tensors(directory), dict[str, EncodedTensor]()

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from zo2adapters.optional_package import optional_package
-from zo2core import UnsupportedModelError
+from zo2core import CheckpointError, UnsupportedModelError
 from zo2core.kernels.gguf import row_order
 from zo2core.types import GGUFRows
 
@@ -68,11 +68,11 @@ class LlamaCppLayout:
             return 0
         rows = shape[0]
         probe = np.arange(rows, dtype=np.float32)[:, None]
-        result = self._processor.process(weights=probe.copy(), name=name)
+        result = self._processed(name, probe.copy())
         if result.weights is not None and result.name == name and np.shape(result.weights) == probe.shape:
             if np.array_equal(result.weights, probe):
                 return 0
-            for heads in {self._config.num_attention_heads, self._config.num_key_value_heads}:
+            for heads in {self._config.num_attention_heads, self._config.num_key_value_heads} - {0}:
                 if rows % (2 * heads) == 0 and np.array_equal(result.weights[_order(rows, heads).numpy()], probe):
                     return int(heads)
         raise UnsupportedModelError(
@@ -89,8 +89,24 @@ class LlamaCppLayout:
 
     def read(self, name: str, stored: torch.Tensor) -> torch.Tensor:
         """A vector's values in the model, of those in a file, float32."""
-        processed = self._processor.process(weights=stored.numpy().copy(), name=name).weights
+        processed = self._processed(name, stored.numpy().copy()).weights
         return torch.from_numpy(np.ascontiguousarray(processed, dtype=np.float32))
+
+    def _processed(self, name: str, values: Any) -> Any:
+        """What transformers' reader makes of a tensor.
+
+        Raises:
+            CheckpointError: if its shape does not go with the config.
+        """
+        try:
+            return self._processor.process(weights=values, name=name)
+        except (ValueError, ArithmeticError, TypeError) as error:
+            raise CheckpointError(
+                name,
+                found=f"{len(values)} rows, and metadata that do not go with them ({error})",
+                expected="as many rows as the heads of the metadata have",
+                remedy="download the file again",
+            ) from error
 
     def write(self, name: str, weights: torch.Tensor) -> torch.Tensor:
         """A tensor's values in a file, of those in the model, float32: the inverse of what reading does."""

@@ -47,7 +47,7 @@ class GGUFModel:
     converts = True  # norms are float32 in every file
 
     def __init__(self, path: Path) -> None:
-        self.where = path
+        self.where = self.described_in = path
         self.file = read_gguf(path)
         self._architecture = str(self.file.metadata.get("general.architecture"))
         if self._architecture not in ARCHITECTURES:
