@@ -3,6 +3,7 @@
 import types as _types
 import typing as _typing
 
+from zo2core.build import EngineParts as EngineParts
 from zo2core.checkpoint import SafetensorsReader as SafetensorsReader
 from zo2core.checkpoint import find_tensors as find_tensors
 from zo2core.devices import CudaDevice as CudaDevice
@@ -54,9 +55,9 @@ from zo2core.perturbation import DensePerturbation as DensePerturbation
 from zo2core.perturbation import LowRankPerturbation as LowRankPerturbation
 from zo2core.planning.device_plan import DevicePlan as DevicePlan
 from zo2core.planning.host_plan import HostPlan as HostPlan
+from zo2core.planning.machine import Machine as Machine
 from zo2core.planning.policies import MemoryPolicy as MemoryPolicy
 from zo2core.planning.policies import WriteBackPolicy as WriteBackPolicy
-from zo2core.planning.run_spec import Machine as Machine
 from zo2core.planning.run_spec import RunRequest as RunRequest
 from zo2core.planning.run_spec import RunSpec as RunSpec
 from zo2core.planning.run_spec import plan as plan

@@ -40,7 +40,7 @@ def compile_updates(
 
 
 def compile_moves(before: Evaluation | None, after: Evaluation | None, zo_eps: float) -> Program:
-    """Compile the way from the weights of one evaluation to those of another; None stands for unperturbed weights."""
+    """Compile the perturbations from one evaluation to another; None stands for unperturbed weights."""
     moves = _moves(before, after)
     seeds = tuple(dict.fromkeys(seed for seed, _ in moves))
     return Program(seeds, tuple(Perturb(seeds.index(seed), shift, zo_eps) for seed, shift in moves))

@@ -434,6 +434,26 @@ def test_a_run_goes_on_from_the_newest_snapshot_of_any_worker(base: Path, tmp_pa
     assert all_equal([files(stopped / "0"), files(stopped / "1"), files(whole / "0")])
 
 
+def test_a_missing_gradient_changes_no_bit_of_the_others() -> None:
+    """Not the sign of a zero either. Parameters of several dtypes lie in one message."""
+    gradients: list[list[float | None]] = [[None, None, 0.5], [-0.0, None, 0.25], [None, None, None]]
+    dtypes = (torch.bfloat16, torch.float32, torch.float32)
+    workers = [[torch.nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in dtypes] for _ in gradients]
+    for parameters, values in zip(workers, gradients, strict=True):
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.grad = None if value is None else torch.full_like(parameter, value)
+    messages = [row_shards._Message(parameters) for parameters in workers]
+    packed, present = [message.packed() for message in messages], [message.present for message in messages]
+    for message, parameters in zip(messages, workers, strict=True):
+        message.add_up([content.clone() for content in packed], present)
+        first, second, third = (parameter.grad for parameter in parameters)
+        assert first is not None
+        assert first.signbit().all()
+        assert second is None
+        assert third is not None
+        assert third.tolist() == [0.75] * 3
+
+
 def test_a_sum_in_another_order_is_seen(base: Path, monkeypatch: Any) -> None:
     """The tests above would see it: three workers' gradients added up from the last one have other bits."""
     right = together(base, 3, lambda step: batch_of(step, 5))

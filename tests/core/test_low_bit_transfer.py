@@ -33,6 +33,7 @@ from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.trainer import Trainer
 from zo2core import (
     Distribution,
+    EngineParts,
     HostDevice,
     JournalError,
     MemoryPolicy,
@@ -376,9 +377,7 @@ def test_passed_parts_are_held_to_the_same_rule(tmp_path: Path) -> None:
         ZOEngine.from_parts(
             model,
             MeZOSGD(lr=1e-2, zo_eps=1e-2),
-            source=source,
-            device=device,
-            noise=SequentialNoise(model.layouts),
+            EngineParts(source=source, device=device, noise=SequentialNoise(model.layouts)),
         )
     source.close()
 

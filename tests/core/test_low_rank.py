@@ -39,6 +39,7 @@ from zo2core import (
     Clipped,
     DensePerturbation,
     Distribution,
+    EngineParts,
     HostDevice,
     HostPlan,
     JournalError,
@@ -413,7 +414,7 @@ def test_parts_that_a_caller_made_do_not_go_on_with_such_a_run(tmp_path: Path) -
         closing(PinnedSource(model.weights, model.layouts, device.host_memory)) as source,
         pytest.raises(JournalError, match="perturbation"),
     ):
-        ZOEngine.from_parts(model, estimator, source=source, device=device, noise=noise, journal=journal)
+        ZOEngine.from_parts(model, estimator, EngineParts(source=source, device=device, noise=noise), journal=journal)
 
 
 def test_losses_of_ones_own_are_refused_where_rows_are_dealt(tmp_path: Path) -> None:

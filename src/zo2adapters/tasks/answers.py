@@ -141,7 +141,7 @@ def answer(
         questions: The prompts with their right answers.
         batch_size: Number of prompts in a batch.
         pad_token_id: Token id at padded positions.
-        progress: Called with the number of prompts of each batch.
+        progress: Called with the number of prompts of each batch, once they are answered.
     """
     line_end = tokenizer("\n", add_special_tokens=False)["input_ids"]
     ends = {*([tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []), *line_end[-1:]}
@@ -154,8 +154,8 @@ def answer(
     texts: list[str] = []
     f1, exact = [], []
     for number, group in enumerate(groups):
-        progress(len(group))
         if not is_own_shard(engine, number):
+            progress(len(group))
             continue
         columns = list(generate(engine, model, [row.prompt for row in group], **options))
         for tokens, row in zip(zip(*columns, strict=True), group, strict=True):
@@ -164,6 +164,7 @@ def answer(
             texts.append(text)
             f1.append(max(f1_of_words(text, right) for right in row.answers))
             exact.append(float(any(normalized(text) == normalized(right) for right in row.answers)))
+        progress(len(group))
     counts = [len(group) for group in groups]
     f1_of_rows, exact_of_rows = (tuple(gather_in_order(engine, values, counts, questions.rows)) for values in (f1, exact))
     f1_mean, exact_mean = (sum(values) / len(questions) for values in (f1_of_rows, exact_of_rows))

@@ -1,4 +1,4 @@
-"""What people hold in their hands: the engine, and the replayer, which is one without an estimator."""
+"""The classes that users create: engines, which train, and replayers, which evaluate and export."""
 
 from zo2core.engine.adapter_runner import SnapshotReplayer as SnapshotReplayer
 from zo2core.engine.backprop_engine import BackpropEngine as BackpropEngine

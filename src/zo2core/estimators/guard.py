@@ -95,7 +95,7 @@ class Guarded(EstimatorWrapper):
         reason = outlier(update, past, window=policy.window, factor=policy.factor)
         if reason is None and not moves > MOST_MOVED:
             return update
-        reason = reason or f"an update that moves each weight by {moves:.2g}, while most weights are below 1"
+        reason = reason or f"an update that moves each weight by {moves:.2g}, and most weights are below 1"
         refused = 1 + sum(is_refused(earlier) for earlier in past[1 - RECENT :])
         if refused >= policy.refusals:
             found = f"{refused} of the last {min(step + 1, RECENT)} steps cannot be applied ({reason})"

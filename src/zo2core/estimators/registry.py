@@ -25,7 +25,7 @@ class EstimatorName(Enum):
 
     def evaluations(self, queries: int) -> int:
         """Number of forwards of a step along ``queries`` directions on one batch."""
-        return self.classes.several.forwards(queries)
+        return self.classes.multi_query.forwards(queries)
 
 
 class EstimatorClasses(NamedTuple):
@@ -34,12 +34,12 @@ class EstimatorClasses(NamedTuple):
     All have the fields ``lr``, ``zo_eps`` and ``weight_decay``; some have ``perturb_in_place``.
     """
 
-    several: type[MultiQueryRGE] | type[FZOO]  # q directions, all on one batch
-    one: type[MeZOSGD] | None = None  # one direction; None: ``several`` with q = 1, if it allows that
+    multi_query: type[MultiQueryRGE] | type[FZOO]  # q directions, all on one batch
+    single_query: type[MeZOSGD] | None = None  # one direction; None: ``multi_query`` with q = 1, if it allows that
     per_row: type[PerRowRGE] | None = None  # q directions, each on its own rows; None: not supported
 
 
 ESTIMATORS: Mapping[EstimatorName, EstimatorClasses] = {
-    EstimatorName.MEZO: EstimatorClasses(several=MultiQueryRGE, one=MeZOSGD, per_row=PerRowRGE),
-    EstimatorName.FZOO: EstimatorClasses(several=FZOO),
+    EstimatorName.MEZO: EstimatorClasses(multi_query=MultiQueryRGE, single_query=MeZOSGD, per_row=PerRowRGE),
+    EstimatorName.FZOO: EstimatorClasses(multi_query=FZOO),
 }

@@ -45,7 +45,7 @@ class _SegmentInput:
 
 
 class _Pass(NamedTuple):
-    """The forward of a segment for one micro-batch, whose backward is still to come."""
+    """The forward of a segment for one micro-batch, until its backward pass."""
 
     forward: Callable[[], object]  # runs it again
     graph: BlockGraph
@@ -111,7 +111,7 @@ class GradientVisits:
         joint_loss: Callable[[Sequence[torch.Tensor]], torch.Tensor],
         graph_bytes: int,
     ) -> GradientVisitor:
-        """The visitor of one sweep.
+        """Make the visitor of one sweep.
 
         Args:
             forward: Runs the segments.
