@@ -118,7 +118,7 @@ def test_lora_beside_the_activations_is_the_stacked_loop(
 def test_lora_on_a_quantised_base_is_lora_on_the_dequantised_one(method: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     save_model(tmp_path / "base", small_config("llama", **sizes), torch.bfloat16)
-    quantize(tmp_path / "base", tmp_path / method, method, report=lambda line: None)
+    quantize(tmp_path / "base", tmp_path / method, method)
     with Replayer(open_checkpoint(tmp_path / method)) as replayer:
         replayer.export(tmp_path / "plain")
     adapter = Adapter(config=lora(), seed=2)

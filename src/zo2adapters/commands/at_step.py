@@ -17,7 +17,7 @@ from zo2adapters.trainers.run_directory import JOURNAL, RunDirectory
 from zo2adapters.trainers.worker_options import local_device, worker_trace
 from zo2core import Journal, JournalError, MemoryPolicy, OptionError, Replayer, Runner, Workers
 from zo2core.checkpoint import Snapshots
-from zo2core.engine import SnapshotReplayer
+from zo2core.engine import SnapshotReplayer, StoredSnapshotReplayer
 
 if TYPE_CHECKING:
     from zo2adapters.models.hf import HFBlockModel  # command lines are parsed without importing transformers
@@ -175,6 +175,7 @@ class AtStep:
 
     def _at_snapshot(self, model: HFBlockModel, journal: Journal, workers: Workers | None, common: Any) -> Runner:
         """Build a runner from a first-order run's snapshot of the step."""
+        from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
         from zo2adapters.trainers.first_order_run import parameters_at
 
         assert self.journal is not None, "the journal was read from there"
@@ -195,7 +196,8 @@ class AtStep:
             )
         step = journal.version if self.at is None else self.at
         snapshots = Snapshots(self.journal.parent, journal.chain, journal.require_version)
-        return SnapshotReplayer(model, step, parameters_at(snapshots, step), **common)
+        replayer = SnapshotReplayer if isinstance(model, PeftBlockModel) else StoredSnapshotReplayer
+        return replayer(model, step, parameters_at(snapshots, step), **common)
 
 
 def _verify(model: HFBlockModel, journal: Journal, path: Path | None) -> None:

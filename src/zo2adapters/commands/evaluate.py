@@ -144,7 +144,8 @@ class Evaluate(AtStep):
     ) -> tuple[str, Evaluated]:
         """Evaluate one model, and say what it is."""
         from zo2adapters.tasks.measures import Measuring, measured, units_of
-        from zo2adapters.trainers.progress_bar import progress_bar
+        from zo2adapters.tasks.row_format import RowFormat
+        from zo2adapters.trainers.progress_bar import SharedSweeps, progress_bar, sweep_bars
 
         total, unit = units_of(rows)
         batching = self.batching
@@ -153,8 +154,14 @@ class Evaluate(AtStep):
         with self._engine(at, model, rows.longest, workers) as engine:
             name = "base" if at.model_options.adapter is None else name_of(at.model_options.adapter)
             name = name if at.journal is None else f"step {engine.version}"
-            with progress_bar(total=total, unit=unit, desc=name, quiet=not is_first(workers)) as bar:
-                options = Measuring(batch_size=size or batching.batch_size, packed=batching.pack, progress=bar.update)
+            quiet = not is_first(workers)
+            with progress_bar(total=total, unit=unit, desc=name, quiet=quiet) as bar, sweep_bars(engine, quiet=quiet):
+                progress = bar.update
+                if rows.format is not RowFormat.ANSWERS:  # whose tokens take a sweep each
+                    shared = SharedSweeps(bar)
+                    engine.watch(shared.visited)
+                    progress = shared.took
+                options = Measuring(batch_size=size or batching.batch_size, packed=batching.pack, progress=progress)
                 evaluated = measured(engine, model, rows, tokenizer, options)
             _require_finite(evaluated.finite, model, at)
         return name, evaluated

@@ -39,6 +39,7 @@ class Export(AtStep):
         """
         from zo2adapters.models.adapter_export import export_adapter
         from zo2adapters.trainers.model_card import CARD, model_card
+        from zo2adapters.trainers.progress_bar import export_bar
 
         require_unused(self.output)
         if self.as_adapter and self.output_dtype != "auto":
@@ -59,5 +60,6 @@ class Export(AtStep):
             if self.as_adapter:
                 export_adapter(engine, model, self.output, base=str(at.model), files={CARD: card})
             else:
-                engine.export(self.output, files={CARD: card})
+                with export_bar(model) as progress:
+                    engine.export(self.output, files={CARD: card}, progress=progress)
             print(f"{self.output}: the {'adapter' if self.as_adapter else 'model'} after {engine.version} steps")

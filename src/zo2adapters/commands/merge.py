@@ -38,7 +38,7 @@ class Merge(AtStep):
         from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
         from zo2adapters.models.peft_kinds.files import WEIGHTS_FILE
         from zo2adapters.trainers.model_card import CARD, merged_card, model_card
-        from zo2adapters.trainers.progress_bar import progress_bar
+        from zo2adapters.trainers.progress_bar import export_bar, progress_bar
         from zo2adapters.trainers.provenance import file_sha256
 
         require_unused(self.output)
@@ -55,7 +55,6 @@ class Merge(AtStep):
         data = None if self.run_directory is None else str(RunDirectory.options(self.run_directory).data)
         is_adapter, head = isinstance(model, PeftBlockModel), at.model_options.head
         largest = max(spec.numel for layout in model.layouts for spec in layout.parameters)
-        total = sum(spec.decoded.nbytes for layout in model.layouts for spec in layout.parameters)
         with at.engine(model, activation_bytes=_FLOAT32_MATRICES * 4 * largest) as engine:
             if at.journal is None:
                 assert adapter is not None, "one of the two was required"
@@ -67,9 +66,12 @@ class Merge(AtStep):
                     card = model_card(
                         journal, version=engine.version, base=str(at.model), head=head, is_merged=is_adapter, data=data
                     )
-            with progress_bar(total=total, unit="B", desc="merge") as bar:
-                if isinstance(model, PeftBlockModel):
+            if isinstance(model, PeftBlockModel):
+                specs = [spec.decoded for layout in model.layouts for spec in layout.parameters]
+                total = sum(spec.nbytes for spec in specs if spec.name not in model.exported_parameters)
+                with progress_bar(total=total, unit="B", desc="merge") as bar:
                     export_merged(engine, model, self.output, files={CARD: card}, progress=bar.update)
-                else:
-                    engine.export(self.output, files={CARD: card}, progress=bar.update)
+            else:
+                with export_bar(model, "merge") as progress:
+                    engine.export(self.output, files={CARD: card}, progress=progress)
             print(f"{self.output}: the model" + ("" if at.journal is None else f" after {engine.version} steps"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from zo2adapters.ranges import LARGEST, require_at_least, require_between
 from zo2adapters.trainers.adapter_options import AdapterOptions
 from zo2adapters.trainers.batching import MOST_ROWS
-from zo2adapters.trainers.first_order import MethodName
+from zo2adapters.trainers.first_order import MethodName, require_method
 from zo2adapters.trainers.model_options import ModelOptions
 from zo2adapters.trainers.optimization import StepSize
 from zo2core import MeZOSGD
@@ -26,8 +26,8 @@ class Verify:
     """Model directory with safetensors weights, or a hub id. The model is held in memory twice."""
     model_options: ModelOptions = field(default_factory=ModelOptions)
     method: MethodName | None = None
-    """Compare first-order steps of an adapter with transformers, peft and torch.optim. By default, zeroth-order steps are
-    compared with MeZO on the whole model."""
+    """Compare first-order steps of an adapter, or of all parameters, with transformers, peft and torch.optim. By default,
+    zeroth-order steps are compared with MeZO on the whole model."""
     adapter_options: AdapterOptions = field(default_factory=AdapterOptions)
     steps: int = 3
     """Steps to take block by block and on the whole model."""
@@ -52,13 +52,13 @@ class Verify:
         size, opening = self.step_size, self.model_options
         self.adapter_options.require_valid()
         if self.method is not None:
-            self.adapter_options.require_adapter(self.method)
+            require_method(self.method, self.adapter_options)
         MeZOSGD(lr=size.rate, zo_eps=size.zo_eps, weight_decay=size.weight_decay)  # refuses values out of range
         size.require_sane()
         batches = RandomBatches(steps=self.steps, rows=self.batch_size, tokens=self.tokens, seed=self.seed)
         directory = resolve_directory(self.model)
         adapter = self.adapter_options.adapter_of(opening.head, seed=self.seed)
-        if self.method is not None and adapter is not None:
+        if self.method is not None:
             result = verify_first_order(directory, opening, self.method, adapter, size, batches)
             self._tell(result, "losses, gradient norms")
         else:

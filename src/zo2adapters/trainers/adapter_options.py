@@ -96,23 +96,6 @@ class AdapterOptions:
             self, lora_targets=self.lora_targets or (ALL_LINEAR,), lora_alpha=self.lora_alpha or 2 * self.lora_rank
         )
 
-    def require_adapter(self, method: str) -> None:
-        """Refuse a first-order method without an adapter to train.
-
-        Args:
-            method: Name of the method.
-
-        Raises:
-            OptionError: naming the method.
-        """
-        if not self.trains_adapter:
-            raise OptionError(
-                "method",
-                found=f"{method} without an adapter",
-                expected="an adapter, which gradients train on weights that are only read",
-                remedy="pass --lora-rank 8 for LoRA, or --adapter with another of peft's",
-            )
-
     def adapter_of(self, head: str, *, seed: int = 0, base: str | None = None, is_trained: bool = True) -> Adapter | None:
         """The adapter to open the model with; None: the weights are trained.
 

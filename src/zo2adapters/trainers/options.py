@@ -89,7 +89,7 @@ class Storage(Resources):
     written; auto writes the factors of each finished period, never does not."""
     write_limit_tb: float | None = None
     """Terabytes that 1,000 steps may write, since writing wears disks out. auto obeys this limit; a run with --rank whose
-    finished periods need more writes none of them."""
+    finished periods need more writes none of them. With --method and no adapter it limits snapshots."""
     snapshot_every: int | None = None
     """Largest number of steps that a resumed run has to replay, plus one or two after a crash. With --method: steps between
     two snapshots; by default snapshots take 2 % of the time."""
@@ -352,7 +352,7 @@ class TrainOptions(RunOptions):
                 raise KeyError(f"no {', '.join(sorted(missing))}")
         values = {name: value for name, value in values.items() if name not in model_names}
         optimization, model_options = dict(values.pop("optimization")), dict(values.pop("model_options"))
-        first_order = FirstOrder(**values.pop("first_order", {}))
+        first_order = FirstOrder.from_json(values.pop("first_order", {}))
         rows = dict(values.pop("rows", {"train_on": "all"}))  # runs of earlier versions learned all tokens of messages
         rows["labels"] = tuple(rows.get("labels", ()))
         optimization["decay"] = Decay(optimization["decay"])

@@ -40,15 +40,15 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomBatches:
-    """The batches to compare on: random tokens, one batch a step."""
+    """The batches to compare on: random tokens, one batch per step."""
 
     steps: int
-    rows: int  # a batch; the second half of the last one is padding, if there are several
-    tokens: int  # a row
+    rows: int  # rows per batch; if there are several, the second half of the last one is padding
+    tokens: int  # tokens per row
     seed: int
 
     def batch(self, model: HFBlockModel, step: int) -> Batch:
-        """The batch of a 0-based step, with what the model's head learns from."""
+        """The batch of a 0-based step, with labels for the model's head."""
         vocabulary = model.config.get_text_config().vocab_size
         batch = random_batch(vocabulary, self.rows, self.tokens, seed=self.seed + step)
         return _labelled(batch, model.config, self.seed + step) if isinstance(model, HFHeadModel) else batch
@@ -57,7 +57,7 @@ class RandomBatches:
 def verify(
     directory: Path, opening: ModelOptions, size: StepSize, batches: RandomBatches, adapter: Adapter | None = None
 ) -> Comparison:
-    """Run both ways from one checkpoint over random batches and compare losses, projected gradients and all parameters.
+    """Take steps with both from one checkpoint, and compare losses, projected gradients and all parameters.
 
     Memory: the whole model twice, and monolithic MeZO's temporaries.
 
@@ -65,15 +65,15 @@ def verify(
         directory: Model directory.
         opening: How the checkpoint is opened.
         size: How far steps move the weights.
-        batches: What to compare on; their seed is that of the directions, too.
-        adapter: Adapter that is trained instead of the weights; None: there is none.
+        batches: The batches to compare on. Their seed is also that of the directions.
+        adapter: Adapter that is trained instead of the weights; None: the weights are trained.
 
     Returns:
         The comparison.
 
     Raises:
-        OptionError: if the model does not take rows of so many tokens, or the adapter is a prefix.
-        MemoryBudgetError: if model and batch do not fit into the memory that is free.
+        OptionError: if rows are longer than the model's limit, or the adapter is a prefix.
+        MemoryBudgetError: if model and batch do not fit in free memory.
     """
     precision = precision_of_run(opening.precision, exact_mezo=True, on_cpu=True)
     given: dict[str, Any] = {"architecture": opening.architecture, "dtype": opening.dtype, "precision": precision}
@@ -108,11 +108,11 @@ def verify(
 
 
 def require_fit(model: HFBlockModel, batches: RandomBatches) -> None:
-    """Refuse what does not fit into the memory that is free, or into the model's positions.
+    """Refuse batches that exceed free memory or the model's longest row.
 
     Raises:
-        OptionError: if the model does not take rows of so many tokens.
-        MemoryBudgetError: if the model, twice, and a batch do not fit.
+        OptionError: if rows are longer than the model's limit.
+        MemoryBudgetError: if two copies of the model and a batch do not fit.
     """
     tokens, longest = batches.tokens, getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and tokens > longest:

@@ -1,4 +1,4 @@
-"""The memory that a sweep forward and back works in: inputs of blocks, one segment's graph, and graphs that are kept."""
+"""The memory of a sweep forward and backward: inputs of blocks, one segment's graph, and graphs that are kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from zo2core.protocols import Forward
 from zo2core.types import Batch
 
-GRAPH_FORWARDS = 3  # a segment's graph with its gradients takes as much as so many of its forwards
+GRAPH_FORWARDS = 3  # memory of a segment's graph and gradients, in multiples of its forward's
 
 
 class Group(NamedTuple):
@@ -17,32 +17,32 @@ class Group(NamedTuple):
 
     start: int
     stop: int
-    graph_bytes: int  # of memory, for graphs that blocks keep
+    graph_bytes: int  # memory for graphs that blocks keep
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMemory:
-    """How many micro-batches pass the blocks together, and how much memory is left for graphs that blocks keep."""
+    """Decides how many micro-batches pass the blocks together, and how much memory is left for graphs that blocks keep."""
 
-    blocks: int  # of the model: each keeps what it was given
-    room: int  # bytes; a single micro-batch always passes
-    spare: int  # bytes beside that: nothing else takes them
+    blocks: int  # number of blocks, each of which keeps its input
+    budget: int  # bytes for inputs and graphs; a single micro-batch may exceed them
+    spare: int  # further bytes, which the plan of the run leaves over
 
     def groups(self, forward: Forward, batches: Sequence[Batch], *, together: bool) -> Iterator[Group]:
-        """Cut micro-batches into groups, in order.
+        """Divide micro-batches into groups, in order.
 
         Args:
-            forward: Runs them.
-            batches: Micro-batches, prepared.
+            forward: Runs the micro-batches.
+            batches: Prepared micro-batches.
             together: Whether all have to pass the blocks together.
         """
-        room = self.room + self.spare
+        allowed = self.budget + self.spare
         start, kept, running = 0, 0, 0
-        for place, batch in enumerate(batches):
+        for index, batch in enumerate(batches):
             nbytes = self.blocks * forward.held_bytes(batch)
-            if place > start and kept + nbytes > room and not together:
-                yield Group(start, place, max(room - kept - running, 0))
-                start, kept, running = place, 0, 0
+            if index > start and kept + nbytes > allowed and not together:
+                yield Group(start, index, max(allowed - kept - running, 0))
+                start, kept, running = index, 0, 0
             kept += nbytes
             running = max(running, GRAPH_FORWARDS * forward.forward_bytes(batch))
-        yield Group(start, len(batches), max(room - kept - running, 0))
+        yield Group(start, len(batches), max(allowed - kept - running, 0))
