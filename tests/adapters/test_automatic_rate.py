@@ -20,7 +20,11 @@ from zo2adapters.trainers.zeroth_order_run import ZerothOrderRun
 
 pytest.importorskip("peft")
 
-METHODS = {"zeroth-order": [], "adamw": ["--method", "adamw", "--lora-rank", 2]}
+METHODS = {
+    "zeroth-order": [],
+    "adamw": ["--method", "adamw", "--lora-rank", 2],
+    "all parameters": ["--method", "lomo"],
+}
 DECAYED = ["--decay", "linear", "--warmup-steps", 2, "--eval-split", 0.3, "--keep-best"]
 STEPS = 12
 
