@@ -13,14 +13,18 @@ import yaml
 from command_lines import Ended, make_place, refusal, run_here
 
 from zo2adapters.commands.report_page import page, read_run
-from zo2adapters.trainers import automatic_rate
+from zo2adapters.trainers import automatic_rate, run_directory
 from zo2adapters.trainers.run_directory import read_trials
 from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.zeroth_order_run import ZerothOrderRun
 
 pytest.importorskip("peft")
 
-METHODS = {"zeroth-order": [], "adamw": ["--method", "adamw", "--lora-rank", 2]}
+METHODS = {
+    "zeroth-order": [],
+    "adamw": ["--method", "adamw", "--lora-rank", 2],
+    "all parameters": ["--method", "lomo"],
+}
 DECAYED = ["--decay", "linear", "--warmup-steps", 2, "--eval-split", 0.3, "--keep-best"]
 STEPS = 12
 
@@ -161,7 +165,8 @@ def test_a_run_that_is_killed_while_it_tunes_ends_with_the_same_bits(
 
 def test_trials_that_a_killed_process_left_after_its_choice_are_removed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(automatic_rate, "remove_trials", lambda run: None)
+        for module in (automatic_rate, run_directory):
+            patch.setattr(module, "remove_trials", lambda run: None)
         done(*train("run", "--eval-split", 0.3))
     [left] = Path("run").glob("tune-*")
     for trial in left.glob("lr-*"):

@@ -29,7 +29,7 @@ peft: Any = pytest.importorskip("peft")
 CHAT = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
 ROWS = 30
 MOODS = [("the cat", "yes"), ("the dog", "no")]
-PAIRS = [{"prompt": f"the cat {word}", "completion": f" {other} {word}"} for word in WORDS[5:8] for other in WORDS[5:]]
+PAIRS = [{"prompt": f"the cat {word}", "completion": f" {other} {word}"} for word in WORDS[4:9] for other in WORDS[5:]]
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_a_few_long_rows_are_cut_and_counted(here: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("zo2adapters.trainers.initial_recipe._UNCUT", 4)
     rows = [{"text": "the cat sat"}] * 199 + [{"text": "the cat sat " * 20}]
     write_rows(here / "long.jsonl", rows)
-    assert written("long.jsonl")["sequence_length"] == 16
+    assert written("long.jsonl")["sequence_length"] == 12, "the longest that the model takes"
     assert "1 longer ones are shortened or left out" in Path("recipe.yaml").read_text()
     assert "1 rows were cut" in done("train", "recipe.yaml", "--steps", 2, "--eval-split", "0.01").err
 

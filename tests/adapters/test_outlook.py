@@ -58,7 +58,7 @@ def test_the_first_line_has_method_time_memory_and_disk(here: Path, more: list[o
 
 
 def test_memory_that_is_limited_is_called_so(here: Path) -> None:
-    assert re.search(f"Memory: {SIZE} of 8 GB allowed", lines("--lr", 1e-3, "--memory", "8GB")[0])
+    assert re.search(f"Memory: {SIZE} of 8.00 GB allowed", lines("--lr", 1e-3, "--memory", "8GB")[0])
 
 
 def test_a_zeroth_order_run_says_what_gradients_would_take(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

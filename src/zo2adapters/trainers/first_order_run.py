@@ -50,7 +50,6 @@ class GradientRun(RunMethod[GradientEngineT]):
 
     has_gradient = True
     snapshot_of: str  # what a snapshot has, for messages
-    written = ""  # how much that is, in a word; empty: not little
     exported: str  # what an export is
 
     def __init__(self, options: TrainOptions) -> None:
@@ -90,7 +89,7 @@ class GradientRun(RunMethod[GradientEngineT]):
         """How often a snapshot is taken: no block is written. See the contract."""
         every = self._policy.every
         often = "as often as costs 2 % of the time" if every is None else f"every {every} steps"
-        return f"{self.written}a snapshot of {self.snapshot_of} {often}"
+        return f"a snapshot of {self.snapshot_of} {often}"
 
     def after_step(self, engine: GradientEngineT, report: StepReport) -> list[str]:
         """Take a snapshot if one is due, at the end, and where one is missing of the best step. See the contract."""
@@ -150,7 +149,6 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
     few_learning_rates = (3e-4, 1e-3, 3e-3)
     forwards = FORWARDS
     snapshot_of = "adapter and optimizer"
-    written = "negligible, "
     exported = "adapter"
 
     def engine(self, opening: Opening) -> DurableBackpropEngine:
@@ -184,6 +182,10 @@ class FirstOrderRun(GradientRun[DurableBackpropEngine]):
             engine.close()
             raise
         return engine
+
+    def writes(self, every: int | None, model: HFBlockModel) -> str:
+        """Little: an adapter is small. See the contract."""
+        return f"negligible, {super().writes(every, model)}"
 
     def at_step(self, engine: DurableBackpropEngine, model: HFBlockModel, activations: int, step: int) -> Runner:
         """What the step's snapshot has. See the contract."""

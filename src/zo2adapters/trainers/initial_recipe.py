@@ -353,6 +353,9 @@ def _memory_choices(options: TrainOptions, plan: RunPlan) -> Iterator[Choice]:
 
 
 def _evaluation_choices(options: TrainOptions, inputs: RunInputs, plan: RunPlan, surveyed: Survey) -> Iterator[Choice]:
+    is_written = inputs.data.format is RowFormat.TEXT and "prompt" in surveyed.kind
+    if is_written and plan.host_plan.buckets is None:
+        yield Choice("samples", _SAMPLES, "So many prompts are answered before and after training.")
     if inputs.evaluation is None:
         yield Choice(None, None, f"Nothing is held out to evaluate on: {len(inputs.data)} rows are too few.")
         return
@@ -366,9 +369,6 @@ def _evaluation_choices(options: TrainOptions, inputs: RunInputs, plan: RunPlan,
     if options.evaluate_every is not None:
         yield Choice("evaluate_every", options.evaluate_every)
     yield Choice("keep_best", options.keep_best, "The result is the model of the best evaluation, not of the last step.")
-    is_written = inputs.data.format is RowFormat.TEXT and "prompt" in surveyed.kind
-    if is_written and plan.host_plan.buckets is None:
-        yield Choice("samples", _SAMPLES, "So many prompts are answered before and after training.")
 
 
 def _summary(inputs: RunInputs, options: TrainOptions, plan: RunPlan, schedule: Schedule) -> str:

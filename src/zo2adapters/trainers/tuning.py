@@ -28,6 +28,7 @@ from zo2adapters.trainers.trainer import Trainer
 from zo2adapters.trainers.worker_options import is_first, storage_of_one
 from zo2core import DivergenceError, Journal, NonFiniteLossError, OptionError, OutputError, Workers, ZO2Error
 from zo2core.errors import reason
+from zo2core.estimators.run_health import is_refused
 
 TABLE = "tune.json"  # name of the table of trials and results in the output directory
 
@@ -338,8 +339,9 @@ def _lengthened(trial: Trial, options: TrainOptions, steps: int, label: str | No
 
 
 def _judged(trial: Trial, method: RunMethod[Any], journal: Journal) -> Trial:
-    """The trial with its result after the steps of a journal."""
-    if method.verdict(journal) is not None:
+    """The trial with its result after the steps of a journal. A trial that the guard held back has diverged."""
+    refused = sum(map(is_refused, journal.updates))
+    if method.verdict(journal) is not None or 2 * refused > journal.version:
         return replace(trial, steps=journal.version, loss=math.inf)
     return trial.judged(method.losses(journal))
 
