@@ -59,7 +59,7 @@ class MemoryBudgetError(ZO2Error):
 
 
 class ScratchError(ZO2Error):
-    """The file of written-back blocks cannot be read or written; the journal is whole."""
+    """A file of written-back blocks, or a temporary file, cannot be read or written; the journal is whole."""
 
 
 class WorkerError(ZO2Error):

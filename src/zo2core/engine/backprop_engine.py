@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -19,8 +20,10 @@ from zo2core.profiling import Trace
 from zo2core.protocols import Device, DifferentiableModel, Forward
 from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.gradient_visitor import GradientVisits
+from zo2core.sweep.input_file import InputFile
+from zo2core.sweep.kept_inputs import KeptInputs
 from zo2core.sweep.trained_parameters import TrainedParameters
-from zo2core.types import Batch, GradientStepResult, SegmentKind
+from zo2core.types import Batch, GradientStepResult
 
 TRAINED_COPIES = 4  # parameters, gradients, and two moments, as AdamW has them: no common optimizer keeps more
 
@@ -37,6 +40,8 @@ class BackpropEngine(AdapterRunner):
             ``torch.optim.Optimizer``: ``partial(torch.optim.AdamW, lr=2e-4)``. None for a training loop of your own, which
             calls ``gradients`` and changes ``parameters`` itself.
         clip: Largest 2-norm of all gradients together; None does not clip.
+        spill: Directory of a temporary file, for the inputs of blocks that have no room in memory between a step's forward
+            and backward. None: the system's directory for temporary files.
         device, memory, micro_batch_size, overlap, trace: as for ``Replayer``.
 
     Raises:
@@ -53,6 +58,7 @@ class BackpropEngine(AdapterRunner):
         clip: float | None = None,
         device: Device | str = "cpu",
         memory: MemoryPolicy = MemoryPolicy(),  # noqa: B008 - frozen
+        spill: Path | str | None = None,
         micro_batch_size: int | None = None,
         overlap: bool = True,
         trace: Trace | Path | str | None = None,
@@ -65,10 +71,15 @@ class BackpropEngine(AdapterRunner):
             overlap=overlap,
             trained_copies=TRAINED_COPIES,
         )
-        self._open(model, optimizer, clip, options)
+        self._open(model, optimizer, clip, options, tempfile.gettempdir() if spill is None else spill)
 
     def _open(
-        self, model: DifferentiableModel, optimizer: OptimizerFactory | None, clip: float | None, options: RunOptions
+        self,
+        model: DifferentiableModel,
+        optimizer: OptimizerFactory | None,
+        clip: float | None,
+        options: RunOptions,
+        spill: Path | str,
     ) -> None:
         """Build the parts of the run that the options name, and the method."""
         if not isinstance(model, DifferentiableModel):
@@ -80,6 +91,8 @@ class BackpropEngine(AdapterRunner):
             )
         parts = build(model, None, options)
         super().__init__(model, parts)
+        inputs = KeptInputs(InputFile(Path(spill), parts.timeline))
+        parts.opened.callback(inputs.close)
         try:
             self._method = Backprop(
                 optimizer,
@@ -93,16 +106,13 @@ class BackpropEngine(AdapterRunner):
                     trained=self._trained,
                     leaves=_trained_leaves(model, self._trained),
                     weights=parts.work_buffer.bound,
+                    inputs=inputs,
                     streams=parts.device.streams,
                     timeline=parts.timeline,
                 ),
                 micro_batch_size=options.micro_batch_size,
                 commit=self._commit,
-                memory=GradientMemory(
-                    blocks=sum(layout.kind is SegmentKind.BLOCK for layout in model.layouts),
-                    room=parts.activation_bytes,
-                    spare=parts.spare_bytes,
-                ),
+                memory=GradientMemory(room=parts.activation_bytes, spare=parts.spare_bytes),
             )
         except BaseException:
             self._close_refused()
@@ -140,6 +150,7 @@ class BackpropEngine(AdapterRunner):
             NonFiniteLossError: if the loss or a gradient is not finite.
             OptionError: if the loss has no gradient, or the model's blocks cannot be differentiated one at a time.
             CheckpointError: if a block cannot be read.
+            ScratchError: if inputs of blocks have no room in memory, and cannot be written to disk.
             BusyError, ClosedError: during an iteration over ``parameters_now``, or after ``close``.
             In all these cases the step was not taken.
         """

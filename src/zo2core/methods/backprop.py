@@ -51,7 +51,7 @@ class Backprop:
         micro_batch_size: Rows of a micro-batch; None does not split batches.
         commit: Called with a step's loss and gradient norm before the optimizer changes a parameter. If it raises an error,
             the step is not taken.
-        memory: Memory for inputs and graphs that micro-batches keep from their forward to their backward pass.
+        memory: Memory for what micro-batches have at a block, and keep from their forward to their backward pass.
 
     Raises:
         OptionError: if the factory returns no optimizer, the optimizer needs a closure, or ``clip`` is not above 0.
@@ -106,13 +106,13 @@ class Backprop:
         prepared = list(self._sweeps.prepared(micro_batches.batches, forward))
         weights = _weights(micro_batches)
         outputs: list[torch.Tensor] = []
-        for start, stop, graph_bytes in self._memory.groups(forward, prepared, together=weights is None):
+        for start, stop, kept_bytes in self._memory.groups(forward, prepared, together=weights is None):
             visitor = self._visits.visitor(
                 forward,
                 prepared[start:stop],
                 weights=None if weights is None else weights[start:stop],
                 joint_loss=micro_batches.loss,
-                graph_bytes=graph_bytes,
+                kept_bytes=kept_bytes,
             )
             outputs += self._sweeps.run(visitor, visitor.order)[0]
         return float(micro_batches.loss(outputs))

@@ -1,4 +1,4 @@
-"""The memory that a sweep forward and back works in: inputs of blocks, one segment's graph, and graphs that are kept."""
+"""The memory that a sweep forward and back works in: micro-batches at a block, one segment's graph, and what is kept."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from zo2core.protocols import Forward
 from zo2core.types import Batch
 
 GRAPH_FORWARDS = 3  # a segment's graph with its gradients takes as much as so many of its forwards
+PASSING = 3  # what is in memory of a micro-batch at a block: its input, its output, and a gradient
 
 
 class Group(NamedTuple):
@@ -17,14 +18,13 @@ class Group(NamedTuple):
 
     start: int
     stop: int
-    graph_bytes: int  # of memory, for graphs that blocks keep
+    kept_bytes: int  # of memory, for inputs and graphs that blocks keep
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMemory:
-    """How many micro-batches pass the blocks together, and how much memory is left for graphs that blocks keep."""
+    """How many micro-batches pass the blocks together, and how much memory is left for what blocks keep of them."""
 
-    blocks: int  # of the model: each keeps what it was given
     room: int  # bytes; a single micro-batch always passes
     spare: int  # bytes beside that: nothing else takes them
 
@@ -37,12 +37,13 @@ class GradientMemory:
             together: Whether all have to pass the blocks together.
         """
         room = self.room + self.spare
-        start, kept, running = 0, 0, 0
+        start, passing, running = 0, 0, 0
         for place, batch in enumerate(batches):
-            nbytes = self.blocks * forward.held_bytes(batch)
-            if place > start and kept + nbytes > room and not together:
-                yield Group(start, place, max(room - kept - running, 0))
-                start, kept, running = place, 0, 0
-            kept += nbytes
-            running = max(running, GRAPH_FORWARDS * forward.forward_bytes(batch))
-        yield Group(start, len(batches), max(room - kept - running, 0))
+            nbytes = PASSING * forward.held_bytes(batch)
+            graph = GRAPH_FORWARDS * forward.forward_bytes(batch)
+            if place > start and passing + nbytes + max(running, graph) > room and not together:
+                yield Group(start, place, max(room - passing - running, 0))
+                start, passing, running = place, 0, 0
+            passing += nbytes
+            running = max(running, graph)
+        yield Group(start, len(batches), max(room - passing - running, 0))
