@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import shutil
+import signal
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields, replace
@@ -244,6 +248,72 @@ def test_a_run_killed_again_and_again_loses_no_more_than_a_snapshots_steps(
     assert Journal("run/journal.jsonl").version > 2
     done("train", "--resume", "run")
     assert outcome("run") == undisturbed
+
+
+PHASES = ("outside of a step", "step", "commit", "snapshot", "evaluation")
+MARKED = """
+import importlib, mmap
+file = open("phase", "r+b")
+phase = mmap.mmap(file.fileno(), 1)
+def mark(module, owner, name, number):
+    owner = getattr(importlib.import_module(module), owner)
+    real = getattr(owner, name)
+    def marked(*args, **kwargs):
+        before, phase[0] = phase[0], number
+        result = real(*args, **kwargs)
+        phase[0] = before
+        return result
+    setattr(owner, name, marked)
+mark("zo2core.engine.backprop_engine", "BackpropEngine", "step", 1)
+mark("zo2core.journal", "Journal", "append", 2)
+mark("zo2core.checkpoint.snapshots", "Snapshots", "write", 3)
+mark("zo2core.engine.runner", "Runner", "evaluate", 4)
+"""
+TIGHT = """
+import dataclasses, zo2core.planning.run_spec as spec
+plan_host = spec.plan_host
+def tight(*args, **kwargs):
+    plan = plan_host(*args, **kwargs)
+    return dataclasses.replace(plan, buckets=1, budget=plan.nbytes)
+spec.plan_host = tight
+"""
+PLACED: Mapping[str, tuple[str, tuple[object, ...]]] = {
+    "all in memory": ("", ()),
+    "blocks streamed, inputs on disk": (TIGHT, ("--activation-memory", 1, "--micro-batch-size", 1)),
+}
+
+
+@pytest.mark.parametrize("placed", PLACED)
+def test_a_run_killed_at_random_again_and_again_ends_as_the_undisturbed_one(
+    placed: str, here: Path, apart: Apart, request: pytest.FixtureRequest
+) -> None:
+    patch, options = PLACED[placed]
+    rng, wanted = random.Random(placed), 100 if request.config.getoption("--long") else 3
+    patch = f"import os\nos.chdir({str(here)!r})\n{MARKED}{patch}"
+    Path("phase").write_bytes(b"\0")
+    command = train("run", *EVALUATED, *options)
+    began = time.perf_counter()
+    assert apart.run(*command, patch=patch).status == 0
+    seconds, undisturbed, hits, ends = time.perf_counter() - began, outcome("run"), Counter[str](), 0
+    shutil.rmtree("run")
+    while hits.total() < wanted or not ends:
+        is_begun = Path("run/options.json").exists()
+        if not is_begun:
+            shutil.rmtree("run", ignore_errors=True)
+        Path("phase").write_bytes(b"\0")
+        apart.start(*(("train", "--resume", "run") if is_begun else command), patch=patch)
+        if hits.total() < wanted:
+            time.sleep(rng.uniform(0, seconds))
+            apart.send(signal.SIGKILL)
+        ended = apart.finish()
+        assert ended.status in (0, -9), ended
+        if ended.status == -9:
+            hits[PHASES[Path("phase").read_bytes()[0]]] += 1
+        elif ended.status == 0:
+            assert outcome("run") == undisturbed
+            ends += 1
+            shutil.rmtree("run")
+    print(f"{placed}: {hits.total()} kills, {dict(hits)}, {ends} runs ended, one takes {seconds:.1f} s")
 
 
 def test_an_interrupted_run_says_from_which_snapshot_it_goes_on(

@@ -21,6 +21,7 @@ from zo2core.protocols import Device, DifferentiableModel, Forward
 from zo2core.sweep.gradient_memory import GradientMemory
 from zo2core.sweep.gradient_visitor import GradientVisits
 from zo2core.sweep.input_file import InputFile
+from zo2core.sweep.input_offload import InputOffload
 from zo2core.sweep.kept_inputs import KeptInputs
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.types import Batch, GradientStepResult
@@ -41,7 +42,7 @@ class BackpropEngine(AdapterRunner):
             calls ``gradients`` and changes ``parameters`` itself.
         clip: Largest 2-norm of all gradients together; None does not clip.
         spill: Directory of a temporary file, for the inputs of blocks that have no room in memory between a step's forward
-            and backward. None: the system's directory for temporary files.
+            and backward. None: the system's directory for temporary files. On a GPU they are in host memory instead.
         device, memory, micro_batch_size, overlap, trace: as for ``Replayer``.
 
     Raises:
@@ -91,7 +92,8 @@ class BackpropEngine(AdapterRunner):
             )
         parts = build(model, None, options)
         super().__init__(model, parts)
-        inputs = KeptInputs(InputFile(Path(spill), parts.timeline))
+        device, timeline = parts.device, parts.timeline
+        inputs = KeptInputs(InputFile(Path(spill), timeline) if device.in_place else InputOffload(device, timeline))
         parts.opened.callback(inputs.close)
         try:
             self._method = Backprop(
