@@ -184,6 +184,7 @@ class Plan:
             model,
             self._shapes(model, directory),
             memory=self.memory,
+            scratch=self.scratch,
             micro_rows=self.batching.micro_batch_size,
             steps=self.steps,
             evaluations=evaluations_due(self.steps, self.evaluate_every) if self.evaluation is not None else 0,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
-from zo2adapters.trainers.first_order_run import FORWARDS, gradient_bytes
+from zo2adapters.trainers.first_order_run import FORWARDS, reserved_bytes
 from zo2adapters.trainers.run_plan import (
     RunPlan,
     bind_probe,
@@ -33,6 +34,7 @@ def plan_first_order_run(
     shapes: RowShapes,
     *,
     memory: int | str = "auto",
+    scratch: Path,
     micro_rows: int | None = None,
     steps: int = 0,
     evaluations: int = 0,
@@ -43,23 +45,25 @@ def plan_first_order_run(
         model: From ``open_checkpoint``, with an adapter.
         shapes: Shapes of the run's batches.
         memory: Host memory the process may take in all.
+        scratch: A directory on the disk to which inputs of blocks are written that have no room in memory.
         micro_rows: Rows that run at a time; None: all of a batch.
         steps: Steps of the run.
         evaluations: Evaluations of the run.
 
     Raises:
         MemoryBudgetError: if no arrangement fits.
+        ScratchError: if the directory cannot be written.
         CheckpointError: if the checkpoint cannot be read.
     """
     longest, on_disk = shapes.longest, laid_out_as_on_disk(model.layouts, model.weights)
-    activations, _ = gradient_bytes(model, longest.rows, round(longest.tokens), micro_rows)
+    activations, least = reserved_bytes(model, longest.rows, round(longest.tokens), micro_rows)
     request = RunRequest(
         layouts=model.layouts,
         on_disk=on_disk,
         noise=PhiloxNoise(),  # none is drawn
         perturb_in_place=False,
         takes_steps=False,
-        memory=MemoryPolicy(host=memory, activations=activations),
+        memory=MemoryPolicy(host=memory, activations=activations, least_activations=least),
         trained_copies=TRAINED_COPIES,
     )
     speeds = MeasuredSpeeds(model.weights)
@@ -69,29 +73,36 @@ def plan_first_order_run(
     forward = measured_forward_seconds(model, shapes.step, running=micro_rows)
     blocks = sum(not layout.resident for layout in layouts)
     graph = measured_graph_bytes(model, longest)
-    kept = min(host_plan.spare // max(graph, 1), blocks)
+    inputs = min(host_plan.spare, activations - spec.activation_bytes)
+    spilled = activations - spec.activation_bytes - inputs
+    kept = min((host_plan.spare - inputs) // max(graph, 1), blocks)
+    if inputs:
+        host_plan = replace(host_plan, parts=(*host_plan.parts, MemoryPart("inputs of blocks", inputs)))
     host_plan = replace(
         host_plan, parts=(*host_plan.parts, MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
     )
-    read = 2 * streamed_bytes(layouts, host_plan.buckets)
-    read_seconds = read / speeds.reading(layouts) if read else 0.0
+    read = 2 * streamed_bytes(layouts, host_plan.buckets) + spilled
+    disk_seconds = read / speeds.reading(layouts) if read else 0.0
+    if spilled:
+        disk_seconds += spilled / speeds.writing(scratch)
     decoding = 2 * decoding_seconds(layouts)
     of_evaluation = 0.0
     if shapes.evaluation is not None and evaluations:
         computing = shapes.evaluation_batches * measured_forward_seconds(model, shapes.evaluation, running=micro_rows)
         sweeps = evaluation_sweeps(model, shapes, activations, micro_rows)
-        of_evaluation = max(computing + sweeps * decoding / 2, sweeps * read_seconds / 2)
+        of_evaluation = max(computing + sweeps * decoding / 2, sweeps * disk_seconds / 2)
     return RunPlan(
         host_plan=host_plan,
         model_bytes=sum(layout.nbytes for layout in layouts),
         write_back_every=None,
         scratch_bytes=0,
         read_bytes=read,
-        written_bytes=0,
-        terabytes_per_1000_steps=0.0,
+        spilled_bytes=spilled,
+        written_bytes=spilled,
+        terabytes_per_1000_steps=spilled / 1e9,
         forward_seconds=(FORWARDS - kept / blocks) * forward,
         update_seconds=decoding,
-        disk_seconds=read_seconds,
+        disk_seconds=disk_seconds,
         steps=steps,
         evaluations=evaluations,
         evaluation_seconds=of_evaluation,

@@ -62,6 +62,11 @@ class Runner:
         return self._parts.host_plan
 
     @property
+    def activation_bytes(self) -> int:
+        """Bytes reserved for activations in the memory in which forwards run."""
+        return self._parts.activation_bytes
+
+    @property
     def device_plan(self) -> DevicePlan | None:
         """What the run takes of the device's memory; None where that is host memory, and for passed parts."""
         return self._parts.device_plan

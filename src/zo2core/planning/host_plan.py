@@ -43,6 +43,7 @@ def plan_host(
     trained: int = 0,
     neighbours: int = 1,
     sharers: int = 1,
+    most_buckets: int | None = None,
 ) -> HostPlan:
     """Choose the fastest plan that fits: all blocks resident, else as many buckets as fit; z stays in memory if it fits.
 
@@ -60,6 +61,7 @@ def plan_host(
         trained: Bytes of trained parameters, their gradients and their optimizer's state.
         neighbours: Number of workers on this host, which divide the free memory.
         sharers: Number of workers that share resident blocks; each counts its part.
+        most_buckets: Largest number of buckets, which leaves further memory free; None: as many as fit.
 
     Raises:
         MemoryBudgetError: if not even the smallest plan fits; the error lists its parts.
@@ -98,6 +100,8 @@ def plan_host(
     choices += [(buckets, False) for buckets in range(min(MOST_USEFUL_BUCKETS, blocks - 1), 0, -1)]
     if not may_keep_noise:
         choices = [(buckets, False) for buckets in (None, *range(blocks - 1, 0, -1))]
+    if most_buckets is not None:
+        choices = [(buckets, keep_noise) for buckets, keep_noise in choices if buckets and buckets <= most_buckets]
     for buckets, keep_noise in choices:
         plan = plan_with(buckets, keep_noise=keep_noise)
         if plan.nbytes <= budget:

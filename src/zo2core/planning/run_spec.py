@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
+from zo2core.errors import MemoryBudgetError
 from zo2core.perturbation import DensePerturbation, Perturbation, factor_bytes
 from zo2core.planning.device_plan import DevicePlan
-from zo2core.planning.host_plan import HostPlan, plan_host
+from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS, HostPlan, plan_host
 from zo2core.planning.low_bit import LowBitTransfer, Replay, choose_low_bit_transfer
 from zo2core.planning.policies import MemoryPolicy, WriteBackPolicy
 from zo2core.planning.speeds import Speeds
@@ -55,6 +57,11 @@ class RunRequest:
     replay: Replay = "auto"
     overlap: bool = True
     trained_copies: int = 0
+
+    @property
+    def spills(self) -> bool:
+        """Whether inputs of blocks that have no room in memory are written to disk, as first-order steps do."""
+        return self.trained_copies > 0
 
     @property
     def trained_bytes(self) -> int:
@@ -138,16 +145,17 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
         is_low_bit=low_bit is not None,
         factors=0 if machine.on_host else factors,
         trained=request.trained_bytes,
+        spills=request.spills,
     )
     room = memory.activation_bytes if device_plan is None else device_plan.activation_bytes
     waiting = memory.activation_bytes if room < memory.activation_bytes else 0
     host_plan = memory.host
     if not isinstance(host_plan, HostPlan):
-        host_plan = plan_host(
+        plan_with = partial(
+            plan_host,
             layouts,
             request.on_disk,
             memory=host_plan,
-            activation_bytes=memory.activation_bytes if machine.in_place else waiting,
             compute_on_host=machine.on_host,
             may_keep_noise=not isinstance(noise, CounterNoise),
             perturbs_in_place=request.perturb_in_place,
@@ -157,6 +165,14 @@ def plan(request: RunRequest, machine: Machine, speeds: Speeds) -> RunSpec:
             neighbours=machine.neighbours,
             sharers=machine.neighbours if machine.shares else 1,
         )
+        least = memory.least_activation_bytes
+        try:
+            host_plan = plan_with(activation_bytes=memory.activation_bytes if machine.in_place else waiting)
+        except MemoryBudgetError:
+            if not machine.in_place or least is None:
+                raise
+            room = min(least, room)
+            host_plan = plan_with(activation_bytes=room, most_buckets=MOST_USEFUL_BUCKETS)
     write_back = request.write_back if request.changes_weights and not machine.shares else None
     spec = RunSpec(
         layouts=layouts if host_plan.buckets is None else request.on_disk,
