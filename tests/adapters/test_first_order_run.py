@@ -34,6 +34,7 @@ from zo2core import Journal, OptionError
 from zo2core.estimators import EstimatorName
 from zo2core.io.record_log import from_line, to_line
 from zo2core.planning.host_plan import HostPlan, plan_host
+from zo2core.sources.loader import laid_out_as_on_disk
 
 peft: Any = pytest.importorskip("peft")
 
@@ -727,6 +728,36 @@ def test_plan_counts_gradients_and_reads(here: Path) -> None:
     assert planned["read_bytes"] == planned["written_bytes"] == 0
     told = done(*common[:-1]).out
     assert "all in memory" in told
+
+
+def test_plan_counts_inputs_that_have_no_room(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zo2core.planning.host_plan.resident_memory", lambda: 0)
+    make_place(here, layers=8)
+    common = ("plan", "--model", "base", "--method", "adamw", "--adapter", CONFIG, "--data", "rows.jsonl", "--json")
+    parts = {part["name"]: part["nbytes"] for part in json.loads(done(*common).out)["host_plan"]["parts"]}
+    reserved, model = parts["activations, reserved"], open_checkpoint("base", adapter=Adapter(config=CONFIG))
+    streamed = plan_host(
+        model.layouts,
+        laid_out_as_on_disk(model.layouts, model.weights),
+        memory="1GB",
+        activation_bytes=reserved,
+        may_keep_noise=False,
+        trained=parts["trained parameters, gradients, optimizer"],
+        most_buckets=1,
+    )
+    for missing in (100, 2000):
+        memory = streamed.nbytes - missing
+        planned = json.loads(done(*common, "--memory", memory).out)
+        counted = {part["name"]: part["nbytes"] for part in planned["host_plan"]["parts"]}
+        assert sum(counted.values()) == planned["nbytes"] <= memory
+        [blocks] = [nbytes for name, nbytes in counted.items() if name.endswith("of 8 blocks") and "graphs" not in name]
+        more = blocks - blocks // planned["host_plan"]["buckets"]  # buckets to read ahead into come first
+        assert counted["activations, reserved"] + counted["inputs of blocks"] + planned["spilled_bytes"] == reserved
+        assert planned["spilled_bytes"] == planned["written_bytes"] == missing + more
+        assert planned["read_bytes"] > planned["spilled_bytes"]
+        assert planned["terabytes_per_1000_steps"] == planned["spilled_bytes"] / 1e9
+    assert "temporary file of inputs" in done(*common[:-1], "--memory", memory).out
+    assert "the smallest plan" in refusal(*common, "--memory", streamed.nbytes - reserved)
 
 
 @pytest.mark.parametrize("command", ["plan", "verify"])
