@@ -201,7 +201,6 @@ class GradientVisitor:
         A graph is made even where its activations are not kept: torch chooses kernels by whether their inputs require
         gradients, and some kernels round differently from those that it uses without a graph.
         """
-        shared = self._shared_storages() if index >= max(self._first, 1) else frozenset()
         for number, stream in enumerate(self._streams):
             outputs, nesting = self._run_embedding(stream) if index == 0 else self._run_block(index, number, stream)
             differentiable = {
@@ -211,14 +210,9 @@ class GradientVisitor:
             segment_input = stream.next_input if index > 0 else None
             stream.next_input = _SegmentInput(values, nesting, differentiable)
             if segment_input is not None and index >= self._first:
-                needed = shared | _storages(outputs).keys()  # what later blocks get as well stays
+                needed = _storages(outputs)  # what later blocks get as well stays
                 own = [storage for address, storage in segment_input.storages().items() if address not in needed]
                 self._inputs.put(index, number, own)
-
-    def _shared_storages(self) -> frozenset[int]:
-        """Addresses of the storages that the next inputs of several streams have in common."""
-        uses = Counter(address for stream in self._streams for address in _storages(stream.next_input.values))
-        return frozenset(address for address, count in uses.items() if count > 1)
 
     def _run_embedding(self, stream: _Stream) -> tuple[list[Any], TreeSpec]:
         """Run the embedding's forward for one micro-batch. Its activations are not kept: it is cheap to run again."""
