@@ -51,8 +51,9 @@ from zo2core.sweep.host_replay import HostReplay, LowBitScheduler
 from zo2core.sweep.microbatch import require_rows
 from zo2core.sweep.perturber import Perturber, choose_perturber
 from zo2core.sweep.shared_perturber import SharedPerturber
+from zo2core.sweep.stacked_visitor import StackedVisits
 from zo2core.sweep.update_loss import UpdateLoss
-from zo2core.sweep.visits import StackedVisits, Visits, WeightVisits
+from zo2core.sweep.visits import Visits, WeightVisits
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import Distribution
 from zo2core.updates import Trajectory, seeds_of
@@ -435,21 +436,31 @@ def _visits(
     """What makes the visitors of this run's sweeps. A run without an estimator perturbs nothing."""
     model, estimator = run.model, run.estimator
     zo_eps, in_place = (1.0, True) if estimator is None else (estimator.zo_eps, run.perturb_in_place)
-    common: Any = {
-        "updates": run.journal.updates,
-        "zo_eps": zo_eps,
-        "perturb_in_place": in_place,
-        "activations": activations,
-        "streams": run.device.streams,
-        "timeline": run.timeline,
-    }
+    trajectory = partial(Trajectory, run.journal.updates, zo_eps=zo_eps, perturb_in_place=in_place)
     if run.factors is not None:
         assert isinstance(model, StackedModel), "other models were refused"
-        return StackedVisits(model=model, factors=run.factors, buffer=buffer, worker=worker, **common)
+        return StackedVisits(
+            model=model,
+            factors=run.factors,
+            trajectory=trajectory,
+            buffer=buffer,
+            activations=activations,
+            streams=run.device.streams,
+            timeline=run.timeline,
+            worker=worker,
+        )
     perturber = choose_perturber(run.noise, buffer, worker)
     if isinstance(source, SharedSource):
         perturber = partial(_shared_perturber, perturber, source, model)
-    return WeightVisits(model=model, perturber=perturber, update_loss=update_loss, **common)
+    return WeightVisits(
+        layouts=model.layouts,
+        trajectory=trajectory,
+        perturber=perturber,
+        activations=activations,
+        streams=run.device.streams,
+        timeline=run.timeline,
+        update_loss=update_loss,
+    )
 
 
 def _shared_perturber(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +14,23 @@ from models import save_model, small_config
 
 from zo2adapters import open_checkpoint
 from zo2adapters.cli import main
-from zo2adapters.models.footprint import forward_bytes
-from zo2adapters.trainers.device_run_plan import plan_device_run
-from zo2core import MemoryBudgetError, OptionError, PhiloxNoise
+from zo2adapters.models.footprint import expected_held_bytes, forward_bytes, least_activation_bytes
+from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.trainers.batch_shapes import RowShapes
+from zo2adapters.trainers.batching import Batching
+from zo2adapters.trainers.device_run_plan import DeviceRunPlan, plan_device_run
+from zo2adapters.trainers.optimization import Noise, Optimization
+from zo2adapters.trainers.run_plan import step_memory
+from zo2core import MemoryBudgetError, OptionError
+from zo2core.estimators import EstimatorName
 
 BLOCKS = 4
+MEZO = Optimization(exact_mezo=True)
+
+
+def planned(model: HFBlockModel, optimization: Optimization = MEZO, *, rows: int = 1, **options: Any) -> DeviceRunPlan:
+    shapes = RowShapes.of_length(Batching(batch_size=rows), 8)
+    return plan_device_run(model, shapes, optimization, **{"device_memory": "1GB", "bus": 1000, **options})
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +42,10 @@ def test_what_does_not_stay_is_moved_each_way(base: Path) -> None:
     model = open_checkpoint(base)
     block = model.layouts[1].nbytes
     kept = set()
-    whole = plan_device_run(model, device_memory="1GB", bus=1000, rows=1, tokens=8).device_plan.nbytes
+    whole = planned(model).device_plan.nbytes
     for nbytes in range(whole, whole - (BLOCKS + 1) * block, -block // 2):
         try:
-            plan = plan_device_run(model, device_memory=nbytes, bus=1000, rows=1, tokens=8)
+            plan = planned(model, device_memory=nbytes)
         except MemoryBudgetError:
             break
         assert plan.device_plan.nbytes <= nbytes
@@ -44,10 +58,7 @@ def test_what_does_not_stay_is_moved_each_way(base: Path) -> None:
 
 def test_noise_that_is_not_kept_leaves_room(base: Path) -> None:
     model = open_checkpoint(base)
-    mezo, counted = (
-        plan_device_run(model, device_memory="1GB", bus="25GB", rows=1, tokens=8, noise=noise)
-        for noise in (None, PhiloxNoise())
-    )
+    mezo, counted = (planned(model, Optimization(noise=noise)) for noise in (Noise.MEZO, Noise.RADEMACHER))
     assert counted.device_plan.nbytes < mezo.device_plan.nbytes
 
 
@@ -72,14 +83,13 @@ def test_opt_175b_on_24_gb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_more_queries_take_activations_and_then_wait_for_them(base: Path) -> None:
     model = open_checkpoint(base)
-    one, four = (plan_device_run(model, device_memory="1GB", bus=1000, rows=8, tokens=8, queries=q) for q in (1, 4))
+    one, four = (planned(model, replace(MEZO, queries=q), rows=8) for q in (1, 4))
     assert (one.waiting_bytes, four.waiting_bytes) == (0, 0)
     more = four.device_plan.activation_bytes - one.device_plan.activation_bytes
     assert more == 3 * (one.device_plan.activation_bytes - forward_bytes(model.config, 8, 8))
     blocks = (BLOCKS - 2) * model.layouts[1].nbytes  # two slots are left
-    tight = plan_device_run(
-        model, device_memory=four.device_plan.nbytes - blocks - more // 2, bus=1000, rows=8, tokens=8, queries=4
-    )
+    tight_memory = four.device_plan.nbytes - blocks - more // 2
+    tight = planned(model, replace(MEZO, queries=4), rows=8, device_memory=tight_memory)
     assert 0 < tight.waiting_bytes < more
     assert tight.device_plan.kept == 0
     assert tight.transfer_seconds * 1000 == tight.moved_bytes + (BLOCKS + 1) * tight.waiting_bytes
@@ -88,12 +98,10 @@ def test_more_queries_take_activations_and_then_wait_for_them(base: Path) -> Non
 def test_one_side_of_each_query_takes_fewer_activations(base: Path) -> None:
     model = open_checkpoint(base)
     two_sided, one_sided = (
-        plan_device_run(model, device_memory="1GB", bus=1000, rows=8, tokens=8, queries=4, evaluations=forwards)
-        for forwards in (None, 5)
+        planned(model, Optimization(estimator=estimator, queries=4), rows=8)
+        for estimator in (EstimatorName.MEZO, EstimatorName.FZOO)
     )
-    of_one = plan_device_run(model, device_memory="1GB", bus=1000, rows=8, tokens=8, evaluations=1)
-    running = forward_bytes(model.config, 8, 8)
-    held = of_one.device_plan.activation_bytes - running
+    running, held = forward_bytes(model.config, 8, 8), expected_held_bytes(model.config, 8, 8)
     assert two_sided.device_plan.activation_bytes - running == 8 * held
     assert one_sided.device_plan.activation_bytes - running == 5 * held
 
@@ -109,8 +117,26 @@ def test_one_side_of_each_query_takes_fewer_activations(base: Path) -> None:
     ],
 )
 def test_what_cannot_be_planned_is_refused(
-    options: dict[str, str], error: type[Exception], message: str, base: Path
+    options: dict[str, Any], error: type[Exception], message: str, base: Path
 ) -> None:
-    given = {"device_memory": "1GB", "bus": "25GB", **options}
     with pytest.raises(error, match=message):
-        plan_device_run(open_checkpoint(base), rows=1, tokens=8, **given)  # type: ignore[arg-type]
+        planned(open_checkpoint(base), **options)
+
+
+@pytest.mark.parametrize(
+    "optimization",
+    [Optimization(rank=4, queries=2, stack=2), Optimization(rank=4, per_row=True), Optimization(per_row=True)],
+)
+def test_a_plan_reserves_what_the_run_reserves(optimization: Optimization, base: Path) -> None:
+    model = open_checkpoint(base, precision="exact")
+    needed = step_memory(model, RowShapes.of_length(Batching(batch_size=4), 8).longest, optimization, None)
+    assert planned(model, optimization, rows=4).device_plan.activation_bytes == needed.nbytes
+
+
+def test_the_least_memory_counts_logits_in_chunks_where_the_loss_is_computed_in_chunks(tmp_path: Path) -> None:
+    base = save_model(tmp_path, small_config("llama", vocab_size=1000))
+    whole, chunked = open_checkpoint(base), open_checkpoint(base, loss_chunk=1)
+    longest = RowShapes.of_length(Batching(batch_size=4), 8).longest
+    least = [step_memory(model, longest, Optimization(), None).least for model in (whole, chunked)]
+    assert least == [least_activation_bytes(whole.config, 4, 8, loss_chunk=chunk) for chunk in (None, 1)]
+    assert least[1] < least[0]

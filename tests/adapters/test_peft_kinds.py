@@ -444,16 +444,15 @@ def test_text_is_generated_behind_a_prefix_as_by_peft(model_type: str, tmp_path:
 @pytest.mark.parametrize("model_type", TARGETS)
 def test_branches_recorded_before_a_sweep_are_those_that_it_takes(model_type: str, tmp_path: Path) -> None:
     base, batch = save_model(tmp_path, small_config(model_type)), make_batch(40, [7, 5])
-    losses = []
+    runs: list[tuple[float, list[Any]]] = []
     for records in (False, True):
         model = open_checkpoint(base, adapter=Adapter(config=prefix(model_type)), loss_chunk=3)
         with Replayer(model) as replayer:
             if records:  # as for a GPU
                 model.record_branches(model.prepared(batch))
-                assert model._stand_in_branches._cached == stand_ins
-            losses.append(replayer.evaluate([batch]).loss)
-            stand_ins = model._stand_in_branches._cached
-    assert losses[0] == losses[1]
+                assert model._stand_in_branches._cached == runs[0][1]
+            runs.append((replayer.evaluate([batch]).loss, model._stand_in_branches._cached))
+    assert runs[0] == runs[1]
 
 
 def test_packed_rows_would_share_a_prefix_and_are_refused(tmp_path: Path) -> None:

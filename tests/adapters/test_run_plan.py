@@ -25,6 +25,7 @@ from zo2adapters.trainers.optimization import Optimization
 from zo2adapters.trainers.options import TrainOptions, evaluations_due
 from zo2adapters.trainers.run_plan import duration, measured_forward_seconds
 from zo2adapters.trainers.trainer import Trainer
+from zo2core import WriteBackPolicy
 
 CONFIGURATIONS = {
     "default": [],
@@ -151,7 +152,7 @@ def test_forwards_are_counted_as_they_run(
 ) -> None:
     shapes = RowShapes.of_length(Batching(batch_size=4), 7)
     model = open_checkpoint(options.model, precision="exact")
-    plan = run_plan.plan_run(model, shapes, optimization, scratch=tmp_path)
+    plan = run_plan.plan_run(model, shapes, optimization, write_back=WriteBackPolicy(directory=tmp_path))
     [(shape, at_a_time)] = measured
     assert (shape.rows, shape.tokens, at_a_time) == (rows, 7, running)
     assert plan.forward_seconds == seconds
@@ -160,9 +161,9 @@ def test_forwards_are_counted_as_they_run(
 def test_a_low_rank_writes_no_weights_and_draws_factors_alone(options: TrainOptions, tmp_path: Path) -> None:
     model = open_checkpoint(options.model, precision="exact")
     shapes = RowShapes.of_length(Batching(batch_size=4), 7)
-    plan = run_plan.plan_run(model, shapes, Optimization(rank=1), scratch=tmp_path / "never made")
+    plan = run_plan.plan_run(model, shapes, Optimization(rank=1), write_back=WriteBackPolicy(directory=tmp_path / "new"))
     assert (plan.write_back_every, plan.scratch_bytes) == (None, 0)
-    assert not (tmp_path / "never made").exists()
+    assert not (tmp_path / "new").exists()
 
 
 def test_only_tokens_with_labels_cost_logits_where_these_are_made_in_chunks(

@@ -71,7 +71,7 @@ class Plan:
 
     def run(self) -> None:
         """Print the plan."""
-        WriteBackPolicy(directory=self.scratch, terabytes_per_1000_steps=self.write_limit_tb)  # refuses values out of range
+        write_back = WriteBackPolicy(directory=self.scratch, terabytes_per_1000_steps=self.write_limit_tb)
         from zo2adapters.models.checkpoint import open_checkpoint, resolve_directory
         from zo2adapters.trainers.device_run_plan import plan_device_run
         from zo2adapters.trainers.run_plan import plan_run
@@ -114,25 +114,18 @@ class Plan:
             loss_chunk=self.batching.loss_chunk or "auto",
         )
         shapes = self._shapes(model, directory)
-        noise = optimization.generator(model.layouts)
-        drawn = noise or SequentialNoise(model.layouts)
+        drawn = optimization.generator(model.layouts) or SequentialNoise(model.layouts)
         require_perturbation(optimization.perturbation, model, optimization.estimator_of(1), drawn, replay=self.replay)
         if self.device_memory is not None:
             on_device = plan_device_run(
                 model,
+                shapes,
+                optimization,
                 memory=self.memory,
                 device_memory=self.device_memory,
                 bus=self.bus,
-                rows=shapes.longest.rows,
-                tokens=round(shapes.longest.tokens),
-                micro_rows=self.batching.micro_batch_size,
-                noise=noise,
-                queries=optimization.queries,
-                evaluations=optimization.evaluations,
                 write_limit_tb=self.write_limit_tb,
                 replay=self.replay,
-                perturbation=optimization.perturbation,
-                stacked=optimization.stacked,
             )
             print(on_device.to_json() if self.json else on_device.table())
             return
@@ -142,9 +135,7 @@ class Plan:
             shapes,
             optimization,
             memory=self.memory,
-            scratch=self.scratch,
-            micro_rows=self.batching.micro_batch_size,
-            write_limit_tb=self.write_limit_tb,
+            write_back=write_back,
             workers=self.workers,
             steps=self.steps,
             evaluations=evaluations_due(self.steps, self.evaluate_every) if self.evaluation is not None else 0,
@@ -185,7 +176,6 @@ class Plan:
             self._shapes(model, directory),
             memory=self.memory,
             scratch=self.scratch,
-            micro_rows=self.batching.micro_batch_size,
             steps=self.steps,
             evaluations=evaluations_due(self.steps, self.evaluate_every) if self.evaluation is not None else 0,
         )

@@ -34,12 +34,13 @@ class RowShapes(NamedTuple):
     step: BatchShape  # mean of the steps' batches
     evaluation: BatchShape | None  # mean of an evaluation's batches; None: no evaluation
     evaluation_batches: int  # batches of one evaluation
+    micro_rows: int | None  # rows that run at a time; None: all of a batch
 
     @classmethod
     def of_length(cls, batching: Batching, tokens: int) -> RowShapes:
         """Shapes for rows that all have so many tokens."""
         shape = BatchShape.whole(*batching.shape(batching.batch_size, tokens))
-        return cls(shape, shape, None, 0)
+        return cls(shape, shape, None, 0, batching.micro_batch_size)
 
     @classmethod
     def of_rows(cls, batching: Batching, data: Rows, evaluation: EvaluationRows | None, *, seed: int) -> RowShapes:
@@ -57,10 +58,11 @@ class RowShapes(NamedTuple):
         step = _mean(_shape(batch, pack=batching.pack) for batch in steps)
         largest = BatchShape.whole(*batching.shape(batching.batch_size * sequences, longest))
         if evaluation is None:
-            return cls(largest, step, None, 0)
+            return cls(largest, step, None, 0, batching.micro_batch_size)
         starts = range(0, len(evaluation), batching.batch_size)
         batches = ([evaluation[i] for i in range(at, min(at + batching.batch_size, len(evaluation)))] for at in starts)
-        return cls(largest, step, _mean(_shape(rows, pack=batching.pack) for rows in batches), len(starts))
+        mean = _mean(_shape(rows, pack=batching.pack) for rows in batches)
+        return cls(largest, step, mean, len(starts), batching.micro_batch_size)
 
 
 def _shape(rows: Sequence[Any], *, pack: bool) -> BatchShape:

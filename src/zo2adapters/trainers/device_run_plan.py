@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
 
-from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes, least_activation_bytes
+from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
 from zo2adapters.models.hf import HFBlockModel
-from zo2core import (
-    DensePerturbation,
-    DevicePlan,
-    HostPlan,
-    Machine,
-    MemoryPolicy,
-    NoiseGenerator,
-    RunRequest,
-    SequentialNoise,
-    plan,
-)
+from zo2adapters.trainers.batch_shapes import RowShapes
+from zo2adapters.trainers.optimization import Optimization
+from zo2adapters.trainers.run_plan import run_request, step_memory
+from zo2core import DensePerturbation, DevicePlan, HostPlan, Machine, MemoryPolicy, SequentialNoise, plan
 from zo2core.kernels.low_bit import low_bit_layout
-from zo2core.perturbation import Perturbation, kept_bytes_a_step
+from zo2core.perturbation import kept_bytes_a_step
 from zo2core.planning.host_budget import parse_size
-from zo2core.planning.host_plan import MOST_USEFUL_BUCKETS
 from zo2core.planning.low_bit import Replay
 from zo2core.planning.speeds import MeasuredSpeeds
-from zo2core.planning.write_interval import interval_within, terabytes_written
-from zo2core.protocols import CounterNoise
-from zo2core.sources.loader import laid_out_as_on_disk
+from zo2core.planning.write_interval import interval_within, streamed_bytes, terabytes_written
 from zo2core.sweep.activation_offload import ROOMS, streams_that_stay
 from zo2core.types import shown_bytes
 
@@ -76,79 +65,47 @@ class DeviceRunPlan:
 
 def plan_device_run(
     model: HFBlockModel,
+    shapes: RowShapes,
+    optimization: Optimization,
     *,
     memory: int | str = "auto",
     device_memory: int | str,
     bus: int | str,
-    rows: int,
-    tokens: int,
-    micro_rows: int | None = None,
-    noise: NoiseGenerator | None = None,
-    queries: int = 1,
-    evaluations: int | None = None,
     write_limit_tb: float | None = None,
     replay: Replay = "auto",
-    perturbation: Perturbation = DensePerturbation(),  # noqa: B008 - frozen
-    stacked: int = 1,
 ) -> DeviceRunPlan:
     """Plan a run on a GPU, which need not be in this machine. Nothing is loaded or measured.
 
     Args:
         model: Model from ``open_checkpoint``.
+        shapes: Shapes of the run's batches.
+        optimization: How a step is taken. Low-rank factors are counted for a new run; each period adds as many.
         memory: Host memory the process may use in total.
         device_memory: Memory of the GPU that the run may use.
         bus: Bytes per second that the bus transfers in each direction at the same time.
-        rows: Rows per batch.
-        tokens: Tokens per row.
-        micro_rows: Rows that run at a time; None: all of a batch.
-        noise: Generator of the directions; None: MeZO's numbers as a GPU draws them.
-        queries: Directions per step.
-        evaluations: Forward passes of a batch in a step; None: two per direction.
         write_limit_tb: Terabytes that 1,000 steps may write; None: no limit.
         replay: Where updates are replayed.
-        perturbation: How directions are applied. Factors are counted for a new run; each period adds as many.
-        stacked: Number of a step's forwards that run as one batch.
 
     Raises:
         MemoryBudgetError: if host or device memory is too small for any plan.
         OptionError: if a size cannot be parsed.
     """
-    evaluations = 2 * queries if evaluations is None else evaluations
-    config, chunk = model.config, model.loss_chunk
-    running = rows if micro_rows is None else min(rows, micro_rows)
-    batch: dict[str, Any] = {"micro_rows": micro_rows, "loss_chunk": chunk, "stacked": stacked}
-    needed = activation_bytes(config, rows, tokens, streams=evaluations, **batch)
-    generator = SequentialNoise(model.layouts, "cuda") if noise is None else noise
-    request = RunRequest(
-        layouts=model.layouts,
-        on_disk=laid_out_as_on_disk(model.layouts, model.weights),
-        noise=generator,
-        perturbation=perturbation,
-        perturb_in_place=not isinstance(generator, CounterNoise),
-        directions=queries,
-        memory=MemoryPolicy(
-            host=memory,
-            device=parse_size(device_memory, option="device_memory"),
-            activations=needed,
-            least_activations=least_activation_bytes(config, running * stacked, tokens, loss_chunk=chunk),
-        ),
-        replay=replay,
+    perturbation = optimization.perturbation
+    needed = step_memory(model, shapes.longest, optimization, shapes.micro_rows)
+    policy = MemoryPolicy(
+        host=memory,
+        device=parse_size(device_memory, option="device_memory"),
+        activations=needed.nbytes,
+        least_activations=needed.least,
     )
+    noise = optimization.generator(model.layouts) or SequentialNoise(model.layouts, "cuda")
+    request = replace(run_request(model, shapes, optimization, noise, policy), replay=replay)
     spec = plan(request, Machine(in_place=False, on_host=False), MeasuredSpeeds(model.weights))
     device_plan, host_plan, low_bit, layouts = spec.device_plan, spec.host_plan, spec.low_bit, spec.layouts
     assert device_plan is not None, "a device with memory of its own has a plan"
-    held = expected_held_bytes(config, running * stacked, tokens)  # activations of one stream between two segments
-    streams = -(-evaluations // stacked) * -(-rows // running)
-    left = device_plan.activation_bytes - forward_bytes(
-        config, running * stacked, tokens, loss_chunk=chunk, loss_rows=running
-    )
-    waiting = held * (streams - streams_that_stay(streams, held, left, rooms=ROOMS * held))
-    blocks = [layout.nbytes for layout in layouts if not layout.resident]
-    read = 0
-    if host_plan.buckets is not None:
-        read = _bytes_of(blocks, len(blocks) - device_plan.kept - max(host_plan.buckets - MOST_USEFUL_BUCKETS, 0))
-    uploads = [(layout if low_bit is None else low_bit_layout(layout)).nbytes for layout in layouts if not layout.resident]
-    moved = _bytes_of(uploads, len(blocks) - device_plan.kept)
+    blocks = [layout for layout in layouts if not layout.resident]
+    uploads = sum((layout if low_bit is None else low_bit_layout(layout)).nbytes for layout in blocks)
+    moved = uploads * (len(blocks) - device_plan.kept) // max(len(blocks), 1)
     is_changed = isinstance(perturbation, DensePerturbation)  # otherwise weights are only read
     every = 1 if write_limit_tb is None else interval_within(layouts, write_limit_tb)
     written = kept_bytes_a_step(perturbation, layouts, None if write_limit_tb is None else write_limit_tb * 1e9)
@@ -156,15 +113,21 @@ def plan_device_run(
         host_plan=host_plan,
         device_plan=device_plan,
         blocks=len(blocks),
-        read_bytes=read,
+        read_bytes=streamed_bytes(layouts, host_plan.buckets, kept=device_plan.kept),
         moved_bytes=moved,
         returned_bytes=moved if is_changed and (low_bit is None or low_bit.comes_back) else 0,
-        waiting_bytes=waiting,
+        waiting_bytes=_waiting_bytes(model, shapes, optimization, device_plan.activation_bytes),
         terabytes_per_1000_steps=terabytes_written(layouts, every) if is_changed else written / 1e9,
         bus=parse_size(bus, option="bus"),
     )
 
 
-def _bytes_of(blocks: list[int], count: int) -> int:
-    """Expected bytes of ``count`` of the blocks, which may differ in size."""
-    return sum(blocks) * max(count, 0) // max(len(blocks), 1)
+def _waiting_bytes(model: HFBlockModel, shapes: RowShapes, optimization: Optimization, activation_bytes: int) -> int:
+    """Bytes of activations between two segments that do not fit in device memory."""
+    config, stacked = model.config, optimization.stacked
+    rows, tokens = shapes.longest.rows, round(shapes.longest.tokens)
+    running = rows if shapes.micro_rows is None else min(rows, shapes.micro_rows)
+    held = expected_held_bytes(config, running * stacked, tokens)  # activations of one stream
+    streams = -(-optimization.evaluations // stacked) * -(-rows // running)
+    forward = forward_bytes(config, running * stacked, tokens, loss_chunk=model.loss_chunk, loss_rows=running)
+    return held * (streams - streams_that_stay(streams, held, activation_bytes - forward, rooms=ROOMS * held))

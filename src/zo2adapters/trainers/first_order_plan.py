@@ -1,4 +1,4 @@
-"""What a run of first-order steps would take: memory, reads and seconds, from headers and quick probes."""
+"""Plan of a run of first-order steps: memory, reads and seconds, from headers and quick probes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zo2adapters.trainers.run_plan import (
     RunPlan,
     bind_probe,
     decoding_seconds,
-    evaluation_sweeps,
+    evaluation_pass_seconds,
     measured_forward_seconds,
 )
 from zo2core import Machine, MemoryPolicy, PhiloxNoise, RunRequest, plan
@@ -26,7 +26,7 @@ from zo2core.planning.write_interval import streamed_bytes
 from zo2core.sources.loader import laid_out_as_on_disk
 from zo2core.sweep.block_graph import BlockGraph
 
-_PROBED_TOKENS = 64  # of one row: a graph grows with tokens
+_PROBED_TOKENS = 64  # most tokens of the probed row; a graph grows in proportion to tokens
 
 
 def plan_first_order_run(
@@ -35,28 +35,26 @@ def plan_first_order_run(
     *,
     memory: int | str = "auto",
     scratch: Path,
-    micro_rows: int | None = None,
     steps: int = 0,
     evaluations: int = 0,
 ) -> RunPlan:
     """Plan a run on the CPU that trains an adapter by gradients. Nothing is loaded; the probes take a few seconds.
 
     Args:
-        model: From ``open_checkpoint``, with an adapter.
+        model: Model from ``open_checkpoint``, with an adapter.
         shapes: Shapes of the run's batches.
-        memory: Host memory the process may take in all.
+        memory: Host memory the process may use in total.
         scratch: A directory on the disk to which inputs of blocks are written that have no room in memory.
-        micro_rows: Rows that run at a time; None: all of a batch.
         steps: Steps of the run.
         evaluations: Evaluations of the run.
 
     Raises:
-        MemoryBudgetError: if no arrangement fits.
+        MemoryBudgetError: if no plan fits.
         ScratchError: if the directory cannot be written.
         CheckpointError: if the checkpoint cannot be read.
     """
     longest, on_disk = shapes.longest, laid_out_as_on_disk(model.layouts, model.weights)
-    activations, least = reserved_bytes(model, longest.rows, round(longest.tokens), micro_rows)
+    activations, least = reserved_bytes(model, longest.rows, round(longest.tokens), shapes.micro_rows)
     request = RunRequest(
         layouts=model.layouts,
         on_disk=on_disk,
@@ -68,9 +66,8 @@ def plan_first_order_run(
     )
     speeds = MeasuredSpeeds(model.weights)
     spec = plan(request, Machine(), speeds)
-    layouts = spec.layouts
-    host_plan = spec.host_plan
-    forward = measured_forward_seconds(model, shapes.step, running=micro_rows)
+    layouts, host_plan = spec.layouts, spec.host_plan
+    forward = measured_forward_seconds(model, shapes.step, running=shapes.micro_rows)
     blocks = sum(not layout.resident for layout in layouts)
     graph = measured_graph_bytes(model, longest)
     inputs = min(host_plan.spare, activations - spec.activation_bytes)
@@ -81,31 +78,26 @@ def plan_first_order_run(
     host_plan = replace(
         host_plan, parts=(*host_plan.parts, MemoryPart(f"graphs of {kept} of {blocks} blocks", kept * graph))
     )
-    read = 2 * streamed_bytes(layouts, host_plan.buckets) + spilled
-    disk_seconds = read / speeds.reading(layouts) if read else 0.0
-    if spilled:
-        disk_seconds += spilled / speeds.writing(scratch)
-    decoding = 2 * decoding_seconds(layouts)
-    of_evaluation = 0.0
-    if shapes.evaluation is not None and evaluations:
-        computing = shapes.evaluation_batches * measured_forward_seconds(model, shapes.evaluation, running=micro_rows)
-        sweeps = evaluation_sweeps(model, shapes, activations, micro_rows)
-        of_evaluation = max(computing + sweeps * decoding / 2, sweeps * disk_seconds / 2)
+    read = 2 * streamed_bytes(layouts, host_plan.buckets)
+    read_seconds = read / speeds.reading(layouts) if read else 0.0
+    spill_seconds = spilled / speeds.reading(layouts) + spilled / speeds.writing(scratch) if spilled else 0.0
+    decoding = decoding_seconds(layouts)
+    evaluation = evaluation_pass_seconds(model, shapes, activations, decoding, read_seconds / 2) if evaluations else 0.0
     return RunPlan(
         host_plan=host_plan,
         model_bytes=sum(layout.nbytes for layout in layouts),
         write_back_every=None,
         scratch_bytes=0,
-        read_bytes=read,
         spilled_bytes=spilled,
+        read_bytes=read + spilled,
         written_bytes=spilled,
         terabytes_per_1000_steps=spilled / 1e9,
         forward_seconds=(FORWARDS - kept / blocks) * forward,
-        update_seconds=decoding,
-        disk_seconds=disk_seconds,
+        update_seconds=2 * decoding,
+        disk_seconds=read_seconds + spill_seconds,
         steps=steps,
         evaluations=evaluations,
-        evaluation_seconds=of_evaluation,
+        evaluation_seconds=evaluation,
     )
 
 

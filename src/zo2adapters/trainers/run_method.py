@@ -1,4 +1,4 @@
-"""What differs between runs of zeroth-order and of first-order steps, behind the same verbs: ``Trainer`` knows no method."""
+"""The interface of methods, zeroth-order and first-order. ``Trainer`` uses it and knows no method."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.task import StepReport, TrainingEngine
 from zo2adapters.trainers.batch_shapes import BatchShape
 from zo2adapters.trainers.options import Execution, TrainOptions
-from zo2core import HostPlan, Journal, Runner, Workers, ZO2Error
+from zo2adapters.trainers.worker_options import local_device
+from zo2core import HostPlan, Journal, MemoryPolicy, Replayer, Runner, Workers, ZO2Error
 
 EngineT = TypeVar("EngineT", bound=TrainingEngine)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What a run's engine is made of, beside its options."""
+    """What a run's engine is made of, in addition to the run's options."""
 
     model: HFBlockModel
-    activations: int  # bytes that activations may take
-    least_activations: int  # bytes that they take at least, on a device
-    decides: Mapping[str, Any]  # what decides the run beside its base and its method, as JSON values
+    activations: int  # bytes that activations may use
+    least_activations: int  # least bytes of activations on a device
+    decides: Mapping[str, Any]  # the run's provenance, as JSON values
     execution: Execution
-    workers: Workers | None  # others that work on the same run
+    workers: Workers | None  # processes that work on the same run; None: this process works alone
 
 
 class RunMethod(ABC, Generic[EngineT]):
-    """How the steps of a run are taken, and what follows from that.
+    """How the steps of a run are taken: its engine, memory, snapshots and messages.
 
     Args:
-        options: The run's.
+        options: The run's options.
 
     Raises:
-        OptionError: if a number is out of its range, or options do not go together.
+        OptionError: if a number is out of range, or options cannot be combined.
     """
 
     has_gradient: bool  # whether steps differentiate the objective
-    learning_rates: Sequence[float]  # to try where a user names none
+    learning_rates: Sequence[float]  # candidates of ``zo2 tune`` if the user gives none
 
     def __init__(self, options: TrainOptions) -> None:
         self.options = options
@@ -47,11 +48,11 @@ class RunMethod(ABC, Generic[EngineT]):
     @property
     @abstractmethod
     def forwards(self) -> int:
-        """What a step costs, in forwards of its batch."""
+        """Cost of a step, in forward passes of its batch."""
 
     @abstractmethod
     def step_seconds(self, model: HFBlockModel, shape: BatchShape) -> float:
-        """Expected seconds of a step on the CPU, all blocks in memory. The probes take a few seconds."""
+        """Expected seconds of a step on the CPU with all blocks in memory. The probes take a few seconds."""
 
     @abstractmethod
     def losses(self, engine: EngineT) -> list[float]:
@@ -59,44 +60,87 @@ class RunMethod(ABC, Generic[EngineT]):
 
     @abstractmethod
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
-        """Memory to reserve for activations on rows of so many tokens and sequences, and the least that a device needs."""
+        """Memory for activations.
+
+        Args:
+            model: The model.
+            longest: Tokens of the longest row.
+            sequences: Largest number of sequences that a row has.
+
+        Returns:
+            Bytes to reserve, and the least bytes that a device needs.
+
+        Raises:
+            OptionError: if ``activation_memory`` cannot be parsed.
+        """
 
     @abstractmethod
     def engine(self, opening: Opening) -> EngineT:
-        """The run's engine, at the step where the run goes on."""
+        """The run's engine, at the step from which the run continues."""
 
     @abstractmethod
     def first_step(self, journal: Journal) -> int:
-        """The earliest step from which the run may go on: fewer than its journal has, if steps have to be repeated."""
+        """The earliest step from which the run may continue. Later steps of the journal are repeated."""
 
     @abstractmethod
     def storage(self, engine: EngineT, host: HostPlan, model: HFBlockModel) -> str:
-        """Where the weights live and what the run writes, in words."""
+        """A line that says where the weights are kept and what the run writes."""
 
     @abstractmethod
     def after_step(self, engine: EngineT, report: StepReport) -> list[str]:
-        """Do what is due after a step; what there is to say, a line each."""
+        """Do what is due after a step, and return messages, a line each."""
 
     @abstractmethod
     def at_step(self, engine: EngineT, model: HFBlockModel, activations: int, step: int) -> Runner:
-        """The model of an earlier step, to look at. The engine is closed."""
+        """The model at an earlier step, for evaluation and export. The engine is closed."""
 
     def before_noting(self, engine: EngineT, loss: float) -> None:
-        """Do what has to be done before the loss of an evaluation of the present step is noted. By default nothing."""
+        """Prepare for writing the loss of an evaluation of the current step to the journal. By default nothing is done."""
 
     def explained(self, error: ZO2Error, engine: EngineT) -> ZO2Error:
-        """The error with which a run ends whose step was refused. By default the step's own."""
+        """The error with which a run ends after a step raised ``error``. By default the same error."""
         return error
 
     def verdict(self, engine: EngineT) -> str | None:
-        """Say if the steps left nothing of the model, in a line; None if they did not. By default nothing is said."""
+        """A line that says if the steps have destroyed the model, else None. By default None."""
         return None
 
     def ways_on(self, engine: EngineT) -> str:
-        """How to go on with a run that was interrupted, and how to get its model."""
+        """Commands that continue an interrupted run, and that export its model."""
         output = self.options.output
         return (
-            f"stopped after {engine.version} steps; to go on, or to get the model of this moment:\n"
+            f"stopped after {engine.version} steps; to continue the run, or to export the model at this step:\n"
             f"  zo2 train --resume {output}\n"
             f"  zo2 export --run {output} --output DIR"
         )
+
+
+def replayer(
+    options: TrainOptions,
+    model: HFBlockModel,
+    activations: int,
+    workers: Workers | None,
+    *,
+    journal: Journal | None = None,
+) -> Replayer:
+    """Open the weights of a step for evaluation. The run's engine, which uses the same model, must be closed.
+
+    Args:
+        options: The run's options.
+        model: Model that was opened with these options.
+        activations: Bytes that activations may use.
+        workers: Processes that evaluate the same rows; None: this process works alone.
+        journal: The run's journal up to the step; None: the base.
+
+    Raises:
+        ZO2Error: of the kind that fits.
+    """
+    storage = options.storage
+    return Replayer(
+        model,
+        journal,
+        micro_batch_size=options.batching.micro_batch_size,
+        device=local_device(storage.device, workers),
+        memory=MemoryPolicy(host=storage.memory, device=storage.device_memory, activations=activations),
+        workers=workers,
+    )

@@ -6,17 +6,18 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from zo2adapters.models.footprint import expected_held_bytes, forward_bytes
+from zo2adapters.models.footprint import activation_bytes, expected_held_bytes, forward_bytes, least_activation_bytes
 from zo2adapters.models.hf import HFBlockModel
+from zo2adapters.models.peft_kinds.block_model import PeftBlockModel
 from zo2adapters.trainers.allocator import with_kept_memory
 from zo2adapters.trainers.batch_shapes import BatchShape, RowShapes
 from zo2adapters.trainers.optimization import Optimization
-from zo2adapters.trainers.run_engine import reserved_for
 from zo2core import (
     BlockLayout,
     HostDevice,
@@ -24,6 +25,7 @@ from zo2core import (
     LowRankPerturbation,
     Machine,
     MemoryPolicy,
+    NoiseGenerator,
     RunRequest,
     SequentialNoise,
     WriteBackPolicy,
@@ -122,9 +124,7 @@ def plan_run(
     optimization: Optimization,
     *,
     memory: int | str = "auto",
-    scratch: Path,
-    micro_rows: int | None = None,
-    write_limit_tb: float | None = None,
+    write_back: WriteBackPolicy,
     workers: int = 1,
     steps: int = 0,
     evaluations: int = 0,
@@ -136,9 +136,7 @@ def plan_run(
         shapes: Shapes of the run's batches.
         optimization: How a step is taken. Low-rank factors are counted for a new run; each period adds as many.
         memory: Host memory the process may use in total.
-        scratch: A directory on the disk to write back to.
-        micro_rows: Rows that run at a time; None: all of a batch.
-        write_limit_tb: Terabytes that 1,000 steps may write; None: no limit.
+        write_back: When segments are written to disk.
         workers: Number of workers on this host. Memory is that of one of them, with its part of the shared blocks; time is
             that of one worker alone.
         steps: Steps of the run.
@@ -149,61 +147,112 @@ def plan_run(
         ScratchError: if the directory cannot be written.
         CheckpointError: if the checkpoint cannot be read.
     """
-    queries, perturbation = optimization.queries, optimization.perturbation
-    activations = reserved_for(model, shapes.longest, optimization, micro_rows)
-    noise = optimization.generator(model.layouts)
-    generator = SequentialNoise(model.layouts) if noise is None else noise
-    in_place, speeds = bool(optimization.estimator_of(1).perturb_in_place), MeasuredSpeeds(model.weights)
-    request = RunRequest(
-        layouts=model.layouts,
-        on_disk=laid_out_as_on_disk(model.layouts, model.weights),
-        noise=generator,
-        perturbation=perturbation,
-        perturb_in_place=in_place,
-        directions=queries,
-        memory=MemoryPolicy(host=memory, activations=activations),
-        write_back=WriteBackPolicy(directory=scratch, terabytes_per_1000_steps=write_limit_tb),
-    )
+    perturbation, speeds = optimization.perturbation, MeasuredSpeeds(model.weights)
+    activations = step_memory(model, shapes.longest, optimization, shapes.micro_rows).nbytes
+    noise = _noise(model, optimization)
+    policy = MemoryPolicy(host=memory, activations=activations)
+    request = replace(run_request(model, shapes, optimization, noise, policy), write_back=write_back)
     spec = plan(request, Machine(neighbours=workers, shares=workers > 1), speeds)
     if workers > 1 and spec.host_plan.buckets is not None:  # workers do not share streamed blocks
         spec = plan(request, Machine(neighbours=workers), speeds)
-    host_plan, layouts = with_kept_memory(spec.host_plan, activations), spec.layouts
-    streamed, every = host_plan.buckets is not None, spec.write_back_every
-    replay = speeds.replay(generator, layouts, in_place=in_place)
+    host_plan, layouts, every = with_kept_memory(spec.host_plan, activations), spec.layouts, spec.write_back_every
     read = streamed_bytes(layouts, host_plan.buckets)
     read_seconds = read / speeds.reading(layouts) if read else 0.0
-    forward_seconds = _step_forward_seconds(model, shapes.step, optimization, micro_rows)
-    decoding = decoding_seconds(layouts)
     model_bytes = sum(layout.nbytes for layout in layouts)
-    written: float = 0 if every is None else model_bytes // every
-    scratch_size, written_tb = 0 if every is None else scratch_bytes(layouts), terabytes_written(layouts, every)
-    disk_seconds = read_seconds + (written / speeds.writing(scratch) if streamed and written else 0.0)
     if isinstance(perturbation, LowRankPerturbation):
-        written = kept_bytes_a_step(perturbation, layouts, None if write_limit_tb is None else write_limit_tb * 1e9)
-        written_tb, lag = written / 1e9, 0.0
+        written = kept_bytes_a_step(perturbation, layouts, write_back.bytes_a_step)
+        written_tb, write_seconds, lag = written / 1e9, 0.0, 0.0
     else:
-        lag = (every + 1) / 2 if streamed and every is not None else 1.0
-    update = _update_seconds(model, layouts, optimization, lag=lag, keeps_noise=host_plan.keep_noise)
-    seconds_per_evaluation = 0.0
-    if shapes.evaluation is not None and evaluations:
-        computing = shapes.evaluation_batches * measured_forward_seconds(model, shapes.evaluation, running=micro_rows)
-        sweeps = evaluation_sweeps(model, shapes, activations, micro_rows)
-        seconds_per_evaluation = max(computing + sweeps * (replay * queries * lag + decoding), sweeps * read_seconds)
+        is_streamed = host_plan.buckets is not None and every is not None
+        written, written_tb = 0 if every is None else model_bytes // every, terabytes_written(layouts, every)
+        write_seconds = written / speeds.writing(Path(write_back.directory)) if is_streamed and written else 0.0
+        lag = (every + 1) / 2 if every is not None and is_streamed else 1.0
+    replay = speeds.replay(noise, layouts, in_place=request.perturb_in_place) * optimization.queries * lag
     return RunPlan(
         host_plan=host_plan,
         model_bytes=model_bytes,
         write_back_every=every,
-        scratch_bytes=scratch_size,
+        scratch_bytes=0 if every is None else scratch_bytes(layouts),
         read_bytes=read,
         written_bytes=round(written),
         terabytes_per_1000_steps=written_tb,
-        forward_seconds=forward_seconds,
-        update_seconds=update,
-        disk_seconds=disk_seconds,
+        forward_seconds=_step_forward_seconds(model, shapes.step, optimization, shapes.micro_rows),
+        update_seconds=_update_seconds(model, layouts, optimization, lag=lag, keeps_noise=host_plan.keep_noise),
+        disk_seconds=read_seconds + write_seconds,
         steps=steps,
         evaluations=evaluations,
-        evaluation_seconds=seconds_per_evaluation,
+        evaluation_seconds=evaluation_pass_seconds(
+            model, shapes, activations, replay + decoding_seconds(layouts), read_seconds
+        )
+        if evaluations
+        else 0.0,
     )
+
+
+def run_request(
+    model: HFBlockModel, shapes: RowShapes, optimization: Optimization, noise: NoiseGenerator, memory: MemoryPolicy
+) -> RunRequest:
+    """The request of a run that has taken no steps, as its engine makes it from the same options.
+
+    Args:
+        model: The model.
+        shapes: Shapes of the run's batches.
+        optimization: How a step is taken.
+        noise: Draws the directions.
+        memory: Memory that the run may use.
+    """
+    has_direction_per_row = optimization.per_row and optimization.queries == 1
+    return RunRequest(
+        layouts=model.layouts,
+        on_disk=laid_out_as_on_disk(model.layouts, model.weights),
+        noise=noise,
+        perturbation=optimization.perturbation,
+        perturb_in_place=bool(optimization.estimator_of(1).perturb_in_place),
+        directions=shapes.longest.rows if has_direction_per_row else optimization.queries,
+        memory=memory,
+    )
+
+
+class StepMemory(NamedTuple):
+    """Memory for the activations and logits of a step."""
+
+    nbytes: int  # bytes to reserve
+    least: int  # least bytes that a device needs
+
+
+def step_memory(model: HFBlockModel, longest: BatchShape, optimization: Optimization, micro_rows: int | None) -> StepMemory:
+    """Expected memory of a zeroth-order step.
+
+    Args:
+        model: The model.
+        longest: Shape of the largest batch.
+        optimization: How a step is taken.
+        micro_rows: Rows that run at a time; None: all of a batch.
+    """
+    rows, tokens, stacked = longest.rows, round(longest.tokens), optimization.stacked
+    streams, running = optimization.evaluations, (rows if micro_rows is None else min(rows, micro_rows)) * stacked
+    loss_rows = optimization.loss_rows(rows)
+    adapter = 0
+    if isinstance(model, PeftBlockModel):
+        adapter = model.adapter_bytes(running, -(-streams // stacked) * -(-rows * stacked // running))
+    nbytes = adapter + activation_bytes(
+        model.config,
+        rows,
+        tokens,
+        streams=streams,
+        micro_rows=micro_rows,
+        loss_chunk=model.loss_chunk,
+        stacked=stacked,
+        loss_rows=loss_rows if optimization.per_row else None,
+    )
+    least = adapter + least_activation_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
+    if optimization.rank is None:
+        return StepMemory(nbytes, least)
+    columns = max(  # bytes of one column of the factors of a segment's matrices, which are in memory twice
+        sum(spec.shape[0] * spec.dtype.itemsize for spec in layout.used if len(spec.shape) == 2 and not spec.frozen)
+        for layout in model.layouts
+    )
+    return StepMemory(nbytes + 2 * columns * optimization.rank * stacked * -(-rows // loss_rows), least)
 
 
 def step_seconds(model: HFBlockModel, shape: BatchShape, optimization: Optimization, micro_rows: int | None = None) -> float:
@@ -231,8 +280,7 @@ def _update_seconds(
         lag: Updates that a segment is behind when it is visited, on average.
         keeps_noise: Whether z stays in memory between evaluations.
     """
-    noise = optimization.generator(layouts)
-    generator = SequentialNoise(model.layouts) if noise is None else noise
+    generator = _noise(model, optimization)
     forwards, queries, perturbation = optimization.evaluations, optimization.queries, optimization.perturbation
     replay = replay_seconds(generator, layouts, in_place=not isinstance(generator, CounterNoise))
     if isinstance(perturbation, LowRankPerturbation):
@@ -242,6 +290,11 @@ def _update_seconds(
         first, other = evaluation_seconds(generator, layouts)
         return replay * (queries * lag - 1) + first + other * (forwards - 1)
     return replay * queries * (lag + (_PERTURBING_SHARE if keeps_noise else 1.0))
+
+
+def _noise(model: HFBlockModel, optimization: Optimization) -> NoiseGenerator:
+    """The generator of a run on the CPU."""
+    return optimization.generator(model.layouts) or SequentialNoise(model.layouts)
 
 
 def _step_forward_seconds(
@@ -256,15 +309,27 @@ def _step_forward_seconds(
     return optimization.evaluations / stacked * measured_forward_seconds(model, stack, running=running)
 
 
-def evaluation_sweeps(model: HFBlockModel, shapes: RowShapes, activations: int, micro_rows: int | None) -> int:
-    """Passes over the blocks in an evaluation. As many batches share a pass as fit in the memory for activations."""
-    shape, batches = shapes.evaluation, shapes.evaluation_batches
-    assert shape is not None, "there is an evaluation"
-    rows, tokens = shape.rows, math.ceil(shape.tokens)
-    running = rows if micro_rows is None else min(rows, micro_rows)
+def evaluation_pass_seconds(
+    model: HFBlockModel, shapes: RowShapes, activations: int, sweep_seconds: float, read_seconds: float
+) -> float:
+    """Expected seconds of one evaluation. As many batches share a sweep as fit in the memory for activations.
+
+    Args:
+        model: The model.
+        shapes: Shapes of the run's batches; without evaluation rows the result is 0.
+        activations: Bytes reserved for activations.
+        sweep_seconds: Seconds that a sweep computes beside its forwards.
+        read_seconds: Seconds in which a sweep reads the blocks from disk.
+    """
+    if shapes.evaluation is None:
+        return 0.0
+    rows, tokens = shapes.evaluation.rows, math.ceil(shapes.evaluation.tokens)
+    running = rows if shapes.micro_rows is None else min(rows, shapes.micro_rows)
     held = expected_held_bytes(model.config, running, tokens) * -(-rows // running)
     left = activations - forward_bytes(model.config, running, tokens, loss_chunk=model.loss_chunk)
-    return -(-batches // max(1, left // held))
+    sweeps = -(-shapes.evaluation_batches // max(1, left // held))
+    forward = measured_forward_seconds(model, shapes.evaluation, running=shapes.micro_rows)
+    return max(shapes.evaluation_batches * forward + sweeps * sweep_seconds, sweeps * read_seconds)
 
 
 def decoding_seconds(layouts: Sequence[BlockLayout]) -> float:

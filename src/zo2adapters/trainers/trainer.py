@@ -48,8 +48,7 @@ from zo2adapters.trainers.run_directory import (
     replace_file,
     require_new,
 )
-from zo2adapters.trainers.run_engine import replayer
-from zo2adapters.trainers.run_method import Opening
+from zo2adapters.trainers.run_method import Opening, replayer
 from zo2adapters.trainers.run_notices import notices
 from zo2adapters.trainers.samples import Samples
 from zo2adapters.trainers.step_bar import StepBar

@@ -5,13 +5,15 @@ from __future__ import annotations
 from zo2adapters.models.hf import HFBlockModel
 from zo2adapters.tasks.task import StepReport
 from zo2adapters.trainers.batch_shapes import BatchShape
-from zo2adapters.trainers.options import TrainOptions
-from zo2adapters.trainers.run_engine import build_engine, replayer, reserved_bytes
+from zo2adapters.trainers.options import Order, TrainOptions
+from zo2adapters.trainers.run_directory import JOURNAL
 from zo2adapters.trainers.run_health import HealthMonitor, destroyed, diverged
-from zo2adapters.trainers.run_method import Opening, RunMethod
+from zo2adapters.trainers.run_method import Opening, RunMethod, replayer
 from zo2adapters.trainers.run_notices import disk_writes, storage
-from zo2adapters.trainers.run_plan import step_seconds
-from zo2core import DivergenceError, HostPlan, Journal, Runner, StepResult, ZO2Error, ZOEngine
+from zo2adapters.trainers.run_plan import step_memory, step_seconds
+from zo2adapters.trainers.worker_options import local_device, worker_trace
+from zo2core import DivergenceError, HostPlan, Journal, MemoryPolicy, Runner, StepResult, WriteBackPolicy, ZO2Error, ZOEngine
+from zo2core.planning.host_budget import parse_size
 
 
 class ZerothOrderRun(RunMethod[ZOEngine]):
@@ -40,18 +42,39 @@ class ZerothOrderRun(RunMethod[ZOEngine]):
 
     def reserved_bytes(self, model: HFBlockModel, longest: int, sequences: int) -> tuple[int, int]:
         """Memory for the activations of all forwards of a step. See the contract."""
-        return reserved_bytes(self.options, model, longest, sequences)
+        batching, given = self.options.batching, self.options.storage.activation_memory
+        shape = BatchShape.whole(*batching.shape(batching.batch_size * sequences, longest))
+        nbytes, least = step_memory(model, shape, self.options.optimization, batching.micro_batch_size)
+        return nbytes if given is None else parse_size(given), least
 
     def engine(self, opening: Opening) -> ZOEngine:
         """An engine at the end of the journal. See the contract."""
-        return build_engine(
-            self.options,
+        options, execution, stored = self.options, opening.execution, self.options.storage
+        return ZOEngine(
             opening.model,
             self._estimator,
-            opening.activations,
-            opening.least_activations,
-            opening.decides,
-            execution=opening.execution,
+            noise=options.optimization.generator(opening.model.layouts),
+            journal=options.output / JOURNAL,
+            seed=options.seed,
+            device=local_device(stored.device, opening.workers),
+            memory=MemoryPolicy(
+                host=stored.memory,
+                device=stored.device_memory,
+                activations=opening.activations,
+                least_activations=None if stored.device == "cpu" else opening.least_activations,
+            ),
+            write_back=WriteBackPolicy(
+                directory=options.output,
+                every=None if stored.write_back_every == "never" else stored.write_back_every,
+                snapshot_every=stored.snapshot_every,
+                terabytes_per_1000_steps=stored.write_limit_tb,
+            ),
+            micro_batch_size=options.batching.micro_batch_size,
+            overlap=execution.scheduler is Order.OVERLAPPED,
+            replay=execution.replay,
+            perturbation=options.optimization.perturbation,
+            trace=worker_trace(execution.trace, opening.workers),
+            provenance=opening.decides,
             workers=opening.workers,
         )
 

@@ -21,7 +21,8 @@ from zo2core.profiling import Sweep, TraceRecorder
 from zo2core.protocols import BlockModel, Forward, Objective
 from zo2core.sweep.evaluation_loop import evaluate, evaluate_objective, fill_sweeps
 from zo2core.sweep.exclusive_use import ExclusiveUse
-from zo2core.sweep.visits import Groups, SweepVisitor
+from zo2core.sweep.visitor import Groups
+from zo2core.sweep.visits import SweepVisitor
 from zo2core.types import Batch, EvaluationResult, Lane, LaneUse, ParameterSpec, require_tensors, saved_form
 from zo2core.workers import Workers
 

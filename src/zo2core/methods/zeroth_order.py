@@ -22,7 +22,7 @@ from zo2core.sources.base_digests import BaseDigests
 from zo2core.sweep.microbatch import rows_of_group, rows_to_shard
 from zo2core.sweep.objective import MicroBatches, batches_of, cut, losses_as_tensors
 from zo2core.sweep.update_loss import UpdateLoss
-from zo2core.sweep.visits import Groups
+from zo2core.sweep.visitor import Groups
 from zo2core.types import Batch, Evaluation, Lane, LaneUse, RowGroup, StepResult
 from zo2core.workers import Plan, Workers
 

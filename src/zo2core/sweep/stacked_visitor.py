@@ -1,9 +1,10 @@
-"""A visit beside the activations: factors are brought to the present version, and all streams of a stack run at once."""
+"""A visit with low-rank perturbations: factors are brought to the present version, and stacked streams run as one batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import ActivationOffload
 from zo2core.sweep.stream import run_stream
+from zo2core.sweep.visitor import Groups
 from zo2core.sweep.work_buffer import WorkBuffer, can_be_read
 from zo2core.types import Batch, Evaluation, Lane, ParameterSpec, SegmentKind
 from zo2core.updates import Trajectory
@@ -24,65 +26,68 @@ class Stack(NamedTuple):
     """Streams that run as one batch."""
 
     batch: Batch
-    batches: Sequence[Batch]  # the streams', of which it is made
-    groups: Sequence[int]  # to which evaluation each belongs
+    batches: Sequence[Batch]  # one for each stream
+    groups: Sequence[int]  # for each stream, the position of its evaluation in the sweep
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackedVisits:
+    """Makes visitors that only read weights, and add low-rank perturbations beside the activations."""
+
+    model: StackedModel
+    factors: FactorStore  # of all parameters
+    trajectory: Callable[[int, Sequence[Evaluation | None]], Trajectory]  # to a version and through evaluations
+    buffer: WorkBuffer  # for weights that cannot be read from the store
+    activations: ActivationOffload  # of the stacks between segments; one sweep uses it at a time
+    streams: Streams
+    timeline: Timeline
+    worker: Executor | None  # helps to decode weights; None uses one thread
+
+    def visitor(self, version: int, groups: Groups, forward: Forward) -> StackedVisitor:
+        """Make the visitor of one sweep. See the contract."""
+        return StackedVisitor(self, forward, self.trajectory(version, [evaluation for evaluation, _ in groups]), groups)
 
 
 class StackedVisitor:
-    """Visits the segments for one sweep, whose weights it only reads.
+    """Visits the segments for one sweep that only reads weights.
 
     Args:
-        model: Whose modules take the directions.
+        visits: The objects that all sweeps share.
         forward: Runs the segments. The model itself runs stacks; any other forward runs one stream at a time.
-        factors: Factors of all parameters.
-        trajectory: To which version, and by which scale evaluations move.
-        groups: The evaluations to make, each with the batches to run at it, as of ``SegmentVisitor``.
-        buffer: Where weights are formed.
-        activations: The stacks' memory between segments; one sweep at a time may use it.
-        streams: The device's queues of work.
-        timeline: Takes down what is done when.
-        worker: Helps to decode weights; None does without.
+        trajectory: The updates and evaluations of the sweep.
+        groups: The evaluations to make, each with its batches, as for ``SegmentVisitor``.
     """
 
-    def __init__(
-        self,
-        model: StackedModel,
-        forward: Forward,
-        factors: FactorStore,
-        trajectory: Trajectory,
-        groups: Sequence[tuple[Evaluation | None, Sequence[Batch]]],
-        *,
-        buffer: WorkBuffer,
-        activations: ActivationOffload,
-        streams: Streams,
-        timeline: Timeline,
-        worker: Executor | None,
-    ) -> None:
-        self._model = model
+    def __init__(self, visits: StackedVisits, forward: Forward, trajectory: Trajectory, groups: Groups) -> None:
+        self._model = visits.model
         self._forward = forward
-        self._factors = factors
+        self._factors = visits.factors
         self._trajectory = trajectory
-        self._buffer = buffer
-        if forward is model:
-            self._stacks = list(_stacks(model, groups, factors.most_streams))
+        self._buffer = visits.buffer
+        if forward is self._model:
+            self._stacks = list(_stacks(self._model, groups, self._factors.most_streams))
         else:
-            self._stacks = [Stack(batch, [batch], [at]) for at, (_, batches) in enumerate(groups) for batch in batches]
-        asked = [evaluation for evaluation, _ in groups]
-        at = ([asked[group] for group in stack.groups] for stack in self._stacks)
-        self._perturbations = [factors.perturbations(evaluations, trajectory.zo_eps) for evaluations in at]  # by stack
-        self._activations = activations
-        self._queues = streams
-        self._timeline = timeline
-        self._worker = worker
-        self._stores: dict[int, Store] = {}  # of the segment being visited, and of resident ones
-        places = [
-            (spec, index, at) for index, layout in enumerate(model.layouts) for at, spec in enumerate(layout.parameters)
+            self._stacks = [Stack(batch, [batch], [group]) for group, (_, batches) in enumerate(groups) for batch in batches]
+        evaluations = trajectory.evaluations
+        self._perturbations = [
+            self._factors.perturbations([evaluations[group] for group in stack.groups], trajectory.zo_eps)
+            for stack in self._stacks
         ]
-        self._places = {spec.name: (index, at) for spec, index, at in places}
-        self.outputs: list[list[torch.Tensor]] = [[] for _ in groups]  # what the head gave, once it was visited
-        self.seeds: Collection[int] = ()  # counter-based noise keeps nothing
-        factors.begin_sweep()
-        activations.begin(len(self._stacks), may_wait=any(evaluation is not None for evaluation in asked))
+        self._activations = visits.activations
+        self._queues = visits.streams
+        self._timeline = visits.timeline
+        self._worker = visits.worker
+        self._stores: dict[int, Store] = {}  # stores of the visited segment and of resident segments, by segment
+        self._locations = {  # segment and position in its store, by name
+            spec.name: (index, position)
+            for index, layout in enumerate(self._model.layouts)
+            for position, spec in enumerate(layout.parameters)
+        }
+        self.outputs: list[list[torch.Tensor]] = [[] for _ in groups]  # outputs of the head, by evaluation
+        self.seeds: Collection[int] = ()  # counter-based noise keeps no state
+        self._factors.begin_sweep()
+        may_wait = any(evaluation is not None for evaluation in evaluations)
+        self._activations.begin(len(self._stacks), may_wait=may_wait)
 
     @torch.inference_mode()
     def visit(self, index: int, store: Store, version: int, commit: Callable[[int], None]) -> None:
@@ -94,16 +99,16 @@ class StackedVisitor:
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring the segment's factors to the present version; its weights stay as they are. See the contract."""
         self._stores[index] = store
-        layout, begun = self._model.layouts[index], self._queues.mark()
+        layout, started = self._model.layouts[index], self._queues.mark()
         for spec, theta in zip(layout.parameters, store, strict=True):
             if not spec.frozen:
                 self._factors.advance(spec, theta, self._trajectory.updates, self._trajectory.version)
-        self._timeline.note(Lane.REPLAY, layout.name, begun, self._queues.mark())
+        self._timeline.note(Lane.REPLAY, layout.name, started, self._queues.mark())
         return version
 
     def _evaluate(self, index: int) -> None:
         """Run the forwards of a segment, whose factors are at the present version."""
-        layout, begun = self._model.layouts[index], self._queues.mark()  # decoding and forming are of the first stack's time
+        layout, started = self._model.layouts[index], self._queues.mark()  # the first stack's time includes decoding
         weights = {spec.name: self._weights(spec) for spec in layout.used}
         if self._stacks:
             self._model.bind(index, {spec.name: self._readable(index, spec, weights[spec.name]) for spec in layout.used})
@@ -116,32 +121,32 @@ class StackedVisitor:
             self._model.perturb(index, perturbed, len(stack.groups))
             self._run(index, number, stack)
             done = self._queues.mark()
-            self._timeline.note(Lane.EVALUATE, layout.name, begun, done, track=number)
-            begun = done
+            self._timeline.note(Lane.EVALUATE, layout.name, started, done, track=number)
+            started = done
         if layout.kind is SegmentKind.BLOCK:
             del self._stores[index]
 
     def finish(self) -> None:
-        """Leave the model as it was: the next sweep may be another engine's."""
+        """Remove the perturbations from the model, which another engine may use next."""
         self._model.perturb(0, {}, 1)
 
     def _weights(self, spec: ParameterSpec) -> torch.Tensor:
-        owner, position = self._places[spec.name]
+        owner, position = self._locations[spec.name]
         return self._stores[owner][position]
 
     def _readable(self, index: int, spec: ParameterSpec, theta: torch.Tensor) -> torch.Tensor:
-        """The tensor that modules read a parameter from: its bytes themselves, or what was formed of them for this visit."""
+        """Return the tensor from which modules read a parameter: its store, or the work buffer, filled for this visit."""
         if can_be_read(spec, theta) and not self._factors.forms(spec):
             return theta.view(spec.shape)
-        formed = self._buffer.parameter_view(index, spec.name)
+        weight = self._buffer.parameter_view(index, spec.name)
         if spec.encoding is not None:
-            decode(spec, theta, formed, self._worker)
-            theta = formed
+            decode(spec, theta, weight, self._worker)
+            theta = weight
         elif not self._factors.forms(spec):
-            formed.copy_(theta.view(spec.shape))
+            weight.copy_(theta.view(spec.shape))
         if self._factors.forms(spec):
-            self._factors.form(spec, theta, formed, self._worker)
-        return formed
+            self._factors.form(spec, theta, weight, self._worker)
+        return weight
 
     def _run(self, index: int, number: int, stack: Stack) -> None:
         """Run a segment's forward of one stack."""
@@ -153,24 +158,22 @@ class StackedVisitor:
                 self.outputs[group].append(output)
 
     def _heads(self, stack: Stack, activations: Activations) -> list[torch.Tensor]:
-        """What the head gives for each stream of a stack."""
+        """Run the head, and return its output for each stream of a stack."""
         if len(stack.groups) == 1:
             return [self._forward.head(stack.batch, activations)]
         return self._model.heads(stack.batches, activations)
 
 
-def _stacks(
-    model: StackedModel, groups: Sequence[tuple[Evaluation | None, Sequence[Batch]]], most_streams: int | None
-) -> Iterator[Stack]:
-    """Stack the evaluations of each piece of the batch, as many as may be and can be."""
-    for position in range(max((len(batches) for _, batches in groups), default=0)):
-        streams = [(at, batches[position]) for at, (_, batches) in enumerate(groups) if position < len(batches)]
+def _stacks(model: StackedModel, groups: Groups, most_streams: int | None) -> Iterator[Stack]:
+    """Stack the evaluations of each micro-batch, at most so many at a time; those that cannot be stacked run alone."""
+    for number in range(max((len(batches) for _, batches in groups), default=0)):
+        streams = [(group, batches[number]) for group, (_, batches) in enumerate(groups) if number < len(batches)]
         most = len(streams) if most_streams is None else most_streams
         for start in range(0, len(streams), most):
             part = streams[start : start + most]
             batches = [batch for _, batch in part]
-            joined = batches[0] if len(part) == 1 else model.stacked(batches)
-            if joined is not None:
-                yield Stack(joined, batches, [at for at, _ in part])
+            stacked = batches[0] if len(part) == 1 else model.stacked(batches)
+            if stacked is not None:
+                yield Stack(stacked, batches, [group for group, _ in part])
             else:
-                yield from (Stack(batch, [batch], [at]) for at, batch in part)
+                yield from (Stack(batch, [batch], [group]) for group, batch in part)

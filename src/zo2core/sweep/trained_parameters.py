@@ -13,12 +13,8 @@ import torch
 from torch import nn
 
 from zo2core.errors import OptionError
-from zo2core.profiling.timeline import Timeline
-from zo2core.protocols import Forward, Store, Stores, Streams, TensorReader
-from zo2core.sweep.activation_offload import ActivationOffload
-from zo2core.sweep.update_loss import UpdateLoss
-from zo2core.sweep.visitor import SegmentVisitor
-from zo2core.sweep.visits import Groups
+from zo2core.protocols import Forward, Store, Stores, TensorReader
+from zo2core.sweep.visitor import Groups, SegmentVisitor, SegmentVisits
 from zo2core.sweep.work_buffer import WorkBuffer
 from zo2core.types import BlockLayout, Evaluation
 
@@ -132,27 +128,13 @@ class PresentWeights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PresentVisits:
+class PresentVisits(SegmentVisits):
     """Makes the visitors of evaluations, exports and flushes, which run the present weights."""
 
-    layouts: Sequence[BlockLayout]
     trained: TrainedParameters
     weights: PresentWeights
-    activations: ActivationOffload
-    streams: Streams
-    timeline: Timeline
-    update_loss: UpdateLoss
 
     def visitor(self, version: int, groups: Groups, forward: Forward) -> SegmentVisitor:
-        """The visitor of one sweep. See the contract."""
+        """Make the visitor of one sweep. See the contract."""
         self.trained.begin_sweep()
-        return SegmentVisitor(
-            self.layouts,
-            forward,
-            self.weights,
-            groups,
-            activations=self.activations,
-            streams=self.streams,
-            timeline=self.timeline,
-            update_loss=self.update_loss,
-        )
+        return SegmentVisitor(self, forward, self.weights, groups)

@@ -7,8 +7,10 @@ parameters. A ``Perturber`` does both; the visitor runs the forwards.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 import torch
 
@@ -20,6 +22,19 @@ from zo2core.sweep.stream import run_stream
 from zo2core.sweep.update_loss import UpdateLoss
 from zo2core.types import Batch, BlockLayout, Evaluation, Lane, SegmentKind
 
+Groups: TypeAlias = Sequence[tuple[Evaluation | None, Sequence[Batch]]]  # evaluations, each with the batches to run at it
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentVisits:
+    """The objects that all sweeps of a run share."""
+
+    layouts: Sequence[BlockLayout]  # in visiting order
+    activations: ActivationOffload  # of the streams between segments; one sweep uses it at a time
+    streams: Streams
+    timeline: Timeline
+    update_loss: UpdateLoss  # samples segments at the present version
+
 
 class SegmentVisitor:
     """Visits the segments for one sweep.
@@ -27,45 +42,29 @@ class SegmentVisitor:
     A *stream* is one batch at one evaluation: its activations pass from segment to segment.
 
     Args:
-        layouts: Segments in visiting order.
+        visits: The objects that all sweeps share.
         forward: Runs the segments.
         perturber: Applies updates and perturbs weights in this sweep.
         groups: The evaluations to make, each with its batches (micro-batches of one step); None instead of an evaluation
             stands for unperturbed weights. Empty for a sweep that only replays.
-        activations: Holds the streams' activations between segments; one sweep uses it at a time.
-        streams: The device's queues of work.
-        timeline: Records when work is done.
-        update_loss: Samples segments at the present version.
     """
 
-    def __init__(
-        self,
-        layouts: Sequence[BlockLayout],
-        forward: Forward,
-        perturber: Perturber,
-        groups: Sequence[tuple[Evaluation | None, Sequence[Batch]]],
-        *,
-        activations: ActivationOffload,
-        streams: Streams,
-        timeline: Timeline,
-        update_loss: UpdateLoss,
-    ) -> None:
-        self._layouts = layouts
+    def __init__(self, visits: SegmentVisits, forward: Forward, perturber: Perturber, groups: Groups) -> None:
+        self._layouts = visits.layouts
         self._forward = forward
         self._perturber = perturber
         self._evaluations = [evaluation for evaluation, _ in groups]
-        self._batches = [batch for _, batches in groups for batch in batches]  # one a stream
+        self._batches = [batch for _, batches in groups for batch in batches]  # one for each stream
         ends = list(accumulate((len(batches) for _, batches in groups), initial=0))
-        self._streams_of = [range(*ends_of_group) for ends_of_group in pairwise(ends)]  # each group's
-        self._activations = activations
-        self._queues = streams
-        self._timeline = timeline
-        self._update_loss = update_loss
-        self._stores: dict[int, Store] = {}  # by segment: of the one being visited, and of resident ones
-        self.outputs: list[list[torch.Tensor]] = [
-            [] for _ in groups
-        ]  # of the head, by evaluation, once the head was visited
-        activations.begin(len(self._batches), may_wait=any(evaluation is not None for evaluation in self._evaluations))
+        self._streams_of = [range(*ends_of_group) for ends_of_group in pairwise(ends)]  # by group
+        self._activations = visits.activations
+        self._queues = visits.streams
+        self._timeline = visits.timeline
+        self._update_loss = visits.update_loss
+        self._stores: dict[int, Store] = {}  # stores of the visited segment and of resident segments, by segment
+        self.outputs: list[list[torch.Tensor]] = [[] for _ in groups]  # outputs of the head, by evaluation
+        may_wait = any(evaluation is not None for evaluation in self._evaluations)
+        self._activations.begin(len(self._batches), may_wait=may_wait)
 
     @property
     def seeds(self) -> Collection[int]:
@@ -82,21 +81,21 @@ class SegmentVisitor:
     def replay(self, index: int, store: Store, version: int) -> int:
         """Bring a segment to the present version. See the contract."""
         self._stores[index] = store
-        begun = self._queues.mark()
+        started = self._queues.mark()
         layout = self._layouts[index]
         if layout.trains:
             version = self._perturber.replay(index, self._stores, version)
             self._update_loss.sample(index, store, layout.parameters)
-        else:  # it has no updates; the weights that it borrows are perturbed for the first evaluation
+        else:  # the segment has no updates; the weights that it borrows are perturbed for the first evaluation
             self._perturber.replay(index, self._stores, self._perturber.version)
-        self._timeline.note(Lane.REPLAY, layout.name, begun, self._queues.mark())
+        self._timeline.note(Lane.REPLAY, layout.name, started, self._queues.mark())
         return version
 
     def _evaluate(self, index: int) -> None:
         """Run the forwards of a segment that has been replayed."""
         layout = self._layouts[index]
         before: Evaluation | None = None
-        begun = self._queues.mark()
+        started = self._queues.mark()
         if self._evaluations:
             self._perturber.load_frozen(index, self._stores)
         for group, evaluation in enumerate(self._evaluations):
@@ -104,8 +103,8 @@ class SegmentVisitor:
             for stream in self._streams_of[group]:
                 self._run(index, stream, group)
             done = self._queues.mark()
-            self._timeline.note(Lane.EVALUATE, layout.name, begun, done, track=group)
-            before, begun = evaluation, done
+            self._timeline.note(Lane.EVALUATE, layout.name, started, done, track=group)
+            before, started = evaluation, done
         if layout.kind is SegmentKind.BLOCK:
             del self._stores[index]
 
