@@ -92,6 +92,11 @@ class Parts(NamedTuple):
         plan = self.host_plan if self.device_plan is None and self.device.in_place else self.device_plan
         return 0 if plan is None else plan.spare
 
+    @property
+    def host_limit(self) -> int | None:
+        """Resident bytes that the process may have; None for passed parts and plans without parts."""
+        return self.host_plan.budget if self.host_plan is not None and self.host_plan.parts else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:

@@ -23,6 +23,7 @@ from zo2core.sweep.gradient_visitor import GradientVisits
 from zo2core.sweep.input_file import InputFile
 from zo2core.sweep.input_offload import InputOffload
 from zo2core.sweep.kept_inputs import KeptInputs
+from zo2core.sweep.memory_limit import MemoryLimit
 from zo2core.sweep.trained_parameters import TrainedParameters
 from zo2core.types import Batch, GradientStepResult
 
@@ -109,6 +110,7 @@ class BackpropEngine(AdapterRunner):
                     leaves=_trained_leaves(model, self._trained),
                     weights=parts.work_buffer.bound,
                     inputs=inputs,
+                    limit=MemoryLimit(parts.host_limit if device.in_place else None),
                     streams=parts.device.streams,
                     timeline=parts.timeline,
                 ),

@@ -24,8 +24,10 @@ from zo2core.profiling.timeline import Timeline
 from zo2core.protocols import Activations, Forward, Store, Streams
 from zo2core.sweep.activation_offload import flattened
 from zo2core.sweep.block_graph import BlockGraph
+from zo2core.sweep.gradient_memory import gradient_bytes
 from zo2core.sweep.graph_room import GraphRoom
 from zo2core.sweep.kept_inputs import KeptInputs
+from zo2core.sweep.memory_limit import MemoryLimit
 from zo2core.sweep.trained_parameters import PresentWeights, TrainedParameters
 from zo2core.types import Batch, BlockLayout, Lane
 
@@ -78,6 +80,7 @@ class GradientVisits:
     leaves: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' trained parameters by name
     weights: Sequence[Mapping[str, torch.Tensor]]  # for each segment, its modules' weights since its last visit, by name
     inputs: KeptInputs
+    limit: MemoryLimit
     streams: Streams
     timeline: Timeline
 
@@ -138,6 +141,8 @@ class GradientVisitor:
         self._joint_loss = joint_loss
         self._room = room
         self._inputs = visits.inputs
+        self._limit = visits.limit
+        self._running = gradient_bytes(0, max(map(forward.forward_bytes, batches)), 0)  # bytes of a backward, at most
         self._segment_weights = visits.weights
         uses = Counter(name for leaves in self._leaves for name in leaves)
         self._tied = {name for name, count in uses.items() if count > 1}
@@ -163,6 +168,7 @@ class GradientVisitor:
         commit(self.replay(index, store, version))
         started = self._queues.mark()
         self._load(index)
+        self._limit.make_room(self._running if index == self._head else 0)  # logits are the largest of all
         if index == self._head:
             self._run_head()
         elif self._is_backward:
@@ -189,6 +195,7 @@ class GradientVisitor:
         self._inputs.clear()
         self._streams.clear()
         self._tied_sums.clear()
+        self._limit.make_room(self._running)
 
     @torch.no_grad()
     def _load(self, index: int) -> None:
