@@ -284,12 +284,19 @@ PLACED: Mapping[str, tuple[str, tuple[object, ...]]] = {
 }
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "kills" in metafunc.fixturenames:  # 200 in the long profile
+        metafunc.parametrize(
+            ("round_", "kills"), [(i, 10) for i in range(10)] if metafunc.config.getoption("--long") else [(0, 3)]
+        )
+
+
 @pytest.mark.parametrize("placed", PLACED)
 def test_a_run_killed_at_random_again_and_again_ends_as_the_undisturbed_one(
-    placed: str, here: Path, apart: Apart, request: pytest.FixtureRequest
+    placed: str, round_: int, kills: int, here: Path, apart: Apart
 ) -> None:
     patch, options = PLACED[placed]
-    rng, wanted = random.Random(placed), 100 if request.config.getoption("--long") else 3
+    rng = random.Random(f"{placed} {round_}")
     patch = f"import os\nos.chdir({str(here)!r})\n{MARKED}{patch}"
     Path("phase").write_bytes(b"\0")
     command = train("run", *EVALUATED, *options)
@@ -297,13 +304,13 @@ def test_a_run_killed_at_random_again_and_again_ends_as_the_undisturbed_one(
     assert apart.run(*command, patch=patch).status == 0
     seconds, undisturbed, hits, ends = time.perf_counter() - began, outcome("run"), Counter[str](), 0
     shutil.rmtree("run")
-    while hits.total() < wanted or not ends:
+    while hits.total() < kills or not ends:
         is_begun = Path("run/options.json").exists()
         if not is_begun:
             shutil.rmtree("run", ignore_errors=True)
         Path("phase").write_bytes(b"\0")
         apart.start(*(("train", "--resume", "run") if is_begun else command), patch=patch)
-        if hits.total() < wanted:
+        if hits.total() < kills:
             time.sleep(rng.uniform(0, seconds))
             apart.send(signal.SIGKILL)
         ended = apart.finish()
